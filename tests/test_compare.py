@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +20,6 @@ from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.cases import VOCABULARY, Size
 from transformer_fast.measure.clock import Ratio, Summary
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -189,38 +182,6 @@ def test_no_command(capsys):
         assert way in shown
     assert len(shown.splitlines()) <= 12
     assert max(map(len, shown.splitlines())) <= 80
-
-
-@pytest.fixture(scope="module")
-def without_native(tmp_path_factory) -> Path:
-    """A folder with the package alone, as it is where no compiler was found."""
-    folder = tmp_path_factory.mktemp("pure")
-    skipped = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
-    shutil.copytree(ROOT / "transformer_fast", folder / "transformer_fast", ignore=skipped)
-    # Written rather than left out: an editable installation would find the one of this checkout.
-    record = "PYTHON = ''\nREASON = 'no C++ compiler was found'\n"
-    (folder / "transformer_fast" / "_build_info.py").write_text(record, encoding="utf-8")
-    return folder
-
-
-@pytest.mark.parametrize(
-    "command", [["info", "--probe"], ["compare", "--quick", "--op", "layer_norm"]]
-)
-def test_without_the_native_module(without_native, command):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TRANSFORMER_FAST")}
-    done = subprocess.run(
-        [sys.executable, "-m", "transformer_fast", *command],
-        cwd=without_native,
-        env=env | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "the native module was not built: no C++ compiler was found" in done.stdout
-    if command[0] == "compare":
-        assert "no native module" in done.stdout
-        assert "cpu: the native module was not built" in done.stdout
 
 
 def _row(candidate: str, **values: object) -> Row:

@@ -54,11 +54,11 @@ def checkout(tmp_path):
     return folder
 
 
-def run(command, cwd, **environment):
+def run(command, cwd, errors=subprocess.STDOUT, **environment):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMER_FAST", "CXX"))}
     env.update({"PYTHONNOUSERSITE": "1", **environment})
     return subprocess.run(
-        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=errors
     )
 
 
@@ -182,9 +182,30 @@ for dtype, more in itertools.product(
 """
 
 
-def test_without_kernels_pytorchs_run(checkout, tmp_path):
+@pytest.fixture
+def without_kernels(checkout):
+    """As it is where no compiler was found."""
+    # Written rather than left out: an editable installation would find the one of this checkout.
     record = "PYTHON = ''\nREASON = 'no C++ compiler was found'\n"
     (checkout / "transformer_fast" / "_build_info.py").write_text(record)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "command", [["info", "--probe"], ["compare", "--quick", "--op", "layer_norm"]]
+)
+def test_commands_without_kernels(without_kernels, checkout, command):
+    called = [sys.executable, "-m", "transformer_fast", *command]
+    environment = {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+    done = run(called, checkout, subprocess.PIPE, **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the native module was not built: no C++ compiler was found" in done.stdout
+    if command[0] == "compare":
+        assert "no native module" in done.stdout
+        assert "cpu: the native module was not built" in done.stdout
+
+
+def test_without_kernels_pytorchs_run(without_kernels, checkout, tmp_path):
     run_python("-W", "ignore", "-c", WITHOUT_KERNELS, cwd=tmp_path, PYTHONPATH=str(checkout))
 
 

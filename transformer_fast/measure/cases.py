@@ -326,10 +326,6 @@ class Size(NamedTuple):
         return f"{self.model}/{self.heads}/{self.hidden}"
 
 
-def no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
-    return ()
-
-
 # Arithmetic, 2 for each multiply-add. ``pairs``: how many (query, key) pairs there are.
 
 
@@ -370,7 +366,7 @@ def encoder_case(
     inputs: Sequence[Sequence[Arguments]],
     size: Size,
     backends: Sequence[str | None] = (None,),
-    peers: Peers = no_peers,
+    peers: Peers = lambda module, arguments: (),
     layers: int | None = None,
 ) -> BenchmarkCase:
     """One layer, or a `TransformerEncoder` of ``layers``.
@@ -460,7 +456,7 @@ def transformer_case(
     dtype: torch.dtype,
     device: torch.device | str,
     backends: Sequence[str | None] = (None,),
-    peers: Peers = no_peers,
+    peers: Peers = lambda module, arguments: (),
 ) -> BenchmarkCase:
     """Calls are (source, target), both `Batch`."""
     ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)
