@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from transformer_fast import _native
@@ -23,8 +24,8 @@ from .suites import Scope, Suite, models, ops, third_party
 
 #: The ordinary run, in the order of its report.
 SUITES: dict[str, Suite] = {
-    "ops": ops.forward,
-    "backward": ops.backward,
+    "ops": ops.table,
+    "backward": partial(ops.table, gradients=True),
     "layers": models.layers,
     "models": models.transformers,
     "training": models.training,

@@ -36,7 +36,6 @@ from .findings import by_case
 ROOT = Path(__file__).resolve().parents[1]
 _SUITES = ("ops", "layers")
 
-
 #: PyTorch's candidates, any of which is the same code before and after.
 _CONTROLS = ("torch", "torch eager", "torch fast path")
 
@@ -173,15 +172,9 @@ def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
 
 def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
     """What the command printed. Raises CalledProcessError."""
-    done = subprocess.run(
-        [str(c) for c in command],
-        cwd=cwd,
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    return done.stdout.strip()
+    env = {**os.environ, **environment}
+    options: Any = {"check": True, "capture_output": True, "text": True}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=env, **options).stdout.strip()
 
 
 def _worktree(revision: str, console: Console) -> Path:
@@ -194,11 +187,8 @@ def _worktree(revision: str, console: Console) -> Path:
     if not (place / "benchmarks" / "__main__.py").exists():
         raise FileNotFoundError(f"revision {revision} has no benchmark suite")
     console.print(f"building {commit} in {place}", style="dim")
-    _call(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-        place,
-        TRANSFORMER_FAST_BUILD="require",
-    )
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    _call(build, place, TRANSFORMER_FAST_BUILD="require")
     return place
 
 
@@ -210,11 +200,9 @@ def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
     command += ["--quick"] if options.quick else []
     path.unlink(missing_ok=True)
     # Exit status 1 says that a result is wrong; its row then has no speed to compare.
-    done = subprocess.run(
-        [str(c) for c in command], cwd=tree, stdout=subprocess.DEVNULL, check=False
-    )
-    if done.returncode not in (0, 1) or not path.exists():
-        raise RuntimeError(f"the suite ended with status {done.returncode} in {tree}")
+    status = subprocess.call([*map(str, command)], cwd=tree, stdout=subprocess.DEVNULL)
+    if status not in (0, 1) or not path.exists():
+        raise RuntimeError(f"the suite ended with status {status} in {tree}")
     return findings.read(path)
 
 
@@ -239,10 +227,8 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
     folder = ROOT / "build" / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(options.passes):
-        text = (
-            f"pass {number + 1} of at most {options.passes}" if options.passes > 1 else "one pass"
-        )
-        console.print(text, style="dim")
+        of = f"pass {number + 1} of at most {options.passes}"
+        console.print(of if options.passes > 1 else "one pass", style="dim")
         if tree is not None:
             old = _time(tree, options, folder / f"old-{number}.json")
         yield old, _time(ROOT, options, folder / f"new-{number}.json")

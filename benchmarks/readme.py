@@ -60,18 +60,17 @@ def _cell(kernel: Kernel | None) -> str:
     return f"{dtypes}, {passes.get(gradients, 'forward, backward (not of masks)')}{dropped}"
 
 
-def _section(paper: str) -> str:
-    """'section 3.2.1' of '"Attention Is All You Need", section 3.2.1'."""
-    found = re.search(r"sections? .*", paper)
-    return found[0] if found else paper
-
-
 def ops_table() -> str:
     """Ops and backends, with limits that do not depend on the machine."""
     every = {(k.op, k.backend): k for op in OPS for k in kernels(op)}
     shown = [name for name in reversed(BACKENDS) if any(backend == name for _, backend in every)]
     rows = [
-        (f"`{op}`", _section(spec.paper), *(_cell(every.get((op, name))) for name in shown))
+        # 'section 3.2.1' of '"Attention Is All You Need", section 3.2.1'.
+        (
+            f"`{op}`",
+            re.sub(r"^.*?(sections? )", r"\1", spec.paper),
+            *(_cell(every.get((op, name))) for name in shown),
+        )
         for op, spec in OPS.items()
     ]
     headings = ("op", "in the paper", *(f"`{name}`" for name in shown))

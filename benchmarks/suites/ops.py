@@ -40,17 +40,6 @@ def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
                 yield op, case
 
 
-def _forward(scope: Scope, op: str, case: Case) -> BenchmarkCase:
-    inputs = scope.draw(op, case)
-    offered = scope.offered("op", op, inputs[0][0])
-    return op_case(op, case.name, inputs, scope.backends, offered)
-
-
-def forward(scope: Scope) -> Iterator[tuple[str, Maker]]:
-    for op, case in cases(scope):
-        yield f"{op} {case}", functools.partial(_forward, scope, op, case)
-
-
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     """The same call, with `spread` biases under a relu."""
     named = OPS[op].named(arguments)
@@ -61,15 +50,19 @@ def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     return tuple(named.values())
 
 
-def _with_gradients(scope: Scope, op: str, case: Case) -> BenchmarkCase:
-    inputs = [[away_from_the_kink(op, *calls)] for calls in scope.draw(op, case)]
-    return op_case(op, case.name, inputs, scope.backends, gradients=True)
+def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCase:
+    inputs = scope.draw(op, case)
+    if gradients:
+        inputs = [[away_from_the_kink(op, *calls)] for calls in inputs]
+    offered = [] if gradients else scope.offered("op", op, inputs[0][0])
+    return op_case(op, case.name, inputs, scope.backends, offered, gradients)
 
 
-def backward(scope: Scope) -> Iterator[tuple[str, Maker]]:
+def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
     for op, case in cases(scope):
-        if OPS[op].flops(case.build(scope.dtype, "meta", None)) <= _MOST_FLOPS:
-            yield f"{op} {case}", functools.partial(_with_gradients, scope, op, case)
+        flops = OPS[op].flops(case.build(scope.dtype, "meta", None))
+        if not gradients or flops <= _MOST_FLOPS:
+            yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 
 # What a call costs beside its work: the public functions on next to no data.
