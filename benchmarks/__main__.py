@@ -67,10 +67,6 @@ def add_arguments(
     )  # fmt: skip
 
 
-def add_scaling(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, SCALING, "-scaling", ops.SCALING_PLAN)
-
-
 def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
     device, names = device_of(parser, options), options.peer
     if names is None and options.quick:
@@ -141,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    scaling = {"suites": SCALING, "kind": "-scaling", "plan": ops.SCALING_PLAN}
+    add_scaling = partial(add_arguments, **scaling)
     for name, summary, add, command in (
         ("run", "ops, layers, models, training (the default)", add_arguments, run_suites),
         ("scaling", "how time grows with each size; about 10 minutes", add_scaling, run_suites),

@@ -41,17 +41,10 @@ _CONTROLS = ("torch", "torch eager", "torch fast path")
 
 #: The suites of a run, by name, as `findings.read` gives them.
 Suites = dict[str, Any]
+#: Whose time it is: suite, op, case and candidate.
+Key = tuple[str, str, str, str]
 #: Before and after.
 Pass = tuple[Suites, Suites]
-
-
-class Key(NamedTuple):
-    """Whose time it is."""
-
-    suite: str
-    op: str
-    case: str
-    candidate: str
 
 
 class Change(NamedTuple):
@@ -113,7 +106,7 @@ def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, st
                 for row in after:
                     if not row.ours or row.candidate == "reference":
                         continue
-                    key = Key(name, op, case, row.candidate)
+                    key = name, op, case, row.candidate
                     if (seen := change(before, after, row.candidate)) is not None:
                         found.setdefault(key, []).append(seen)
                     elif not row.samples and _timed(before, row.candidate):

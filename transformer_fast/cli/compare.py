@@ -306,12 +306,10 @@ def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
             row.reason = f"{wrong[0].shape}: {wrong[0].problem}"
         elif timed:
             # One piece of work is all cases, as a case on text is several batches.
-            row.samples = [
-                sum(times) for times in zip(*(one.samples for one in timed), strict=True)
-            ]
-            theirs = [
-                sum(times) for times in zip(*(one.torch_samples for one in timed), strict=True)
-            ]
+            row.samples, theirs = (
+                [sum(times) for times in zip(*series, strict=True)]
+                for series in zip(*((one.samples, one.torch_samples) for one in timed), strict=True)
+            )
             row.time, row.vs_torch = summarise(row.samples), speed_up(theirs, row.samples)
         else:
             row.reason = mine[0].verdict.problem
