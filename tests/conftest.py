@@ -51,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "default")
 
 
+if interpreted.WHY_NOT is not None:
+    collect_ignore_glob = ["triton/test_triton_[!h]*.py"]
+
 #: Of so many in a hundred tests of which files (or tests, or backends) are a part of `make test`;
 #: `make test-all` runs all of all.
 _SHARES = {
@@ -200,7 +203,8 @@ def amx() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def operators() -> str:
-    """The device whose tensors the operators ``cuda_*`` take."""
+    """The device whose tensors the operators ``cuda_*`` take: the GPU where there is one and the library
+    was built, and else the CPU, for the SIMT machine compiled from the same sources."""
     if simt_build.ON_GPU:
         return "cuda"
     if _native.cuda_why_not is None:
@@ -236,6 +240,13 @@ def triton() -> str:
         dispatch.register(kernel)
     call_cache.forget()  # tests change tiles by hand
     return interpreted.DEVICE
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Where kernels of the backend that the test's folder is named after run: `cuda` or `triton`."""
+    where: str = request.getfixturevalue(request.path.parent.name)
+    return where
 
 
 @pytest.fixture

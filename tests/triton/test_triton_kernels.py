@@ -40,6 +40,14 @@ def use_tile(monkeypatch, **changes):
     monkeypatch.setattr(config, "matmul", lambda *sizes: tile)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that products of matrices launch, one after the other."""
+    found, launch = [], matmul.launch
+    monkeypatch.setattr(matmul, "launch", lambda *a, **k: (found.append(a[0]), launch(*a, **k))[1])
+    return found
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("sideways", [False, True])

@@ -141,14 +141,15 @@ bool isa_supported(Isa isa) {
   const bool avx512 = cpu.avx2 && cpu.fma && cpu.f16c && cpu.avx512f && cpu.avx512bw &&
                       cpu.avx512dq && cpu.avx512vl;
   switch (isa) {
-    TF_IN_BASELINE(case Isa::baseline : return true;)
-    TF_IN_AVX2(case Isa::avx2 : return cpu.avx2 && cpu.fma && cpu.f16c;)
-    TF_IN_AVX512(case Isa::avx512 : return avx512;)
-    TF_IN_AVX512_BF16(case Isa::avx512_bf16 : return avx512 && cpu.avx512_bf16;)
+    TF_IN(TF_HAVE_BASELINE, case Isa::baseline : return true;)
+    TF_IN(TF_HAVE_AVX2, case Isa::avx2 : return cpu.avx2 && cpu.fma && cpu.f16c;)
+    TF_IN(TF_HAVE_AVX512, case Isa::avx512 : return avx512;)
+    TF_IN(TF_HAVE_AVX512_BF16, case Isa::avx512_bf16 : return avx512 && cpu.avx512_bf16;)
 #ifdef TF_EMULATE_AMX
-    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16;)
+    TF_IN(TF_HAVE_AMX, case Isa::amx : return avx512 && cpu.avx512_bf16;)
 #else
-    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;)
+    TF_IN(TF_HAVE_AMX,
+          case Isa::amx : return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;)
 #endif
     default:  // it is not among TF_ISAS
       return false;

@@ -39,8 +39,8 @@ void set_batch_invariant(bool on);
 // batch_invariant() for kernel files, which must not reference C++ symbols outside their namespace.
 extern "C" bool tf_batch_invariant();
 
-// Whether fp32 products of `rows` rows run on bfloat16 units as bf16x3 (bf16_pairs.h), which requires
-// AMX. The thresholds were measured.
+// Whether fp32 products of `rows` rows run on bfloat16 units as bf16x3 (bf16_pairs.h), which
+// requires AMX. The thresholds were measured.
 //
 // For operands that are split during the call.
 bool uses_bf16x3(long rows);
@@ -83,36 +83,14 @@ const CpuFeatures& cpu_features();
 // fp32 emulated by bf16x3, which is faster than FMA on AMX only.
 #define TF_KERNEL_BF16X3(...) TF_DECLARE_IN(amx, __VA_ARGS__)
 
-#if defined(TF_HAVE_AVX512_BF16) || defined(TF_HAVE_AMX)
-#define TF_HAVE_UNITS 1
-#endif
+#define TF_HAVE_UNITS (TF_HAVE_AVX512_BF16 || TF_HAVE_AMX)
 
-// Expands only in builds that include the instruction set (TF_ISAS in CMakeLists.txt).
-#ifdef TF_HAVE_BASELINE
-#define TF_IN_BASELINE(...) __VA_ARGS__
-#else
-#define TF_IN_BASELINE(...)
-#endif
-#ifdef TF_HAVE_AVX2
-#define TF_IN_AVX2(...) __VA_ARGS__
-#else
-#define TF_IN_AVX2(...)
-#endif
-#ifdef TF_HAVE_AVX512
-#define TF_IN_AVX512(...) __VA_ARGS__
-#else
-#define TF_IN_AVX512(...)
-#endif
-#ifdef TF_HAVE_AVX512_BF16
-#define TF_IN_AVX512_BF16(...) __VA_ARGS__
-#else
-#define TF_IN_AVX512_BF16(...)
-#endif
-#ifdef TF_HAVE_AMX
-#define TF_IN_AMX(...) __VA_ARGS__
-#else
-#define TF_IN_AMX(...)
-#endif
+// Expands only in builds that include the instruction set (TF_ISAS in CMakeLists.txt): `have` is
+// the 0 or 1 of its TF_HAVE_<SET>.
+#define TF_IN(have, ...) TF_IN_(have, __VA_ARGS__)
+#define TF_IN_(have, ...) TF_IN_##have(__VA_ARGS__)
+#define TF_IN_0(...)
+#define TF_IN_1(...) __VA_ARGS__
 
 #ifndef TF_ISA
 // Each namespace imports the next lower one, so that tf::amx::f names the best build of f. Not in
@@ -137,14 +115,15 @@ using namespace avx512_bf16;
 #define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
 
 // The same for a given instruction set.
-#define TF_DISPATCH_TO(isa, function, ...)                                                     \
-  [&] {                                                                                        \
-    switch (isa) {                                                                             \
-      TF_IN_BASELINE(case ::tf::Isa::baseline : return ::tf::baseline::function(__VA_ARGS__);) \
-      TF_IN_AVX2(case ::tf::Isa::avx2 : return ::tf::avx2::function(__VA_ARGS__);)             \
-      TF_IN_AVX512(case ::tf::Isa::avx512 : return ::tf::avx512::function(__VA_ARGS__);)       \
-      TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__)                                           \
-    }                                                                                          \
+#define TF_DISPATCH_TO(isa, function, ...)                                                        \
+  [&] {                                                                                           \
+    switch (isa) {                                                                                \
+      TF_IN(TF_HAVE_BASELINE,                                                                     \
+            case ::tf::Isa::baseline : return ::tf::baseline::function(__VA_ARGS__);)             \
+      TF_IN(TF_HAVE_AVX2, case ::tf::Isa::avx2 : return ::tf::avx2::function(__VA_ARGS__);)       \
+      TF_IN(TF_HAVE_AVX512, case ::tf::Isa::avx512 : return ::tf::avx512::function(__VA_ARGS__);) \
+      TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__)                                              \
+    }                                                                                             \
   }()
 
 // The same for functions declared with TF_KERNEL_UNITS; requires that one of these instruction sets
@@ -155,10 +134,10 @@ using namespace avx512_bf16;
   }()
 
 // Instruction sets not in TF_ISAS are never in use, and a kernel may lack that build.
-#define TF_DISPATCH_CASES_UNITS(function, ...)                                        \
-  TF_IN_AVX512_BF16(                                                                  \
-      case ::tf::Isa::avx512_bf16 : return ::tf::avx512_bf16::function(__VA_ARGS__);) \
-  TF_IN_AMX(case ::tf::Isa::amx : return ::tf::amx::function(__VA_ARGS__);)           \
-  default:                                                                            \
+#define TF_DISPATCH_CASES_UNITS(function, ...)                                          \
+  TF_IN(TF_HAVE_AVX512_BF16,                                                            \
+        case ::tf::Isa::avx512_bf16 : return ::tf::avx512_bf16::function(__VA_ARGS__);) \
+  TF_IN(TF_HAVE_AMX, case ::tf::Isa::amx : return ::tf::amx::function(__VA_ARGS__);)    \
+  default:                                                                              \
     __builtin_unreachable();
 #endif

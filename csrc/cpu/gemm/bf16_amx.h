@@ -10,7 +10,6 @@
 #include <type_traits>
 
 #include "cpu/gemm/bf16_pairs.h"
-#include "cpu/gemm/interleave.h"
 
 namespace tf::TF_ISA {
 namespace {

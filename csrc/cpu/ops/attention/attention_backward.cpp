@@ -111,7 +111,7 @@ bool run_mask(AttentionBackwardArgs args, const AttentionBackwardKernels& kernel
 
 // Whether there is a kernel for bfloat16 without conversion to fp32.
 bool has_bf16_kernel(const Tensor& query) {
-#ifdef TF_HAVE_UNITS
+#if TF_HAVE_UNITS
   constexpr int64_t kMinQueries = 16;
   const Isa isa = current_isa();
   return query.scalar_type() == ScalarType::BFloat16 &&
@@ -125,7 +125,7 @@ bool has_bf16_kernel(const Tensor& query) {
 // float32.
 template <class Run>
 bool with_kernels(const AttentionBackwardArgs& args, const Run& run) {
-#ifdef TF_HAVE_UNITS
+#if TF_HAVE_UNITS
   const bool reduced_float = args.type != Element::float32;
   if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
     const bool did = run(*TF_DISPATCH_UNITS(bf16_attention_backward_kernels, args.type));

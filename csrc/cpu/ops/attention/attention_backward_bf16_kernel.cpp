@@ -3,7 +3,6 @@
 // attention_lowp_kernel.cpp, bit for bit. While the matrix unit computes the products of one panel,
 // the vector unit computes P and dS of the previous one.
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/interleave.h"
 #include "cpu/ops/attention/attention_backward_loop.h"
 #include "cpu/ops/attention/attention_scores.h"
 #include "cpu/simd/philox.h"

@@ -1,6 +1,6 @@
 // Attention of few queries, as in decoding. A whole row of scores fits in cache, so the softmax is
 // not online: scores, row max, exponentials, weighted sum of values.
-#include "cpu/gemm/interleave.h"
+#include "cpu/gemm/gemm.h"
 #include "cpu/ops/attention/attention_scores.h"
 
 namespace tf::TF_ISA {

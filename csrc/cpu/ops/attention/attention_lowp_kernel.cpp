@@ -5,7 +5,6 @@
 // shows, the block is recomputed with the true maximum. While the matrix unit computes one panel of
 // scores, the vector unit computes the exponentials of the previous one.
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/interleave.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/ops/attention/attention_scores.h"

@@ -40,7 +40,7 @@ void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panel
     kernels = TF_DISPATCH(lowp_feed_forward_kernels, args.type);
   } else if (panels1.kernels->in_fp32) {
     kernels = TF_DISPATCH(feed_forward_kernels, );
-#ifdef TF_HAVE_AMX
+#if TF_HAVE_AMX
   } else {
     kernels = amx::bf16x3_feed_forward_kernels();
 #endif

@@ -2,7 +2,6 @@
 // block of rows: a slice of the hidden units is computed, activated and multiplied into the result
 // while it is in the second-level cache. Also used by training and the backward.
 #include "cpu/gemm/epilogue.h"
-#include "cpu/gemm/interleave.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/philox.h"

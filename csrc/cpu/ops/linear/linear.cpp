@@ -27,7 +27,7 @@ namespace {
 // For products of m rows.
 const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
   if (type != Element::float32) return *TF_DISPATCH(lowp_linear_kernels, type);
-#ifdef TF_HAVE_AMX
+#if TF_HAVE_AMX
   if (packs_bf16x3(m)) return *amx::bf16x3_linear_kernels();
 #endif
   return *TF_DISPATCH(linear_kernels, );
@@ -72,7 +72,7 @@ Panels given_panels(const Tensor& weight, const Tensor& packed) {
   const ScalarType type = weight.scalar_type(), given = packed.scalar_type();
   const LinearKernels* kernels = nullptr;
   if (given == type) kernels = &kernels_for(element_of(weight), 0);
-#ifdef TF_HAVE_AMX
+#if TF_HAVE_AMX
   else if (type == ScalarType::Float && given == ScalarType::BFloat16 && current_isa() == Isa::amx)
     kernels = amx::bf16x3_linear_kernels();
 #endif
@@ -164,7 +164,7 @@ void run_linear(LinearArgs args, const Panels& panels) {
   int64_t row_items = 1, column_items = 1;
   constexpr int64_t kMaxDepth = 16384;  // each thread holds all rows as bf16x3
   if (kernels->in_fp32 && splits_panels(args.m) && args.k > 0 && args.k <= kMaxDepth) {
-#ifdef TF_HAVE_AMX
+#if TF_HAVE_AMX
     kernels = amx::bf16x3_small_m_linear_kernels();
 #endif
     // Each item splits x into bf16x3, so there are more items than threads only if they are long.
@@ -347,7 +347,7 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   };
   const bool bf16x3 = in_fp32 && uses_bf16x3(std::min(args.m, args.n));
   if (args.panels == nullptr && !(bf16x3 && reads_x(args))) args.panels = pack(slot);
-#ifdef TF_HAVE_AMX
+#if TF_HAVE_AMX
   if (bf16x3) {
     kernels = amx::bf16x3_weight_gradient_kernels();
     args.bf16x3_panels = pack(kBf16x3Slot);

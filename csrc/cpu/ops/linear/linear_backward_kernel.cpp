@@ -2,7 +2,6 @@
 // block of dW stay in the second-level cache while all rows of dY and X are read, kDepth at a time.
 // dY is transposed as it is packed.
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/interleave.h"
 #include "cpu/ops/linear/linear_product.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/column_sums.h"

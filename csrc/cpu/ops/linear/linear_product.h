@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
-#include "cpu/gemm/interleave.h"
 #include "cpu/ops/linear/linear.h"
 
 namespace tf::TF_ISA {
