@@ -44,6 +44,12 @@ def test_what_is_dropped_is_gone(values, isa):
 # RMSNorm -----------------------------------------------------------------------------------------
 
 
+def test_by_hand():
+    x = torch.tensor([[3.0, -4.0], [0.0, 0.0]])
+    y = reference.rms_norm(x, (2,), torch.tensor([2.0, 1.0]), 0.5)
+    torch.testing.assert_close(y, torch.tensor([[6.0, -4.0], [0.0, 0.0]]) / (12.5 + 0.5) ** 0.5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_default_eps_is_pytorchs(dtype):
     x = torch.full((2, 8), 1e-3, dtype=dtype)

@@ -21,7 +21,6 @@ from transformer_fast.reference import (
     feed_forward,
     layer_norm,
     linear,
-    rms_norm,
 )
 from transformer_fast.reference.dropout import draw_seed, philox_numbers, threshold
 from transformer_fast.specs import OPS
@@ -75,10 +74,6 @@ BY_HAND = {
     ),
     "layer_norm, 1 / sqrt(1 + 3)": (
         layer_norm, (double(-1, 1), (2,), None, None, 3.0), double(-0.5, 0.5),
-    ),
-    "rms_norm, 1 / sqrt(12.5 + 0.5)": (
-        rms_norm, (double([3, -4], [0, 0]), (2,), double(2, 1), 0.5),
-        double([6, -4], [0, 0]) / 13**0.5,
     ),
     "add_layer_norm": (
         add_layer_norm,
