@@ -778,6 +778,13 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], An
         ),
         lambda: (_x(),), {}, {"tanh": 0, "gelu": 1},
     ),
+    "gelu and a little": (
+        lambda: Written(
+            lambda self, x: 0.5 * ((x := self.weight * x) * (1 + torch.erf(x / 2**0.5)) + 2e-5),
+            weight=_parameter(M),
+        ),
+        lambda: (_x(),), {}, {"erf": 1, "gelu": 0},
+    ),
     "biases that broadcast": (
         lambda: Written(_broadcast, weight=_parameter(M, M), bias=_parameter(1)),
         lambda: (_x(),), {"feed_forward": 0, "linear": 2}, None,

@@ -43,12 +43,13 @@ _BY_HAND: dict[str, Callable[[float], float]] = {
     "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * _sigmoid(x),
 }
-#: Largest difference: constants are written with five digits or more. (Both GELUs differ by 5e-4.)
+#: Largest difference: constants are written with five digits or more. (Both GELUs differ by 5e-4.) At
+#: numbers below 1 that much of the number, and at 0 none.
 _ROUNDING = 3e-5
 #: Calls: those of a formula, and some of what gave its input.
 _LARGEST_FORMULA = 32
 #: Where activations are compared.
-_NUMBERS = tuple(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11))
+_NUMBERS = (0.0, 0.01, -0.01, *(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)))
 
 
 def rewrite_activations(editor: Editor) -> None:
@@ -80,8 +81,10 @@ def _by_hand(node: Node) -> tuple[str, Node] | None:
             continue
         values = _values(node, formula, {x: _NUMBERS})
         for name, activation in _BY_HAND.items():
-            pairs = zip(values, _NUMBERS, strict=True)
-            if all(abs(value - activation(number)) < _ROUNDING for value, number in pairs):
+            if all(
+                abs(value - activation(number)) <= _ROUNDING * min(abs(number), 1.0)
+                for value, number in zip(values, _NUMBERS, strict=True)
+            ):
                 return name, x
     return None
 
