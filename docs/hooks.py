@@ -11,11 +11,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from benchmarks import readme, report, store
+from benchmarks import findings, readme, report
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MACHINES = report.machines(store.FOLDER)
+MACHINES = report.machines(findings.FOLDER)
 #: Where plots are written before MkDocs copies them.
 PLOTS = ROOT / "build" / "plots"
 
