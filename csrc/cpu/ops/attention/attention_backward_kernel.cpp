@@ -241,19 +241,10 @@ struct Block {
     const long rows = block_mask.rows;
     scores(work.query_packed, args.size, rows, work.keys_transposed, count, work.p);
     scores(work.grad_packed, args.value_size, rows, work.values_transposed, count, work.ds);
-    const float* shared = nullptr;
-    if (args.mask != nullptr && args.mask_stride[2] == 0)
-      shared = block_mask.mask_row(0, start, count);
+    const float* shared = block_mask.shared_row(start, count);
     for (long i = 0; i < rows; ++i) {
-      float* s = work.p + i * kScoreStride;
-      const long visible = block_mask.visible(i, start, count);
-      if (args.mask != nullptr) {
-        block_mask.add_mask(s, shared != nullptr ? shared : block_mask.mask_row(i, start, visible),
-                            visible);
-      } else if (scaled) {
-        for (long j = 0; j < visible; ++j) s[j] *= args.scale;
-      }
-      for (long j = visible; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+      block_mask.mask_scores(work.p + i * kScoreStride, i, start, count, round_up(count, kLanes),
+                             shared, scaled);
       differentiate_row(i, start, count);
     }
   }

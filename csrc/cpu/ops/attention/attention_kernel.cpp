@@ -66,20 +66,10 @@ struct Block {
                                work.keys + (start + j) * args.size, args.size, work.scores + j,
                                kScoreStride, min(kPanel, count - j), false,
                                work.keys + (start + j + kPanel) * args.size);
-    const float* shared = nullptr;
-    if (args.mask != nullptr && args.mask_stride[2] == 0)
-      shared = block_mask.mask_row(0, start, count);
-    for (long i = 0; i < rows; ++i) {
-      float* s = work.scores + i * kScoreStride;
-      const long visible = block_mask.visible(i, start, count);
-      if (args.mask != nullptr) {
-        block_mask.add_mask(s, shared != nullptr ? shared : block_mask.mask_row(i, start, visible),
-                            visible);
-      } else if (scaled) {
-        for (long j = 0; j < visible; ++j) s[j] *= args.scale;
-      }
-      for (long j = visible; j < round_up(count, kPanel); ++j) s[j] = -kInf;
-    }
+    const float* shared = block_mask.shared_row(start, count);
+    for (long i = 0; i < rows; ++i)
+      block_mask.mask_scores(work.scores + i * kScoreStride, i, start, count,
+                             round_up(count, kPanel), shared, scaled);
   }
 
   // Turns a row of scores into unnormalised probabilities exp(factor * s - row_max), 0 where

@@ -156,6 +156,24 @@ struct BlockMask {
     }
     for (; j < count; ++j) scores[j] = mask[j] == -kInf ? -kInf : scores[j] * shape.scale + mask[j];
   }
+
+  // The mask over [start, start + count) if it is the same for all rows; null if it is not.
+  const float* shared_row(long start, long count) const {
+    return shape.mask != nullptr && shape.mask_stride[2] == 0 ? mask_row(0, start, count) : nullptr;
+  }
+
+  // A row of scores of the tile [start, start + count), with the scale if there is a mask or
+  // `scaled`; -inf where masked, and up to `padded` places.
+  void mask_scores(float* scores, long row, long start, long count, long padded,
+                   const float* shared, bool scaled) const {
+    const long n = visible(row, start, count);
+    if (shape.mask != nullptr) {
+      add_mask(scores, shared != nullptr ? shared : mask_row(row, start, n), n);
+    } else if (scaled) {
+      for (long j = 0; j < n; ++j) scores[j] *= shape.scale;
+    }
+    for (long j = n; j < padded; ++j) scores[j] = -kInf;
+  }
 };
 
 // End of the keys of a batch element that its length leaves visible.
