@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,47 +54,31 @@ def pytest_configure(config: pytest.Config) -> None:
 if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton/test_triton_[!h]*.py"]
 
-#: Of so many in a hundred tests of which files (or tests, or backends) are a part of `make test`;
-#: `make test-all` runs all of all.
-_SHARES = {
-    0: """
-        test_cuda_machine_code test_cuda_ptx test_cuda_sanitized test_triton_ahead test_triton_attention
-        test_triton_here test_triton_launches test_triton_operators test_triton_ptx
-        test_benchmarks test_build test_compare test_gpu_commands test_measure test_training_example
-        test_training_processes
-    """,  # emulators and compilers of GPU code, the tools, builds, and runs of several processes
-    # Many draws of what others test by a few, tests on backends that run on emulators, and tests that
-    # wait for compilers.
-    4: "triton",
-    10: """
-        test_a_changed_weight_is_seen test_cuda_attention test_drawn_calls test_fuzz_layers
-        test_garbage_of_an_earlier_call_is_not_read test_thread_counts_agree
-        test_two_runs_agree
-    """,
-    15: "cuda test_export test_packed_weights test_triton_parity",
-    20: "test_install test_nn_samples",
-    30: "test_compile_backend test_cuda_operators",
-    40: "test_layer_norm",
-    50: "test_kernels test_linear test_training",
-    60: "test_attention test_autograd",
-    70: "test_nn_transforms",
-    75: "test_viz",
-}
-SHARES = {name: share for share, names in _SHARES.items() for name in names.split()}
+#: Percentage of a test's cases on these backends that run in `make test`: they run on emulators.
+_EMULATED = {"triton": 4, "cuda": 15}
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is on the floor of `make test-all` only: the rest of `SHARES`, and all instruction
-    sets between the lowest and the best."""
+    """Marks as `thorough` the cases that `sampled` leaves to `make test-all`, and all instruction sets
+    between the lowest and the best.
+
+    The first case of every test and backend stays. The golden ratio spreads the others evenly over
+    every parameter, whatever its period in the order of cases.
+    """
+    cases: Counter[tuple[str, str]] = Counter()
     for item in items:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
-        names = item.path.stem, item.function.__name__
-        names += tuple(v.name for v in values if isinstance(v, Backend))
-        share = min(SHARES.get(name, 100) for name in names)
+        emulated = [v.name for v in values if isinstance(v, Backend) and v.name in _EMULATED]
+        percents = [mark.args[0] for mark in item.iter_markers("sampled")]
+        percents += [_EMULATED[name] for name in emulated]
+        test = item.nodeid.partition("[")[0], "".join(emulated)
+        left_out = cases[test] * _GOLDEN % 1.0 * 100 >= min(percents, default=100)
+        cases[test] += 1
         isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
-        if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(ISAS[1:-1]):
+        if left_out or isas & set(ISAS[1:-1]):
             item.add_marker(pytest.mark.thorough)
 
 

@@ -19,7 +19,10 @@ from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
 from transformer_fast.testing.oracle import as_results, is_floating
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+pytestmark = [
+    pytest.mark.sampled(60),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
 
 #: One call of each op with everything in it that has a gradient.
 CASES = {op: row.sample for op, row in ROWS.items()}

@@ -38,7 +38,7 @@ from transformer_fast.reference import attention
 from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("threads")]
 
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 

@@ -18,7 +18,10 @@ from harness import in_use, python
 
 from transformer_fast import _native, functional
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
 
 _C = _native.module
 ROOT = Path(__file__).resolve().parents[1]

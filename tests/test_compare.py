@@ -21,6 +21,8 @@ from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.cases import VOCABULARY, Size
 from transformer_fast.measure.clock import Ratio, Summary
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, threads):

@@ -21,6 +21,8 @@ import transformer_fast
 from transformer_fast import functional as F
 from transformer_fast import models, nn
 
+pytestmark = pytest.mark.sampled(15)
+
 M, H, HIDDEN = 32, 4, 48
 
 

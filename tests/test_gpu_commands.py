@@ -40,6 +40,8 @@ from transformer_fast.specs.layer_norm import _bench
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = Machine("NVIDIA Test", 90, "13000", "2.13.0", "3.7.1", "0.1")
 ROWS = "up to 64 rows"

@@ -21,6 +21,8 @@ import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.backends import cuda
 
+pytestmark = pytest.mark.sampled(20)
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     *("pyproject.toml", "setup.py", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE"),
@@ -101,6 +103,7 @@ def reason_recorded(checkout, **environment):
     return runpy.run_path(str(checkout / "transformer_fast" / "_build_info.py"))["REASON"]
 
 
+@pytest.mark.thorough
 def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
     """What is built without kernels is for every platform, whatever was built in place before."""
     target, package = tmp_path / "site", checkout / "transformer_fast"
@@ -205,10 +208,12 @@ def test_commands_without_kernels(without_kernels, checkout, command):
         assert "cpu: the native module was not built" in done.stdout
 
 
+@pytest.mark.thorough
 def test_without_kernels_pytorchs_run(without_kernels, checkout, tmp_path):
     run_python("-W", "ignore", "-c", WITHOUT_KERNELS, cwd=tmp_path, PYTHONPATH=str(checkout))
 
 
+@pytest.mark.thorough
 def test_no_compiler(checkout, tmp_path):
     target, empty = tmp_path / "site", tmp_path / "bin"
     empty.mkdir()
@@ -218,6 +223,7 @@ def test_no_compiler(checkout, tmp_path):
     assert "no C++ compiler was found" in why
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_native_wheel(checkout, tmp_path):
     target = tmp_path / "site"
@@ -234,6 +240,7 @@ def test_broken_compiler(checkout):
     assert reason.endswith("is not able to compile a simple test program.")
 
 
+@pytest.mark.thorough
 def test_compile_error(checkout):
     with (checkout / "csrc" / "cpu" / "probe" / "probe_kernel.cpp").open("a") as source:
         source.write("this does not compile;\n")
@@ -241,6 +248,7 @@ def test_compile_error(checkout):
     assert re.match(told, reason_recorded(checkout))
 
 
+@pytest.mark.thorough
 def test_old_torch(checkout, tmp_path):
     torch = tmp_path / "old" / "torch"
     torch.mkdir(parents=True)
@@ -249,6 +257,7 @@ def test_old_torch(checkout, tmp_path):
     assert "torch 2.9.1 was installed at build time; 2.10 or later" in reason
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -420,6 +429,7 @@ def stand_in_build(checkout, tmp_path):
     return run_build
 
 
+@pytest.mark.thorough
 def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(stand_in_build):
     reason, built, _, files = stand_in_build("*TF_NVCC=*")
     assert reason == "cmake failed at build time: exit status 1"
@@ -464,6 +474,7 @@ def test_what_the_cuda_kernels_are_built_for(options, built, in_cmake, stand_in_
     assert stand_in_build(**options)[1:3] == (built, in_cmake)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_builds_cuda_kernels_without_a_gpu_only_for_tests(checkout, tmp_path):
     shutil.copy(ROOT / "Makefile", checkout)

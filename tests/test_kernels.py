@@ -57,6 +57,7 @@ from transformer_fast.testing import (
 from transformer_fast.testing.oracle import as_results
 
 pytestmark = [
+    pytest.mark.sampled(50),
     pytest.mark.usefixtures("two_threads"),
     # Rows that hide everything, and infinities on purpose, make NumPy warn in the interpreter.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -24,6 +24,8 @@ from transformer_fast.functional.layer_norm import (
 from transformer_fast.models import AnnotatedLayerNorm
 from transformer_fast.testing import GRADIENT_FACTOR
 
+pytestmark = pytest.mark.sampled(40)
+
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 

@@ -27,6 +27,8 @@ from transformer_fast.measure.clock import Plan, alternate, speed_up, summarise
 from transformer_fast.specs import OPS
 from transformer_fast.testing.parity import truth_of
 
+pytestmark = pytest.mark.thorough
+
 FAST = Plan(rounds=3, seconds=0.05, least=2, sample=1e-5)
 
 

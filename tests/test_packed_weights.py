@@ -22,7 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformer_fast import _native, functional, memory, nn
 from transformer_fast.backends import cpu_packing
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+pytestmark = [
+    pytest.mark.sampled(15),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -51,12 +51,14 @@ def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
     return make(Draw(target.dtype, "cpu", torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("target", NATIVE)
 def test_thread_counts_agree(target, threads):
     for arguments in large(target):
         check_threads(lambda: run(target, arguments), (1, 2, 3, 4, 1))  # noqa: B023
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
 def test_two_runs_agree(target, case):
     arguments = on(target, drawn(target.op, case, target.dtype))
@@ -64,6 +66,7 @@ def test_two_runs_agree(target, case):
     assert same_bits(first, second)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("target", NATIVE)
 def test_garbage_of_an_earlier_call_is_not_read(target):
     """Scratch memory is kept between calls; here it is full of NaN from a larger one."""
@@ -163,6 +166,7 @@ def weights_of(target: Target) -> list[str]:
     return [n for n in OPS[target.op].gradients_of if n.startswith("weight")]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("target", [p for p in targets(all_isas=False) if weights_of(p.values[0])])
 def test_a_changed_weight_is_seen(target, change):

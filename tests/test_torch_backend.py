@@ -23,6 +23,8 @@ from transformer_fast.nn import transformer_layers
 from transformer_fast.specs import OPS
 from transformer_fast.testing import check, check_gradients
 
+pytestmark = pytest.mark.sampled(65)
+
 ATTENTION = OPS["attention"]
 #: Keys that some queries see hold NaN there, which PyTorch lets through to the others.
 _LET_THROUGH = "garbage in the future"

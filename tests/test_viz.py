@@ -25,6 +25,8 @@ from matplotlib.text import Text
 from examples import pictures
 from transformer_fast import functional, models, nn, training, viz
 
+pytestmark = pytest.mark.sampled(75)
+
 
 def draw(figure: Figure) -> FigureCanvasAgg:
     canvas = FigureCanvasAgg(figure)

@@ -51,6 +51,8 @@ from transformer_fast.functional.layer_norm import (
     annotated_layer_norm,
 )
 
+pytestmark = pytest.mark.sampled(30)
+
 #: What is the default outside of these tests.
 COMPILE_REST = {"inner": inner.compile_rest}
 

@@ -10,6 +10,8 @@ from transformer_fast import dispatch
 from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import call_of
 
+pytestmark = pytest.mark.sampled(10)
+
 
 def heads(device, dtype, queries, keys, size, *, batch=1, heads=1, key_heads=None, value_size=None):
     """(query, key, value)."""

@@ -24,6 +24,7 @@ def _cuobjdump() -> str | None:
 
 TOOL = _cuobjdump()
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(not _native.CUDA_LIBRARY.is_file(), reason="no nvcc built the CUDA kernels"),
     pytest.mark.skipif(TOOL is None, reason="there is no cuobjdump"),
 ]

@@ -24,6 +24,8 @@ from transformer_fast.testing import (
     require_grad,
 )
 
+pytestmark = pytest.mark.sampled(30)
+
 KERNELS = {kernel.op: kernel for kernel in cuda.kernels("cuda", None)}
 #: Arguments that DTensors give whole, whatever the work is cut by.
 REPLICATED = ("weight", "bias", "seed")

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "triton"))
 import ptx_emulator
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(nvcc() is None, reason="there is no nvcc"),
     pytest.mark.skipif(simt_build.ON_GPU, reason="a GPU runs the kernels itself"),
 ]

@@ -11,7 +11,10 @@ import pytest
 import simt_build
 import torch
 
-pytestmark = pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT))
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT)),
+]
 ALL, ADDRESS, THREAD = "address,undefined", "address", "thread"
 
 

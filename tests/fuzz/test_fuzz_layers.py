@@ -20,6 +20,8 @@ from torch import Tensor
 from transformer_fast import models
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, nan_memory
 
+pytestmark = pytest.mark.sampled(10)
+
 CALLS = MORE // 20 or 20
 #: Of PyTorch's layer, where ours does not pass beside fewer.
 CALLS_OF_TORCH = 64

@@ -459,6 +459,7 @@ def test_edges(op: str, dtype: torch.dtype) -> None:
         check_kernels(op, arguments, names)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", OPS)
 def test_drawn_calls(op: str, dtype: torch.dtype) -> None:

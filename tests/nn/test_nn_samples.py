@@ -35,6 +35,8 @@ from transformer_fast import _native, functional, nn, strict
 from transformer_fast.nn import masks
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR
 
+pytestmark = pytest.mark.sampled(20)
+
 MHA = "multi_head_attention_forward"
 #: By the module's or function's name. Losses take no dtype and embeddings no floats:
 #: test_cross_entropy.py and test_nn_embedding.py have them.

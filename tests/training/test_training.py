@@ -18,6 +18,8 @@ from training_case import END, PAD, START, make_loader, make_model, make_pairs, 
 import transformer_fast
 from transformer_fast import models, training, use_backend
 
+pytestmark = pytest.mark.sampled(50)
+
 
 def by_hand(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> torch.Tensor:
     """The paper's: KL to the smoothed distribution, up to a constant, mean over real tokens."""

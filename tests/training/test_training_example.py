@@ -19,6 +19,8 @@ from examples.pronunciation import dictionary as data
 from examples.pronunciation.dictionary import Entry
 from examples.pronunciation.model import Setting, edit_distance, score
 
+pytestmark = pytest.mark.thorough
+
 #: One letter, one phoneme: a language that is easily learnt.
 SOUNDS = dict(
     zip(

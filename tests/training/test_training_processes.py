@@ -23,10 +23,13 @@ from transformer_fast.backends import cuda
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()),
-    reason="needs torch.distributed with gloo",
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()),
+        reason="needs torch.distributed with gloo",
+    ),
+]
 STEPS = 6
 #: Of each op so many cases of the op table.
 CASES = 6

@@ -10,6 +10,8 @@ from harness import python
 from transformer_fast.backends.triton import config
 from transformer_fast.functional.layer_norm import NORMS
 
+pytestmark = pytest.mark.thorough
+
 CALLS = (
     r"attention bfloat16 head (HEADS)( groups, causal| packed|)$"
     r"|layer_norm bfloat16 columns 512 dropout"

@@ -19,6 +19,7 @@ from transformer_fast.backends.triton.tiles import power
 from transformer_fast.testing import check, check_gradients
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.usefixtures("small_tiles"),
 ]

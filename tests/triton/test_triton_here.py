@@ -12,6 +12,8 @@ import pytest
 from harness import python
 from interpreted import WHY_NOT
 
+pytestmark = pytest.mark.thorough
+
 
 def test_the_kernels_can_run_here():
     if WHY_NOT is not None:

@@ -17,6 +17,8 @@ import pytest
 from harness import python
 from test_triton_ptx import flat
 
+pytestmark = pytest.mark.thorough
+
 if TYPE_CHECKING:
     from transformer_fast.backends.triton.stub import Machine
 

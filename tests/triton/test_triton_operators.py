@@ -11,7 +11,7 @@ from harness import kernel_of
 from transformer_fast import dispatch
 from transformer_fast.backends import triton as backend
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def why_not(op: str, *tensors: torch.Tensor | None, **rest: Any) -> list[str]:

@@ -10,6 +10,8 @@ import torch
 from transformer_fast import call_cache, functional, use_backend
 from transformer_fast.backends.triton import plans
 
+pytestmark = pytest.mark.sampled(15)
+
 
 def public_calls(device):
     def normal(*shape):

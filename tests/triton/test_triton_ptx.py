@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 FILE = Path(__file__).resolve()
 #: The names of the cases, read without importing kernels: the tests' process has the interpreter on.
 CASES = [
