@@ -332,24 +332,24 @@ def _flipped_padding(self: Any, src: Tensor, src_key_padding_mask: Tensor | None
 
 
 _norm = torch.nn.LayerNorm.forward
-#: Forwards, and what is told of them.
+#: Forwards, and what the report says of them.
 WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "numbers": (lambda self, input: _norm(self, input) * (1 + 1e-4), "inference: outputs differ"),
+    "numbers": (lambda self, input: _norm(self, input) * (1 + 1e-4), "in inference, the output"),
     "gradients": (
         lambda self, input: (
             _norm(self, input) + (_norm(self, 2 * input) - _norm(self, 2 * input).detach())
         ),
-        "evaluation: gradients differ",
+        "in evaluation, the gradient of",
     ),
     "training": (
         lambda self, input: _norm(self, -input if self.training else input),
-        "training: outputs differ",
+        "in training, the output",
     ),
     "inference": (
         lambda self, input: _norm(self, input if torch.is_grad_enabled() else -input),
-        "inference: outputs differ",
+        "in inference, the output",
     ),
-    "padding": (_flipped_padding, "layer with padding: outputs differ"),
+    "padding": (_flipped_padding, "with padding added to a call of layer, the output"),
 }
 
 
@@ -361,13 +361,56 @@ def test_wrong_conversions_are_taken_back(name: str) -> None:
     model.layer = encoder_layer(dropout=0.1)
     before = form(model)
     register_converter(base, type("Wrong", (base,), {"forward": forward}))
-    with pytest.warns(UserWarning, match="changed the model's numbers and was taken back"):
+    with pytest.warns(UserWarning, match="restored the model: .* leave modules out") as warned:
         report = accelerate(model, verify=torch.randn(B, T, M))
+    with pytest.warns(UserWarning, match="restored") as more:
+        accelerated(model, verify=torch.randn(B, T, M)).__enter__()
+    assert {warning.filename for warning in (*warned, *more)} == {__file__}
     assert report.verified is False
-    assert told in str(report)
+    assert f"{told} " in str(report)
+    assert "differs from the original's by" in str(report)
+    assert "more than the" in str(report)
+    assert "compile" not in str(report)  # advice about code that accelerate does not know
     assert not report.swapped
-    assert "everything was taken back" in report["layer.norm1"].reason
+    assert "the model was restored" in report["layer.norm1"].reason
     assert form(model) == before
+
+
+def test_verify_names_the_gradient_that_differs() -> None:
+    class Wrong(torch.nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            fixed = torch.nn.functional.layer_norm(input, self.normalized_shape, None, self.bias)
+            return fixed.detach() + (fixed - fixed.detach()) * 1.01
+
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), torch.nn.LayerNorm(M))
+    register_converter(torch.nn.LayerNorm, Wrong)
+    with pytest.warns(UserWarning, match=r"the gradient of 1\.weight differs .* float64"):
+        accelerate(model, verify=torch.randn(B, M))
+
+
+class Summed(torch.nn.Module):
+    """Gradients of a LayerNorm's bias are a long sum of equal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(M)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "dtype"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(M, M), torch.nn.LayerNorm(M)), 2048, torch.float32),
+        (Summed(), 8192, torch.bfloat16),  # PyTorch's sum stops growing
+    ],
+)
+def test_verify_takes_sums_that_are_more_exact(
+    model: torch.nn.Module, rows: int, dtype: torch.dtype
+) -> None:
+    report = accelerate(copy.deepcopy(model).to(dtype), verify=torch.randn(rows, M).to(dtype))
+    assert report.verified, str(report)
 
 
 class Eventful(torch.nn.Module):
@@ -432,10 +475,9 @@ def test_rows_that_see_nothing_do_not_count() -> None:
     assert not attention(**example)[0].isnan().any()
 
 
-@pytest.mark.filterwarnings("default:accelerate changed")
 def test_a_model_of_nan_proves_nothing() -> None:
     norm = torch.nn.LayerNorm(M)
-    with pytest.warns(UserWarning, match="are all NaN or infinite"):
+    with pytest.warns(UserWarning, match="NaN or infinite everywhere.* Pass inputs"):
         report = accelerate(norm, verify=torch.full((2, M), torch.nan))
     assert report.verified is False
 

@@ -145,7 +145,9 @@ def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> E
     if entry.outcome == "left":
         return entry
     if entry.outcome == "swapped" and verified is False:
-        reason = "verify found other numbers, and everything was taken back"
+        reason = (
+            "verify found a difference, and the model was restored (see the end of this report)"
+        )
         return replace(entry, outcome="left", now="", reason=reason)
     module = model.get_submodule(entry.name)
     inference, training = explain_parts(module)
@@ -160,7 +162,8 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be changed.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    if report.weights_swapped < report.weights_left.total() and not remarks:
+    is_restored = report.verified is False
+    if report.weights_swapped < report.weights_left.total() and not (remarks or is_restored):
         remarks.append(f"Most of the model's products were left as they were. {_ADVICE}")
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")

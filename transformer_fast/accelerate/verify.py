@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import cache
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from .classes import Change, undone
 from .report import Report
@@ -22,10 +25,10 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run gave: outputs, and the gradients of inputs and parameters (None: not computed)."""
+    """A run's outputs, and the gradients of parameters and inputs (None: not computed), by name."""
 
-    outputs: list[Tensor]
-    grads: list[Tensor] | None
+    outputs: dict[str, Tensor]
+    grads: dict[str, Tensor] | None
 
 
 #: A layer's padding mask, and the argument whose keys it is about.
@@ -40,30 +43,48 @@ _PADDING = {
 def verify_changes(
     model: torch.nn.Module, changes: Sequence[Change], example: Any, report: Report
 ) -> None:
-    """Compare the model with ``changes`` (which are applied) and without; tell the report."""
+    """Compare the model with ``changes``, which are applied, and without; note the result."""
     inputs = _inputs(example)
     inner: Any = model
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        inner = model.module  # gradients of copies are no business of the other processes
+        inner = model.module  # gradients of the copies must not be exchanged between processes
     problems: list[str] = []
     with _no_trace(inner), _zeros_at_padding(changes):
         calls: dict[str, tuple[torch.nn.Module, Inputs]] = {}
         for mode in ("inference", "evaluation", "training"):
-            told = _compare_model(inner, changes, inputs, mode, calls, report)
-            if told is not None:
-                problems.append(f"{mode}: {told}")
+            found = _compare_model(inner, changes, inputs, mode, calls, report)
+            if found is not None:
+                problems.append(f"in {mode}, {found}")
         for name, (module, seen) in calls.items():
-            told = _compare_padded(module, changes, seen)
-            if told is not None:
-                problems.append(f"{name} with padding: {told}")
+            found = _compare_padded(module, changes, seen)
+            if found is not None:
+                problems.append(f"with padding added to a call of {name}, {found}")
     report.verified = not problems
-    for problem in problems:
-        report.notes.append(f"Verify, {problem}.")
     if problems:
-        told = "; ".join(problems)
-        warnings.warn(
-            f"accelerate changed the model's numbers and was taken back ({told})", stacklevel=4
-        )
+        advice = _ADVICE_NOT_FINITE if all(_NOT_FINITE in p for p in problems) else _ADVICE
+        report.notes += [f"Verify: {problem}." for problem in problems]
+        report.notes.append(f"The model was restored. {advice}")
+        _warn(f"accelerate restored the model: {'; '.join(problems)}. {advice}")
+
+
+_NOT_FINITE = "of the original model are NaN or infinite everywhere"
+_ADVICE_NOT_FINITE = "Pass inputs to verify for which the model's outputs and gradients are finite."
+_ADVICE = (
+    "To accelerate the rest of the model, leave modules out with filter_fn; if the difference is "
+    "acceptable, call accelerate without verify."
+)
+
+
+def _warn(message: str) -> None:
+    """Warns at the first line outside of this package that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_internal(module: str) -> bool:
+    return module.split(".")[0] in ("transformer_fast", "contextlib")
 
 
 def _inputs(example: Any) -> Inputs:
@@ -90,11 +111,11 @@ def _compare_model(
     model.train(mode == "training")
     generator = torch.Generator().manual_seed(0)
 
-    def run(jitter: torch.Generator | None = None) -> Run:
+    def run(jitter: torch.Generator | None = None, exact: bool = False) -> Run:
         torch.manual_seed(0)
-        if mode == "inference" and jitter is None:
+        if mode == "inference" and jitter is None and not exact:
             return _forward_only(model, inputs)
-        return _with_gradients(model, inputs, jitter)
+        return _with_gradients(model, inputs, jitter, exact)
 
     with _without_dropout(model):
         after = run()
@@ -108,13 +129,13 @@ def _compare_model(
                 )
                 return None
             moved = [run(generator) for _ in range(2)]
-    return _difference(before, after, moved)
+            return _difference(before, after, moved, lambda: run(exact=True))
 
 
 def _is_random(model: torch.nn.Module, inputs: Inputs, before: Run) -> bool:
     torch.manual_seed(1)
     again = _with_gradients(model, inputs)
-    pairs = zip(before.outputs, again.outputs, strict=True)
+    pairs = zip(before.outputs.values(), again.outputs.values(), strict=True)
     return not all(torch.allclose(x, y, equal_nan=True) for x, y in pairs)
 
 
@@ -152,7 +173,8 @@ def _compare_padded(module: torch.nn.Module, changes: Sequence[Change], seen: In
         before = _with_gradients(module, padded)
         generator = torch.Generator().manual_seed(0)
         moved = [_with_gradients(module, padded, generator) for _ in range(2)]
-    return _difference(before, after, moved)
+        exact = lambda: _with_gradients(module, padded, exact=True)  # noqa: E731
+        return _difference(before, after, moved, exact)
 
 
 def _with_padding(module: Any, seen: Inputs) -> Inputs | None:
@@ -240,83 +262,146 @@ def _forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
     with torch.no_grad():
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(inputs))
         outputs = model(*args, **kwargs)
-    return Run([x.clone() for x in tree_leaves(outputs) if _is_real(x)], None)
+    return Run({name: x.clone() for name, x in _outputs(outputs).items()}, None)
+
+
+def _outputs(found: Any) -> dict[str, Tensor]:
+    real = [x for x in tree_leaves(found) if _is_real(x)]
+    return {f"output {i}" if len(real) > 1 else "output": x for i, x in enumerate(real)}
 
 
 def _with_gradients(
-    model: torch.nn.Module, inputs: Inputs, jitter: torch.Generator | None = None
+    model: torch.nn.Module,
+    inputs: Inputs,
+    jitter: torch.Generator | None = None,
+    exact: bool = False,
 ) -> Run:
     """Outputs and gradients, on copies of parameters and buffers.
 
-    ``jitter``: every parameter and input moves by at most one rounding, up or down, at random.
+    ``jitter``: every parameter and input moves by at most one rounding, up or down, at random, and
+    the gradient of the outputs is scaled by a random factor that is taken out of the results. The
+    factor changes every rounding of the backward pass, also of gradients that depend on no value
+    of the forward pass, such as that of a last LayerNorm's bias. ``exact``: in float64.
     """
+
+    def own(x: Tensor) -> Tensor:
+        return x.detach().to(torch.float64 if exact and _is_real(x) else x.dtype, copy=True)
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        moved = own(x)
         if not _is_variable(x):
-            return x.detach().clone()
-        moved = x.detach().clone()
+            return moved
         if jitter is not None:
             sign = torch.randint(-1, 2, x.shape, generator=jitter).to(x.device)
             moved *= (1 + sign * torch.finfo(x.dtype).eps).to(x.dtype)
         return moved.requires_grad_()
 
     state: dict[str, Tensor] = {n: leaf(p) for n, p in model.named_parameters()}
-    wanted = [t for t in state.values() if t.requires_grad]
-    state |= {n: b.detach().clone() for n, b in model.named_buffers()}
+    wanted = {n: t for n, t in state.items() if t.requires_grad}
+    state |= {n: own(b) for n, b in model.named_buffers()}
     args, kwargs = tree_map(leaf, tuple(inputs))
-    wanted += [x for x in tree_leaves((args, kwargs)) if _is_variable(x)]
+    for key, value in {**dict(enumerate(args)), **kwargs}.items():
+        for path, x in tree_flatten_with_path(value)[0]:
+            if _is_variable(x):
+                wanted[f"input {key}{keystr(path)}"] = x
+    scale = 1.0 if jitter is None else 1.0 + torch.rand((), generator=jitter).item()
     with torch.enable_grad():
         # In-place operations on inputs are allowed on copies of leaves only.
         args, kwargs = tree_map(lambda x: x * 1 if _is_variable(x) else x, (args, kwargs))
         found = torch.func.functional_call(model, state, args, kwargs)
-        outputs = [x for x in tree_leaves(found) if _is_real(x)]
-        total = sum((_weighted(x) for x in outputs if x.requires_grad), torch.zeros(()))
+        outputs = _outputs(found)
+        sums = (_weighted(x, i) for i, x in enumerate(outputs.values()) if x.requires_grad)
+        total = sum(sums, torch.zeros(())) * scale
     grads = None
-    if isinstance(total, Tensor) and total.requires_grad:
-        got = torch.autograd.grad(total, wanted, allow_unused=True)
-        grads = [torch.zeros_like(w) if g is None else g for g, w in zip(got, wanted, strict=True)]
-    return Run([x.detach() for x in outputs], grads)
+    if total.requires_grad:
+        got = torch.autograd.grad(total, [*wanted.values()], allow_unused=True)
+        grads = {
+            name: torch.zeros_like(x) if g is None else g if jitter is None else _wide(g) / scale
+            for g, (name, x) in zip(got, wanted.items(), strict=True)
+        }
+    return Run({name: x.detach() for name, x in outputs.items()}, grads)
 
 
-def _weighted(x: Tensor) -> Tensor:
-    """A sum in which every element counts differently, so that no two gradients cancel."""
-    weight = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float32, device=x.device)
-    # A NaN of a row that sees nothing would make all gradients NaN.
-    return (torch.where(x.isfinite(), x, 0.0).float() * weight.view(x.shape)).sum().cpu()
+def _wide(x: Tensor) -> Tensor:
+    """At least float32, in which the division adds no rounding that counts."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _difference(before: Run, after: Run, moved: list[Run]) -> str | None:
-    """In what ``after`` differs from ``before`` by more than rounding explains, or None.
+def _weighted(x: Tensor, index: int) -> Tensor:
+    """A sum of the output in which every element has a random weight.
 
-    Rounding is what moves ``before`` itself if its inputs are in doubt by one rounding (``moved``);
-    ten times that is allowed. Where ``before`` has NaN, anything goes: rows that see nothing.
+    Weights of one sign or a smooth pattern cancel in the backward pass of a norm, and what is left
+    of the gradients before it is small beside the gradient of the norm's bias.
     """
-    told = _compare("outputs", before.outputs, after.outputs, [m.outputs for m in moved])
-    if told is None and before.grads is not None and after.grads is not None:
-        grads = [m.grads for m in moved if m.grads is not None]
-        told = _compare("gradients", before.grads, after.grads, grads)
-    return told
+    generator = torch.Generator(x.device).manual_seed(index)
+    weight = torch.randn(x.shape, generator=generator, dtype=torch.float32, device=x.device)
+    # A NaN of a row that sees nothing would make all gradients NaN.
+    return (torch.where(x.isfinite(), x, 0.0).float() * weight).sum().cpu()
+
+
+def _difference(before: Run, after: Run, moved: list[Run], exact: Callable[[], Run]) -> str | None:
+    """The difference that rounding does not explain, as part of a sentence, or None.
+
+    Rounding may change ``before`` by ten times as much as the changes of one rounding in ``moved``
+    did. Beyond that ``after`` has to be about as close to ``exact`` as ``before`` is: long sums in
+    low precision have errors that no small change shows. Where ``before`` is NaN, in rows that see
+    nothing, ``after`` may be anything.
+    """
+    exact = cache(exact)
+    runs = (before, after, *moved)
+    found = _compare("outputs", [run.outputs for run in runs], exact)
+    if found is None and before.grads is not None and after.grads is not None:
+        found = _compare("grads", [run.grads or {} for run in runs], exact)
+    return found
 
 
 def _compare(
-    what: str, before: list[Tensor], after: list[Tensor], moved: list[list[Tensor]]
+    kind: Literal["outputs", "grads"], runs: list[dict[str, Tensor]], exact: Callable[[], Run]
 ) -> str | None:
-    shapes = [[(tuple(t.shape), t.dtype) for t in side] for side in (before, after)]
-    if shapes[0] != shapes[1]:
-        return f"{what} have other shapes or dtypes"
-    sizes = [_largest(t) for t in before]
-    if before and not any(bool(t.isfinite().any()) for t in before if t.numel()):
-        return f"{what} of the model as it was are all NaN or infinite"
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+    before, after, *moved = runs
+    what, prefix = ("outputs", "") if kind == "outputs" else ("gradients", "gradient of ")
+    if [*before] != [*after]:
+        return f"the accelerated model has {len(after)} {what} instead of {len(before)}"
+    if before and not any(bool(t.isfinite().any()) for t in before.values() if t.numel()):
+        return f"the {what} {_NOT_FINITE}"
+    largest = max(map(_largest, before.values()), default=0.0)
+    worst, told = 1.0, None
+    for name, old in before.items():
+        new = after[name]
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            kinds = (f"{t.dtype} of shape {[*t.shape]}" for t in (new, old))
+            return f"the {prefix}{name} is {' instead of '.join(kinds)}"
         known = old.isfinite()
         error = _largest(torch.where(known, new - old, 0.0))
-        noise = max((_largest(torch.where(known, m[index] - old, 0.0)) for m in moved), default=0.0)
-        allowed = 10 * noise + 10 * _eps(old) * max(sizes)
-        if not error <= allowed:
-            return f"{what} differ by {error:.2g}, and rounding explains {allowed:.2g}"
-    return None
+        noise = max((_largest(torch.where(known, m[name] - old, 0.0)) for m in moved), default=0.0)
+        allowed = 10 * noise + 10 * _eps(old) * largest
+        ratio = error / allowed if allowed else inf if error else 0.0
+        if ratio <= worst:
+            continue
+        errors = _errors(kind, name, old, new, exact)
+        if errors is not None and errors[1] <= 2 * errors[0]:
+            continue
+        worst, told = ratio, f"the {prefix}{name} differs from the original's by {error:.2g}"
+        told += f", more than the {allowed:.2g} expected from rounding"
+        if errors is not None:
+            told += " (errors against float64: {:.2g} originally, {:.2g} now)".format(*errors)
+    return told
+
+
+def _errors(
+    kind: str, name: str, before: Tensor, after: Tensor, exact: Callable[[], Run]
+) -> tuple[float, float] | None:
+    """The largest errors before and after against float64; None if the model does not run in it."""
+    try:
+        with torch.autocast(before.device.type, enabled=False):
+            right = getattr(exact(), kind)[name]
+    except Exception:  # whatever a model raises that insists on a dtype
+        return None
+    known = before.isfinite()
+    first, second = (_largest(torch.where(known, x - right, 0.0)) for x in (before, after))
+    return first, second
 
 
 def _largest(x: Tensor) -> float:
