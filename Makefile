@@ -12,6 +12,7 @@
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
+#   make bench-pytest     ops, layers and decoding under pytest-benchmark; ARGS="--quick -k norm"
 #   make bench-scaling    how time grows with length, batch, threads ...; about 10 minutes
 #   make bench-compare BASE=<git revision or JSON>   what became slower
 #   make gpu-check        kernels on this machine's GPU: right, timed, tiles tried; 25 minutes
@@ -40,7 +41,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
 .PHONY: help setup build compare test test-all sanitize sanitize-quick example lint format clean distclean
-.PHONY: docs wheel peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
+.PHONY: docs wheel peers gpu-check bench bench-quick bench-pytest bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -105,6 +106,9 @@ bench: setup
 bench-quick: setup
 	$(BIN)/python -m benchmarks run --quick $(ARGS)
 
+bench-pytest: setup
+	$(BIN)/python -m pytest benchmarks --benchmark-columns=median,iqr,min,rounds $(ARGS)
+
 bench-scaling: setup
 	$(BIN)/python -m benchmarks scaling $(ARGS)
 
@@ -151,7 +155,7 @@ wheel: $(STAMPS)/env
 	$(BIN)/python setup.py --quiet sdist
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	rm -f transformer_fast/_C.*.so transformer_fast/_build_info.py $(STAMPS)/native $(STAMPS)/cuda
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -26,9 +26,11 @@ import transformer_fast
 from benchmarks import __main__ as command
 from benchmarks import compare as comparing
 from benchmarks import findings, peers, readme, report
+from benchmarks import test_speed as speed
 from benchmarks.__main__ import SCALING, SUITES, main
 from benchmarks.peers import PEERS, Remote
 from benchmarks.suites import Scope, lengths, models, ops, third_party
+from transformer_fast import _native
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
@@ -172,6 +174,73 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
         assert {"reference", "torch"} <= timed
         assert any(one.chosen and one.time for one in suite["rows"])
     assert f"written to {path}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_suite_runs_under_pytest_benchmark(tmp_path):
+    """Groups, extra_info, stored results and the comparison with an earlier run."""
+    options = [
+        *(
+            "-m",
+            "pytest",
+            "benchmarks",
+            "--quick",
+            "-p",
+            "no:cacheprovider",
+            "--benchmark-autosave",
+        ),
+        *(f"--benchmark-storage={tmp_path / 'kept'}", f"--benchmark-json={tmp_path / 'last.json'}"),
+        *("--benchmark-max-time=0.001", "--benchmark-min-rounds=2", "-k"),
+    ]
+    alone = {"PYTEST_XDIST_WORKER": "", "OMP_NUM_THREADS": "1"}
+    python(*options, "layer_norm and 32x512 and not add or layers and 32", **alone)
+    found = json.loads((tmp_path / "last.json").read_text())["benchmarks"]
+    names: dict[str, set[str]] = {}
+    for one in found:
+        names.setdefault(one["group"], set()).add(one["name"])
+        about = one["extra_info"]
+        assert about["threads"] == 1
+        assert about["isa"] == machine.describe()["isa"]
+        assert (about["roof_share"] is None) == (_native.module is None)
+        assert about["error_ratio"] >= 0.0
+    ours = {"cpu"} if _native.module is not None else set()
+    assert names == {
+        "layer_norm 32x512": {*ours, "torch", "reference"},
+        "encoder_layer (1,32)": {
+            *("transformer_fast", "reference", "torch eager", "torch fast path")
+        },
+    }
+    shown = python(*options, "layer_norm and 32x512 and not add", "--benchmark-compare", **alone)
+    assert "reference (NOW)" in shown.stdout
+    assert "reference (0001_" in shown.stdout
+
+
+class _Stopwatch:
+    """In place of pytest-benchmark's fixture: calls once."""
+
+    stats = None
+
+    def __init__(self) -> None:
+        self.extra_info: dict[str, Any] = {}
+        self.calls = 0
+
+    def __call__(self, call):
+        self.calls += 1
+        call()
+
+
+def test_parity_comes_before_pytest_benchmark_times():
+    make = dict(ops.table(Scope(quick=True, ops=("layer_norm",))))["layer_norm 32x512"]
+    benchmark_case, watch = make(), _Stopwatch()
+    speed.test_speed(watch, ("layer_norm 32x512", benchmark_case), "reference")
+    assert (watch.group, watch.calls) == ("layer_norm 32x512", 1)
+    wrong = [
+        dataclasses.replace(one, run=lambda x, *rest: torch.zeros_like(x))
+        for one in benchmark_case.candidates
+    ]
+    spoilt, watch = dataclasses.replace(benchmark_case, candidates=wrong), _Stopwatch()
+    with pytest.raises(pytest.fail.Exception, match="outside the error budget"):
+        speed.test_speed(watch, ("x", spoilt), "reference")
+    assert not watch.calls
 
 
 def test_no_relu_is_near_its_kink_when_gradients_are_compared():

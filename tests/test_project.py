@@ -128,6 +128,31 @@ def test_make_peers_is_the_extra():
     assert listed == {str(one) for one in _extra("peers")}
 
 
+#: The packages that the project is built, run, tested and benchmarked with: where each is declared,
+#: a file that uses it, and how.
+PACKAGES = {
+    "torch": ("dependencies", "transformer_fast/dispatch.py", "^import torch$"),
+    "triton": ("test", "transformer_fast/backends/triton/runtime.py", "^import triton$"),
+    "pybind11": ("requires", "csrc/module.cpp", "^#include <pybind11/pybind11.h>$"),
+    "ninja": ("requires", "setup.py", '"-G", "Ninja"'),
+    "pytest": ("test", "tests/conftest.py", "^import pytest$"),
+    "pytest-benchmark": ("test", "benchmarks/test_speed.py", r"^def test_speed\(benchmark: "),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_of_the_project_is_declared_and_used(package):
+    declared, file, use = PACKAGES[package]
+    assert package in {canonicalize_name(one.name) for one in _extra(declared)}
+    assert package in _pins()
+    assert re.search(f"(?m){use}", text_of(file))
+
+
+def test_the_top_level_names():
+    names = {"setup.py", "csrc", "transformer_fast", "benchmarks", "tests", "README.md"}
+    assert {*names, "CMakeLists.txt"} <= {path.name for path in ROOT.iterdir()}
+
+
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 

@@ -112,30 +112,81 @@ def problem_of(error: Exception) -> str:
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
-def _check(case: BenchmarkCase, run: Callable[..., Any], row: Row) -> float | None:
-    """Fill in the row's parity; the bytes of its results, or None if it may not be timed."""
-    written = 0.0
-    for arguments in case.inputs[0]:
-        before = [x.detach().clone() for x in _tensors(arguments)]
-        try:
-            result = run(*arguments)
-            parity = case.checker(result, arguments)
-        except Exception as error:
-            # A peer that raises is reported; a kernel of ours that raises fails the run.
-            row.ok, row.reason = (False if row.ours else None), problem_of(error)
+class Trial:
+    """One candidate of a case: its row, and the calls to time.
+
+    Constructing it checks parity. ``able``: it may be timed; the row has the reason why not.
+    """
+
+    def __init__(self, case: BenchmarkCase, candidate: Candidate) -> None:
+        self.case, self.run = case, candidate.run
+        self.row = Row(
+            case.op, case.case, candidate.name, candidate.ours, candidate.name == case.chosen,
+            candidate.reason, flops=case.flops, useful_flops=case.useful_flops, bytes=case.bytes,
+        )  # fmt: skip
+        #: Bytes of the results of one input.
+        self.written = 0.0
+        self.able = self.run is not None and self._is_right(self.run)
+
+    def __call__(self, index: int) -> None:
+        """Runs the candidate on one input."""
+        assert self.run is not None
+        for arguments in self.case.inputs[index]:
+            self.run(*arguments)
+
+    def _is_right(self, run: Callable[..., Any]) -> bool:
+        row = self.row
+        for arguments in self.case.inputs[0]:
+            before = [x.detach().clone() for x in _tensors(arguments)]
+            try:
+                result = run(*arguments)
+                parity = self.case.checker(result, arguments)
+            except Exception as error:
+                # A peer that raises is reported; a kernel of ours that raises fails the run.
+                row.ok, row.reason = (False if row.ours else None), problem_of(error)
+                return False
+            for tensor, copy in zip(_tensors(arguments), before, strict=True):
+                if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
+                    row.ok, row.reason = False, "it changed its input"
+                    return False
+            row.ok = _passes(row, parity) and row.ok is not False
+            row.error = worse(row.error, parity.error)
+            row.error_ratio = worse(row.error_ratio, parity.ratio)
+            self.written += sum(x.numel() * x.element_size() for x in _tensors(result))
+        if not row.ok:
+            row.reason = "its result is outside the error budget, so no speed is given"
+        return bool(row.ok)
+
+    def probe(self) -> roof.Roof | None:
+        """Measures the roof of the case now; None if the case has no cost or nothing can be probed."""
+        case = self.case
+        if case.flops <= 0.0 and case.bytes <= 0.0:
             return None
-        for tensor, copy in zip(_tensors(arguments), before, strict=True):
-            if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
-                row.ok, row.reason = False, "it changed its input"
-                return None
-        row.ok = _passes(row, parity) and row.ok is not False
-        row.error = worse(row.error, parity.error)
-        row.error_ratio = worse(row.error_ratio, parity.ratio)
-        written += sum(x.numel() * x.element_size() for x in _tensors(result))
-    if not row.ok:
-        row.reason = "its result is outside the error budget, so no speed is given"
-        return None
-    return written
+        return roof.probe(case.useful_flops, case.bytes, self.written, case.dtype, case.device)
+
+    def finish(self, samples: Sequence[float], top: roof.Roof | None) -> None:
+        """Fills in the row's time and its share of the roof, if the result is still right.
+
+        The result is checked on data that parity has not seen yet.
+        """
+        assert self.run is not None
+        row, arguments = self.row, self.case.inputs[-1][-1]
+        try:
+            good = _passes(row, self.case.checker(self.run(*arguments), arguments))
+        except Exception:
+            good = False
+        if not good:
+            row.ok, row.reason = (
+                False,
+                "its result was right before the timing and is wrong after it",
+            )
+            return
+        row.samples, row.time = list(samples), summarise(samples)
+        if top is not None:
+            row.roof_share, row.bound = top.seconds / row.time.median, top.bound
+            split = top.split_seconds
+            if split is not None and split < top.seconds:
+                row.split_share = split / row.time.median
 
 
 def _passes(row: Row, parity: Parity) -> bool:
@@ -146,18 +197,6 @@ def worse(one: float | None, other: float) -> float:
     if one is None or other != other:
         return other
     return one if one != one else max(one, other)
-
-
-def _recheck(case: BenchmarkCase, run: Callable[..., Any], row: Row) -> None:
-    """After the timing, on data that parity has not seen yet."""
-    arguments = case.inputs[-1][-1]
-    try:
-        good = _passes(row, case.checker(run(*arguments), arguments))
-    except Exception:
-        good = False
-    if not good:
-        row.ok, row.time, row.samples = False, None, []
-        row.reason = "its result was right before the timing and is wrong after it"
 
 
 def _compare(case: BenchmarkCase, rows: Iterable[Row]) -> None:
@@ -182,41 +221,17 @@ def run_case(
     No gradients are recorded, unless a candidate turns them on. ``probe_before=False`` saves one
     of the two measurements of the roof; ``memory=True`` adds the peak memory.
     """
-    cost: dict[str, Any] = {
-        "flops": case.flops,
-        "useful_flops": case.useful_flops,
-        "bytes": case.bytes,
-    }
-    rows: dict[str, Row] = {}
-    able: dict[str, Callable[..., Any]] = {}
-    written = 0.0
-    for one in case.candidates:
-        about = case.op, case.case, one.name, one.ours, one.name == case.chosen, one.reason
-        row = rows[one.name] = Row(*about, **cost)
-        if one.run is not None and (size := _check(case, one.run, row)) is not None:
-            able[one.name], written = one.run, size
-
-    def call(run: Callable[..., Any], index: int) -> None:
-        for arguments in case.inputs[index]:
-            run(*arguments)
-
-    calls = {name: functools.partial(call, run) for name, run in able.items()}
-    has_roof = bool(able) and (case.flops > 0.0 or case.bytes > 0.0)
-    work = case.useful_flops, case.bytes, written, case.dtype, case.device
-    before = roof.probe(*work) if probe_before and has_roof else None
-    samples = alternate(calls, len(case.inputs), plan, case.device)
-    after = roof.probe(*work) if has_roof else None
+    trials = [Trial(case, candidate) for candidate in case.candidates]
+    able = {trial.row.candidate: trial for trial in trials if trial.able}
+    first = next(iter(able.values()), None)
+    before = first.probe() if first is not None and probe_before else None
+    samples = alternate(able, len(case.inputs), plan, case.device)
+    after = first.probe() if first is not None else None
     top = after.better(before) if after is not None else None
-    for name, run in able.items():
-        row = rows[name]
-        row.samples, row.time = samples[name], summarise(samples[name])
-        _recheck(case, run, row)
-        if memory and row.ok:
-            row.peak_bytes = peak(functools.partial(calls[name], 0), case.device)
-        if row.time is not None and top is not None:
-            row.roof_share, row.bound = top.seconds / row.time.median, top.bound
-            split = top.split_seconds
-            if split is not None and split < top.seconds:
-                row.split_share = split / row.time.median
-    _compare(case, rows.values())
-    return list(rows.values())
+    for name, trial in able.items():
+        trial.finish(samples[name], top)
+        if memory and trial.row.ok:
+            trial.row.peak_bytes = peak(functools.partial(trial, 0), case.device)
+    rows = [trial.row for trial in trials]
+    _compare(case, rows)
+    return rows

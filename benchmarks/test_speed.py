@@ -1,0 +1,105 @@
+"""``pytest benchmarks``: ops, layers and decoding under pytest-benchmark, for its tools.
+
+A case is a group: its reference, PyTorch and every kernel backend, one test each. They run one after
+the other, so their ratios are less precise than those of ``python -m benchmarks``, which takes turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from transformer_fast import dispatch
+from transformer_fast.cli.compare import DTYPES
+from transformer_fast.measure import machine
+from transformer_fast.measure.benchmark_case import BenchmarkCase, Row, Trial
+
+from .suites import Maker, Scope, models, ops
+
+#: The candidate that the dispatcher chooses; its row names the backends that ran.
+OURS = "transformer_fast"
+MODULES = {
+    "layers": (models.layers, (OURS, "reference", "torch eager", "torch fast path")),
+    "decode": (models.decoding, (OURS, "reference", "torch eager")),
+}
+
+
+def work(scope: Scope) -> Iterator[tuple[str, str, Maker, str]]:
+    """(suite, case, what makes the case, candidate) of every test."""
+    device = scope.device.type
+    for label, make in ops.table(scope):
+        op = label.partition(" ")[0]
+        usable = {
+            kernel.backend
+            for kernel in dispatch.kernels(op)
+            if kernel.unavailable is None and device in (kernel.devices or (device,))
+        }
+        for name in sorted({*usable, "torch"}, key=dispatch.BACKENDS.index):
+            yield "ops", label, make, name
+    for suite, (cases, names) in MODULES.items():
+        for label, make in cases(scope):
+            for name in names:
+                yield suite, label, make, name
+
+
+#: What makes the case of each group. Parameters are strings, since pytest-benchmark stores them.
+MAKERS: dict[str, Maker] = {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    quick, dtype = map(metafunc.config.getoption, ("quick", "dtype"))
+    suffix = "" if dtype == "float32" else f", {dtype}"
+    tests = []
+    for suite, label, make, name in work(Scope(quick=quick, dtype=DTYPES[dtype])):
+        group = label + suffix
+        MAKERS[group] = make
+        tests.append(pytest.param(group, name, id=f"{suite}: {group}: {name}"))
+    metafunc.parametrize(("case", "name"), tests, indirect=["case"], scope="module")
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest) -> tuple[str, BenchmarkCase]:
+    """A group and its case, which is made once for all candidates."""
+    return request.param, MAKERS[request.param]()
+
+
+def give_no_speed(row: Row) -> NoReturn:
+    """A wrong result of ours fails; one of PyTorch's, or a call that it does not support, is skipped."""
+    reason = row.reason or "no reason given"
+    if row.failed:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # since parity comes first
+@torch.no_grad()
+def test_speed(benchmark: Any, case: tuple[str, BenchmarkCase], name: str) -> None:
+    (benchmark.group, benchmark_case), benchmark.name = case, name
+    wanted = benchmark_case.chosen if name == OURS else name
+    candidate = next(one for one in benchmark_case.candidates if one.name == wanted)
+    trial = Trial(benchmark_case, candidate)
+    row = trial.row
+    if not trial.able:
+        give_no_speed(row)
+    turns = itertools.cycle(range(len(benchmark_case.inputs)))
+    benchmark(lambda: trial(next(turns)))
+    if benchmark.stats is not None:  # None with --benchmark-disable
+        trial.finish(benchmark.stats.stats.data, trial.probe())
+    if not row.ok:
+        benchmark.has_error = True
+        give_no_speed(row)
+    about = machine.describe()
+    benchmark.extra_info.update(
+        backend=row.candidate,
+        chosen=row.chosen,
+        roof_share=row.roof_share,
+        split_share=row.split_share,
+        bound=row.bound,
+        error=row.error,
+        error_ratio=row.error_ratio,
+        **{field: about[field] for field in ("threads", "isa", "commit")},
+    )
