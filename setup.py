@@ -37,6 +37,8 @@ CUDA_LIBRARY = "_C_cuda.so"
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 #: One of each generation: machine code runs on later GPUs of the same major number, too.
 CUDA_ARCHITECTURES = ("8.0", "9.0", "10.0", "12.0")
+#: Why TRANSFORMER_FAST_BUILD=0 has no kernels.
+PURE = "this is the pure-Python wheel; for the CPU kernels run `pip install .` in a clone, with g++"
 
 
 class BuildError(Exception):
@@ -286,7 +288,7 @@ class CMakeBuild(build_ext):
         reason, built = "", Built()
         try:
             if mode == "0":
-                raise BuildError("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
+                raise BuildError(PURE)
             built = build(build_dir, output_dir)
         except (BuildError, OSError) as error:
             for stale in (*output_dir.glob("_C.*.so"), *output_dir.glob(CUDA_LIBRARY)):

@@ -15,7 +15,16 @@ from harness import kernel_of, python
 from torch._subclasses import FakeTensorMode
 
 import transformer_fast
-from transformer_fast import _native, _switches, dispatch, functional, proof, strict, use_backend
+from transformer_fast import (
+    _native,
+    _switches,
+    dispatch,
+    functional,
+    nn,
+    proof,
+    strict,
+    use_backend,
+)
 from transformer_fast.dispatch import Call, Kernel, PreferLater, register, rows, select, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
@@ -132,9 +141,7 @@ def test_unproven_runs_only_when_named(table):
     assert select(CALL).backend == "reference"
     assert select(CALL, "triton").run() == "triton"
     told = dispatch.explain_call(CALL)
-    assert told.reasons["triton"] == [
-        "it is not yet proven on a GPU, so it runs only when it is named"
-    ]
+    assert told.reasons["triton"] == ["not validated on a GPU yet, so it runs only if named"]
 
 
 FEW = PreferLater(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
@@ -157,7 +164,7 @@ def test_a_kernel_yields_to_a_later_one(table):
     assert [dispatch.why_prefers_later(cpu, call) for call in others] == [None] * 4
     told = dispatch.explain_call(yielding)
     assert told.backend == "torch"
-    assert told.reasons["cpu"] == ["a later backend is preferred: few rows are faster there"]
+    assert told.reasons["cpu"] == ["few rows are faster there"]
     # A named backend runs what it can run.
     assert select(yielding, "cpu").backend == "cpu"
     assert why_not(cpu, yielding) == []
@@ -212,14 +219,11 @@ def test_proven_on_some_gpus_runs_there_only(table, monkeypatch):
         assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [told])
         if why is not None:
             assert told == (
-                f"it is not yet proven on this GPU (no file for {why}), so it runs only when it is "
-                "named"
+                f"not validated on this GPU yet (no file for {why}), so it runs only if named"
             )
     assert select(CALL).backend == "reference"
     [told] = dispatch.explain_call(CALL).reasons["triton"]
-    assert told == (
-        "it is proven on sm_80 and sm_90 and this is no GPU, so it runs only when it is named"
-    )
+    assert told == "validated on sm_80 and sm_90 only, so elsewhere it runs only if named"
 
 
 def test_named_backend_never_falls_back(table):
@@ -335,7 +339,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
             select(CALL)
         assert str(error.value).splitlines() == [
             "strict mode: no kernel supports this call of linear:",
-            "  triton: it is not yet proven on a GPU, so it runs only when it is named.",
+            "  triton: not validated on a GPU yet, so it runs only if named.",
             "  cpu: it supports float64, and the call has float32.",
             "  torch: it is elsewhere.",
         ]
@@ -367,7 +371,33 @@ def test_explain_a_refused_call(table):
     table("cpu", dtypes=frozenset({torch.float64}))
     told = dispatch.explain_call(CALL, "cpu")
     assert told.backend is None
-    assert str(told).startswith("linear: no backend can run this call.\n  not 'cpu': it supports")
+    assert str(told) == (
+        "linear cannot run on 'cpu'.\n"
+        "  not 'cpu': it supports float64, and the call has float32.\n"
+        "  not 'reference': backend 'cpu' is named."
+    )
+
+
+def test_explain_puts_backends_of_other_devices_last_and_together():
+    told = transformer_fast.explain("linear", X, X, activation=torch.sin)  # a callable
+    assert str(told).splitlines() == [
+        "linear runs on 'reference'.",
+        "  not 'cpu', 'torch': it supports named activations only, and the call has a callable.",
+        "  not 'cuda', 'triton': the tensors are on the CPU.",
+    ]
+    assert told.reasons["cuda"] == ["the tensors are on the CPU"]
+    with strict():
+        told = transformer_fast.explain("linear", X, X, activation=torch.sin)
+        with pytest.raises(NotImplementedError) as error:
+            functional.linear(X, X, activation=torch.sin)
+    assert str(told).startswith("linear cannot run on any backend.")
+    assert told.reasons["reference"] == ["strict mode excludes it"]
+    assert str(error.value).endswith("\n  cuda, triton: the tensors are on the CPU.")
+
+
+def test_explain_a_backend_without_a_kernel():
+    told = transformer_fast.explain("rms_norm", X, 3, backend="cuda")
+    assert str(told).startswith("rms_norm cannot run on 'cuda'.")
 
 
 @pytest.mark.parametrize(
@@ -404,6 +434,51 @@ def test_explain_does_not_run_the_op():
 
     told = transformer_fast.explain("linear", X, X, activation=fail)
     assert told.backend == "reference"
+
+
+LONG = torch.randn(64, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "same"),
+    [
+        (nn.Linear(3, 3), (LONG,), lambda m: ("linear", LONG, m.weight, m.bias)),
+        (nn.LayerNorm(3), (LONG,), lambda m: ("layer_norm", LONG, (3,), m.weight, m.bias)),
+        (nn.RMSNorm(3), (LONG,), lambda m: ("rms_norm", LONG, (3,), m.weight)),
+        (
+            nn.CrossEntropyLoss(label_smoothing=0.1),
+            (LONG, torch.zeros(64).long()),
+            lambda m: ("cross_entropy", LONG, torch.zeros(64).long()),
+        ),
+        (
+            nn.TransformerEncoderLayer(64, 2, 64),
+            (torch.randn(1, 2, 64),),
+            lambda m: ("encoder_layer", m, torch.randn(1, 2, 64)),
+        ),
+    ],
+    ids=["linear", "layer_norm", "rms_norm", "cross_entropy", "encoder_layer"],
+)
+def test_explain_takes_a_module(module, arguments, same):
+    assert transformer_fast.explain(module, *arguments) == transformer_fast.explain(*same(module))
+
+
+class Twice(nn.Linear):
+    def forward(self, input):
+        return super().forward(super().forward(input))
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (torch.nn.Linear(3, 3), "use transformer_fast.nn or transformer_fast.accelerate"),
+        (nn.MultiheadAttention(4, 2), "explain its ops, for example explain"),
+        (Twice(3, 3), "Twice is not one op"),
+    ],
+    ids=["torch.nn", "several ops", "subclass"],
+)
+def test_explain_says_how_for_other_modules(module, told):
+    with pytest.raises(TypeError, match=told):
+        transformer_fast.explain(module, X)
 
 
 @pytest.mark.parametrize("op", ["conv", torch.relu, 3])
@@ -674,13 +749,13 @@ def test_what_a_kernel_has_or_has_not(kernel, limit):
 Change = Callable[[Call], Call]
 MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 MASKED = (
-    "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to gives "
-    "depends on its path, so on CPU tensors it takes unmasked calls only"
+    "used only for calls without a mask, because PyTorch lets NaNs through masked positions and "
+    "treats fully masked rows inconsistently"
 )
-ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
+ROUNDED = "PyTorch's backward keeps the statistics in low precision on the CPU"
 
 
-MASK_DTYPES = "it reads masks that are bool, float32 or of query's dtype and this one is {}"
+MASK_DTYPES = "it supports masks in bool, float32 or query's dtype, and this one is {}"
 
 
 def training_in(dtype: torch.dtype) -> Change:
@@ -711,7 +786,7 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
             lambda call: call._replace(need_weights=True),
         ),
         (
-            "PyTorch's attention drops other weights than all backends do on CPU tensors",
+            "PyTorch's attention draws another dropout pattern than this package's backends",
             lambda call: call._replace(dropout_p=0.1),
         ),
     ],

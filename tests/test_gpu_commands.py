@@ -191,11 +191,11 @@ def test_the_dispatcher_takes_what_was_right_and_faster(triton):
     assert select(call()).backend == "triton"
     assert dispatch.explain_call(call()).reasons["triton"] == []
     expected = {
-        call(dtype=torch.float16): "on this GPU PyTorch's own took 20 microseconds and 1 "
-        "of the host's, and it 30 and 2 (float16, up to 64 rows)",
-        call(dtype=torch.float32): "on this GPU it was found wrong (float32, up to 64 rows: "
-        "error 0.5)",
-        call(needs_grad=True): "on this GPU it could not be timed (bfloat16, up to 64 rows, with "
+        call(dtype=torch.float16): "not faster than PyTorch on this GPU: 30 us on the "
+        "device and 2 us on the host, PyTorch 20 us and 1 us (float16, up to 64 rows)",
+        call(dtype=torch.float32): "its results were wrong on this GPU (float32, up to 64 "
+        "rows: error 0.5)",
+        call(needs_grad=True): "it could not be timed on this GPU (bfloat16, up to 64 rows, with "
         "gradients: no memory)",
         call(rows=65): "`python -m transformer_fast prove` did not measure calls like this one on "
         "this GPU (bfloat16, up to 1024 rows)",
@@ -232,7 +232,7 @@ def test_the_fastest_of_all_backends_is_taken(triton, monkeypatch):
     assert found.backend == "triton"
     assert found.reasons["triton"] == []
     assert found.reasons["cuda"] == [
-        "on this GPU it is 3 times as fast as PyTorch's own, and 'triton' 9 times"
+        "on this GPU it is 3 times as fast as PyTorch's op, and 'triton' 9 times"
     ]
     assert select(call(), "cuda").backend == "cuda"
     refusing = dataclasses.replace(triton, refuses=lambda call: "not this")

@@ -126,7 +126,7 @@ def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
     pip("install", "--target", target, wheel)
     missing, why = use_installed(target, tmp_path)
     assert missing
-    assert "TRANSFORMER_FAST_BUILD=0" in why
+    assert why.startswith("this is the pure-Python wheel; for the CPU kernels run")
     assert (target / "transformer_fast" / "py.typed").is_file()
 
 
@@ -202,10 +202,10 @@ def test_commands_without_kernels(without_kernels, checkout, command):
     environment = {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
     done = run(called, checkout, subprocess.PIPE, **environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "the native module was not built: no C++ compiler was found" in done.stdout
+    assert "no C++ compiler was found" in done.stdout
     if command[0] == "compare":
         assert "no native module" in done.stdout
-        assert "cpu: the native module was not built" in done.stdout
+        assert "cpu: no C++ compiler was found" in done.stdout
 
 
 @pytest.mark.thorough

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from . import functional
 from .dispatch import OPS, Explanation, checked_call, explain_call
@@ -17,21 +20,30 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     >>> print(transformer_fast.explain("layer_norm", torch.randn(4096, 512), 512))
     layer_norm runs on 'cpu'.
-      not 'cuda': ...
+      not 'torch', 'reference': an earlier backend is selected.
+      not 'cuda', 'triton': the tensors are on the CPU.
 
     Args:
-        op: the op's name ("attention", "layer_norm", ...) or the function of
-            `transformer_fast.functional`; or "encoder_layer" or "decoder_layer", which some backends
-            run as a whole.
-        args, kwargs: what the function would be called with, ``backend`` included; of a layer itself,
-            and what it would be called with.
+        op: one of
+
+            - an op's name: "attention", "layer_norm", ...;
+            - a function of `transformer_fast.functional`;
+            - "encoder_layer" or "decoder_layer", which some backends run in one call;
+            - a module of `transformer_fast.nn` that is one of those: an encoder or decoder layer,
+              ``Linear``, ``LayerNorm``, ``RMSNorm`` or ``CrossEntropyLoss``.
+        args, kwargs: the arguments of the call. For a function its own, ``backend`` included; for
+            "encoder_layer" and "decoder_layer" the layer, then its call's arguments; for a module
+            its call's arguments.
 
     Returns:
         An `Explanation`: ``.backend``, ``.reasons``, and sentences from ``str()``.
 
     Raises:
-        ValueError: unknown op. Whatever the function raises for wrong arguments.
+        ValueError: unknown op. TypeError: a module that runs several ops, or none of this package.
+            Whatever the function raises for wrong arguments.
     """
+    if isinstance(op, torch.nn.Module):
+        op, args, kwargs = _call_of(op, args, kwargs)
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _NAMES:
         raise ValueError(f"op must be one of {', '.join(_NAMES)}, not {name!r}")
@@ -42,3 +54,44 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     backend = kwargs.pop("backend", None)
     function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
     return explain_call(checked_call(function, *args, **kwargs), backend)
+
+
+def _call_of(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The name and arguments with which `explain` explains a module's call."""
+    from . import nn
+
+    for name, kind in (
+        ("encoder_layer", torch.nn.TransformerEncoderLayer),
+        ("decoder_layer", torch.nn.TransformerDecoderLayer),
+    ):
+        if isinstance(module, kind):
+            return name, (module, *args), kwargs
+    forward = type(module).forward  # of a subclass it may call other ops
+    kinds = nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.CrossEntropyLoss
+    if forward in [kind.forward for kind in kinds]:
+        given = inspect.signature(forward).bind(module, *args, **kwargs).args[1:]
+        if isinstance(module, nn.CrossEntropyLoss):
+            options = {
+                name: getattr(module, name)
+                for name in ("ignore_index", "reduction", "label_smoothing")
+            }
+            return "cross_entropy", (*given, module.weight), options
+        if isinstance(module, nn.Linear):
+            return "linear", (*given, module.weight, module.bias), {}
+        if isinstance(module, nn.RMSNorm):
+            shape, weight = module.normalized_shape, module.weight
+            return "rms_norm", (*given, shape, weight, module.eps), {}
+        if isinstance(module, nn.LayerNorm):
+            shape, weight, bias = module.normalized_shape, module.weight, module.bias
+            return "layer_norm", (*given, shape, weight, bias, module.eps), {}
+    if forward.__module__.startswith("torch.nn."):
+        raise TypeError(
+            f"{type(module).__name__} is torch.nn's, which PyTorch runs: use transformer_fast.nn or "
+            "transformer_fast.accelerate(model)"
+        )
+    raise TypeError(
+        f"{type(module).__name__} is not one op: explain its ops, for example "
+        'explain("attention", query, key, value), or its layers'
+    )

@@ -44,7 +44,7 @@ def _why_absent() -> str:
     if record is None:
         return "the native module was not built: run `pip install .` or `make build`"
     if record.REASON:
-        return f"the native module was not built: {record.REASON}"
+        return str(record.REASON)
     if sys.implementation.cache_tag != record.PYTHON:
         return (
             f"the native module was built for {record.PYTHON}; "

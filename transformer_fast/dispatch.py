@@ -24,13 +24,15 @@ from .reference import OPS as OPS
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
 #: What kernels run as a whole, and what is composed of ops where none does: `find`.
 FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
-#: What `explain` says of those.
-COMPOSED = "it is composed of ops, each of which is dispatched by itself"
+#: What `explain` says of those that no kernel takes.
+COMPOSED = "runs as separate ops, each with its own backend"
 #: By backend, what `info` says of it beside its kernels.
 STATES: dict[str, Callable[[], str]] = {}
 #: By GPU architecture, the launches that can be compiled ahead: each one's call, and what compiles it.
 #: NotImplementedError: why there are none.
 AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
+#: Where tensors are, by the type of their device, as `explain` says it.
+_PLACES = {"cpu": "the CPU", "cuda": "a GPU"}
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
@@ -85,7 +87,7 @@ class PreferLater:
     size: Callable[[Call], int]
     #: The sizes for which it yields.
     sizes: range
-    #: Why, as a sentence that goes on from "a later backend is preferred:".
+    #: The reason, as a sentence.
     because: str
     dtypes: frozenset[torch.dtype]
     #: Whether it is about calls that need gradients, or about those that need none.
@@ -212,9 +214,9 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
         device = call.tensors[0].device  # type: ignore[union-attr]
     if device.type != "cuda" or (call is None and not torch.cuda.is_available()):
         if not kernel.proven:
-            return "it is not yet proven on a GPU, so it runs only when it is named"
+            return "not validated on a GPU yet, so it runs only if named"
         known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
-        return f"it is proven on {known} and this is no GPU, so it runs only when it is named"
+        return f"validated on {known} only, so elsewhere it runs only if named"
     if kernel.proven and compute_capability(device) in kernel.proven:
         return None
     return proof.why_not(kernel.op, kernel.backend, call, device)
@@ -361,21 +363,45 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
+def _is_elsewhere(kernel: Kernel, call: Call) -> bool:
+    """True if the kernel is for another kind of device than the call's."""
+    kind = call.tensors[0].device.type  # type: ignore[union-attr]
+    return bool(kernel.devices) and kind not in kernel.devices
+
+
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
+    if _is_elsewhere(kernel, call):  # what else speaks against it does not matter
+        kind = call.tensors[0].device.type  # type: ignore[union-attr]
+        return [f"the tensors are on {_PLACES.get(kind, f'a {kind} device')}"]
     reasons = why_not(kernel, call)
     if (unproven := why_unproven(kernel, call)) is not None:
         reasons.append(unproven)
     if not reasons and (because := why_prefers_later(kernel, call)) is not None:
-        reasons.append(f"a later backend is preferred: {because}")
+        reasons.append(because)
     return reasons
 
 
+def _reasons(call: Call) -> dict[str, list[str]]:
+    """For each backend, why it is not chosen; last those of other devices."""
+    kernels = sorted(_state.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, call))
+    return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
+
+
+def _told(reasons: dict[str, list[str]], template: str) -> list[str]:
+    """One line for each reason, with the backends that share it."""
+    groups: dict[str, list[str]] = {}
+    for backend, why in reasons.items():
+        groups.setdefault("; ".join(why) or "an earlier backend is selected", []).append(backend)
+    return [template.format(", ".join(names), why) for why, names in groups.items()]
+
+
 def _strict_refusal(call: Call) -> NotImplementedError:
-    lines = [f"strict mode: no kernel supports this call of {call.op}:"]
-    for kernel in _state.kernels[call.op]:
-        if kernel.backend != "reference":
-            lines.append(f"  {kernel.backend}: {'; '.join(_why_not_chosen(kernel, call))}.")
-    return NotImplementedError("\n".join(lines))
+    reasons = _reasons(call)
+    reasons.pop("reference", None)
+    lines = _told(reasons, "  {}: {}.")
+    return NotImplementedError(
+        "\n".join([f"strict mode: no kernel supports this call of {call.op}:", *lines])
+    )
 
 
 def select(call: Call, backend: Any = None) -> Kernel:
@@ -476,32 +502,30 @@ class Explanation:
     op: str
     #: The backend that would run the call, or None if none can.
     backend: str | None
-    #: For each backend the reasons why it would not be selected.
+    #: For each backend the reasons why it would not be selected; last the backends of other devices.
     reasons: dict[str, list[str]]
-    #: A note on how that backend runs the call, or None.
+    #: A note on how that backend runs the call, or None. Without a backend: what happens instead.
     remark: str | None = None
 
     def __str__(self) -> str:
         remark = f": {self.remark}" if self.remark is not None else ""
-        lines = [
+        head = (
             f"{self.op} runs on '{self.backend}'{remark}."
             if self.backend is not None
-            else f"{self.op}: {self.remark or 'no backend can run this call'}."
-        ]
-        for name, reasons in self.reasons.items():
-            if name != self.backend:
-                told = "; ".join(reasons) if reasons else "an earlier backend is selected"
-                lines.append(f"  not '{name}': {told}.")
-        return "\n".join(lines)
+            else f"{self.op} {self.remark or 'cannot run on any backend'}."
+        )
+        others = {f"'{one}'": why for one, why in self.reasons.items() if one != self.backend}
+        return "\n".join([head, *_told(others, "  not {}: {}.")])
 
 
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
     """`explain` for a prepared call."""
-    reasons = {k.backend: _why_not_chosen(k, call) for k in _state.kernels[call.op]}
+    reasons = _reasons(call)
+    named = backend or _state.backend
+    for name in reasons:
+        if named not in (None, name):
+            reasons[name] = [f"backend {named!r} is named"]
     if call.op in FUSED:
-        for name in reasons:
-            if _state.backend not in (None, name):
-                reasons[name].append(f"backend {_state.backend!r} is named")
         found = find(call)
         if found is None:
             return Explanation(call.op, None, reasons, COMPOSED)
@@ -509,13 +533,18 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
     try:
         chosen = select(call, backend)
     except NotImplementedError:
-        return Explanation(call.op, None, reasons)
+        if named is not None:
+            first = {k.backend: why_not(k, call) for k in kernels(call.op) if k.backend == named}
+            return Explanation(
+                call.op, None, first | {**reasons, **first}, f"cannot run on {named!r}"
+            )
+        return Explanation(call.op, None, reasons | {"reference": ["strict mode excludes it"]})
     for kernel in _state.kernels[call.op]:
         if kernel is not chosen and chosen.proven is not None and not reasons[kernel.backend]:
             own, best = (_gain(one, call) for one in (kernel, chosen))
             if own:
                 told = (
-                    "on this GPU it is {:.3g} times as fast as PyTorch's own, and '{}' {:.3g} times"
+                    "on this GPU it is {:.3g} times as fast as PyTorch's op, and '{}' {:.3g} times"
                 )
                 reasons[kernel.backend] = [told.format(own, chosen.backend, best)]
     remark = chosen.remark(call) if chosen.remark is not None else None

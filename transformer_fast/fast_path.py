@@ -211,16 +211,16 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         PreferLater(
             size,
             range(below),
-            f"PyTorch's op was measured to take less time for calls of fewer than {below} "
-            f"{limit.unit} {which} gradients"
-            + (f", with at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
-            + (f", of at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else ""),
+            f"PyTorch's op is faster for calls this small (under {below} {limit.unit}"
+            + (f", at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
+            + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
+            + f", {which} gradients)",
             frozenset({FLOAT}),
             needs_grad=needs_grad,
             when=when,
         )
         for below, which, needs_grad in (
-            (limit.inference, "without", False),
+            (limit.inference, "no", False),
             (limit.training, "with", True),
         )
         if below > 0

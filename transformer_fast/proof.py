@@ -92,14 +92,14 @@ class Verdict(NamedTuple):
         """As a sentence that goes on from "not chosen:"."""
         what = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
         if not self.right:
-            return f"on this GPU it was found wrong ({what}: {self.problem})"
+            return f"its results were wrong on this GPU ({what}: {self.problem})"
         times = self.torch_device, self.torch_host, self.device, self.host
         if None in times:
-            return f"on this GPU it could not be timed ({what}: {self.problem})"
+            return f"it could not be timed on this GPU ({what}: {self.problem})"
         theirs, their_host, own, own_host = (1e6 * time for time in times)  # type: ignore[operator]
         return (
-            f"on this GPU PyTorch's own took {theirs:.3g} microseconds and {their_host:.3g} of the "
-            f"host's, and it {own:.3g} and {own_host:.3g} ({what})"
+            f"not faster than PyTorch on this GPU: {own:.3g} us on the device and {own_host:.3g} us on "
+            f"the host, PyTorch {theirs:.3g} us and {their_host:.3g} us ({what})"
         )
 
 
@@ -349,7 +349,7 @@ def _about(call: Any) -> tuple[str, str, bool]:
 
 
 def _unmeasured(problem: str | None) -> str:
-    return f"it is not yet proven on this GPU ({problem}), so it runs only when it is named"
+    return f"not validated on this GPU yet ({problem}), so it runs only if named"
 
 
 def longer_way(proof: Proof, op: str | None = None) -> str:
@@ -394,4 +394,4 @@ def _never(op: str, backend: str, device: int) -> str | None:
     if any(verdict.chosen for verdict in mine):
         return None
     cases = f"in any of {len(mine)} cases{longer_way(proof, op)}"
-    return f"on this GPU it was not right and faster than PyTorch's own {cases}"
+    return f"not both correct and faster than PyTorch on this GPU {cases}"

@@ -388,7 +388,7 @@ def test_unproven_kernels_are_not_chosen(
         "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and"
         in record
     )
-    assert "not yet proven on a GPU, so it runs only when it is named" in record
+    assert "not validated on a GPU yet, so it runs only if named" in record
 
 
 @named_triton
@@ -423,7 +423,7 @@ def test_what_it_does_not_take_is_pytorchs(
     assert "'reference' is named" in "\n".join(told)
     wide = torch.randn(1, 1, 2, 300)
     _call(FLASH, wide, wide, wide)
-    assert "triton: it takes head sizes up to 256 and the call has 300" in "\n".join(told)
+    assert "triton: it supports head sizes up to 256, and the call has 300" in "\n".join(told)
     assert len(theirs) == 6
     assert not ran
 

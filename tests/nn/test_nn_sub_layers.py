@@ -408,7 +408,8 @@ REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         lambda layer: setattr(layer, "_ff_block", layer._ff_block), None, {}, "_ff_block is replaced",
     ),
     "autocast": (
-        lambda layer: layer, lambda: torch.autocast("cpu", torch.bfloat16), {}, "autocast is on",
+        lambda layer: layer, lambda: torch.autocast("cpu", torch.bfloat16), {},
+        "it does not support autocast",
     ),
     "named": (
         lambda layer: layer, lambda: use_backend("torch"), {}, "backend 'torch' is named",
@@ -434,7 +435,7 @@ def test_explain_tells_why_a_layer_is_composed(case: str) -> None:
             layer(x, **masks)
     assert found.backend == (None if reason else "cpu")
     assert reason in "; ".join(found.reasons["cpu"])
-    assert bool(reason) == str(found).startswith("encoder_layer: it is composed of ops")
+    assert bool(reason) == str(found).startswith("encoder_layer runs as separate ops")
     whole = sum(n for (name, _), n in ran.calls.items() if name.endswith("sub-layer"))
     # The mask's dtypes are made one by the layer; with its own activation it still attends at once.
     assert whole == {"masks": 2, "activation": 1, "hook": 1, "subclass": 1}.get(

@@ -63,7 +63,7 @@ def _refuse_attention(call: Call) -> str | None:
     dtype = call.tensors[0].dtype  # type: ignore[union-attr]
     if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, dtype):
         return (
-            "it reads masks that are bool, float32 or of query's dtype and this one is "
+            f"it supports masks in bool, float32 or query's dtype, and this one is "
             f"{str(call.mask.dtype)[6:]}"
         )
     return None
@@ -86,9 +86,8 @@ def _few(
     return PreferLater(
         rows,
         sizes,
-        f"PyTorch's product was measured to take less time on this CPU for {sizes[0]} to "
-        f"{sizes[-1]} rows of {str(dtype)[6:]} in training"
-        + (f", with {weights} weights or more" if weights > 1 else ""),
+        f"PyTorch's matrix product is faster on this CPU in training for {sizes[0]} to {sizes[-1]} "
+        f"rows of {str(dtype)[6:]}" + (f" and {weights} weights or more" if weights > 1 else ""),
         frozenset({dtype}),
         needs_grad=True,
         when=when,

@@ -30,16 +30,16 @@ def _refuse(call: Call) -> str | None:
         if tensor is not None and (
             type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_cpu
         ):
-            return "it supports plain tensors on the CPU only, and one is of a subclass or sparse"
+            return "it supports plain CPU tensors only, and one is sparse or of a subclass"
     return None
 
 
 def _refuse_layer(call: Call) -> str | None:
     if torch.is_autocast_enabled("cpu"):
-        return "it does not cast, and autocast is on"
+        return "it does not support autocast"
     width = call.tensors[0].shape[-1]  # type: ignore[union-attr]
     if call.op == "decoder_layer" and width % _PANEL:
-        return f"it supports widths that are multiples of {_PANEL}, and the layer's is {width}"
+        return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
     return _refuse(call)
 
 

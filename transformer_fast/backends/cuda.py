@@ -48,17 +48,17 @@ def _refuse_attention(call: Call) -> str | None:
     query, key, value = (tensor for tensor in call.tensors[:3] if tensor is not None)
     sizes = [tensor.shape[-1] for tensor in (query, key, value)]
     if max(sizes) > MAX_HEAD:
-        return f"it takes head sizes up to {MAX_HEAD} and the call has {max(sizes)}"
+        return f"it supports head sizes up to {MAX_HEAD}, and the call has {max(sizes)}"
     queries, keys = call.longest or (query.shape[-2], key.shape[-2])
     # One query's keys are shared out among blocks.
     decodes = queries == 1 and not (call.needs_grad or call.need_weights or call.dropout_p)
     if keys > MAX_KEYS and not decodes:
-        return f"it takes up to {MAX_KEYS} keys and the call has {keys}"
+        return f"it supports up to {MAX_KEYS} keys, and the call has {keys}"
     return _refuse_place(call)
 
 
 def _remark_on_products(call: Call) -> str:
-    return "with PyTorch's products (cuBLAS) and one kernel behind each"
+    return "with PyTorch's matrix products (cuBLAS), each followed by one kernel"
 
 
 def _state() -> str:

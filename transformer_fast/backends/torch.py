@@ -250,13 +250,13 @@ def _refuse_attention(call: Call) -> str | None:
         return None
     if call.mask is not None or call.key_lengths is not None or call.is_causal:
         return (
-            "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to "
-            "gives depends on its path, so on CPU tensors it takes unmasked calls only"
+            "used only for calls without a mask, because PyTorch lets NaNs through masked positions "
+            "and treats fully masked rows inconsistently"
         )
     if call.need_weights:
         return "PyTorch's fused attention returns no weights"
     if call.dropout_p != 0.0:
-        return "PyTorch's attention drops other weights than all backends do on CPU tensors"
+        return "PyTorch's attention draws another dropout pattern than this package's backends"
     return None
 
 
@@ -266,7 +266,7 @@ def _refuse_layer_norm(call: Call) -> str | None:
     if _ALONE:
         return None
     if call.needs_grad and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
-        return "PyTorch's CPU backward keeps half types' statistics in the half type"
+        return "PyTorch's backward keeps the statistics in low precision on the CPU"
     return None
 
 

@@ -66,7 +66,7 @@ def _refuse_place(call: Call) -> str | None:
         capability = compute_capability(first.device)
         if capability < 80:
             has = f"{capability // 10}.{capability % 10}"
-            return f"it needs a GPU of compute capability 8.0 and this one has {has}"
+            return f"it needs compute capability 8.0 or higher, and this GPU has {has}"
     return None
 
 
@@ -77,7 +77,7 @@ def _refuse_norm(call: Call) -> str | None:
     most = MAX_COLUMNS_BACKWARD if call.needs_grad else MAX_COLUMNS
     if columns > most:
         when = " with gradients" if call.needs_grad else ""
-        return f"it normalises up to {most} values at once{when} and the call has {columns}"
+        return f"it supports up to {most} columns{when}, and the call has {columns}"
     return _refuse_place(call)
 
 
@@ -85,14 +85,14 @@ def _refuse_attention(call: Call) -> str | None:
     for tensor in call.tensors[:3]:
         assert tensor is not None
         if tensor.shape[-1] > MAX_HEAD:
-            return f"it takes head sizes up to {MAX_HEAD} and the call has {tensor.shape[-1]}"
+            return f"it supports head sizes up to {MAX_HEAD}, and the call has {tensor.shape[-1]}"
     return _refuse_place(call)
 
 
 def _remark_on_linear(call: Call) -> str | None:
     if rows(call) > FEW_ROWS:
         return None
-    return f"with PyTorch's products (cuBLAS), as of up to {FEW_ROWS} rows nothing reads weights faster"
+    return f"with PyTorch's matrix product (cuBLAS), the fastest for up to {FEW_ROWS} rows"
 
 
 def warm(
