@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from . import run_time
 from .editor import Editor
+from .modes import Modes
 from .nodes import dtype, is_number, is_single, only_user, rank, shape
 from .ops import Op, calls, constant, is_view, mutates, permutation, read
 
@@ -37,7 +38,7 @@ def rewrite_softmax(editor: Editor) -> None:
         if total["input"] is not op["input"] or dim is None or total["dtype"] is not None:
             continue
         input = _without_maximum(powers["input"], dim)
-        if isinstance(input, Node) and editor.memory.may_replace(node, [input]):
+        if isinstance(input, Node) and editor.obstacle(node, [input]) is None:
             editor.replace(node, editor.call(node, torch.softmax, input, dim, like=node))
 
 
@@ -280,8 +281,9 @@ class Operand:
             return self.node
         op = read(self.node)
         there = None if op is None else permutation(op, len(self.order))
-        if op is not None and there is not None and [there[d] for d in self.order] == sorted(there):
-            inner: Node = op["input"]  # the node undoes the order
+        undone = there is not None and [there[d] for d in self.order] == sorted(there)
+        if op is not None and undone and editor.modes.same([self.node, before]):
+            inner: Node = op["input"]
             return inner
         return editor.call(before, torch.permute, self.node, self.order, like=self.node)
 
@@ -400,7 +402,7 @@ def _scale_on_the_way(editor: Editor, product: Product, last: Node) -> float:
     for side in (product.queries, product.keys):
         while (found := _scaling(side.node)) is not None:
             node, inner, factor = found
-            if not editor.memory.may_replace(side.node, [inner], last):
+            if editor.obstacle(side.node, [inner], last) is not None:
                 break
             scale *= factor
             if node is side.node:
@@ -457,11 +459,10 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
         raise NotAttentionError("its result is not multiplied with values")
     nodes |= {product}
     operands = [scores.product.queries, scores.product.keys, values]
-    if not editor.memory.may_replace(
-        product, [*(each.node for each in operands), *scores.inputs()]
-    ):
-        raise NotAttentionError("something is written in place between its parts")
-    _check_tensors(editor, [each.node for each in operands])
+    inputs = [each.node for each in operands]
+    if (reason := editor.obstacle(product, [*inputs, *scores.inputs()])) is not None:
+        raise NotAttentionError(reason)
+    _check_tensors(inputs, editor.modes.at(product))
 
     # As early as possible: the weights may be looked at before they meet the values.
     point = softmax if editor.last([softmax, values.node]) is softmax else product
@@ -555,9 +556,9 @@ def _hide_again(op: Op, weights: Node, scores: Scores) -> None:
     raise NotAttentionError("its weights are filled where its scores are not")
 
 
-def _check_tensors(editor: Editor, operands: list[Node]) -> None:
+def _check_tensors(operands: list[Node], modes: Modes) -> None:
     kinds = {dtype(n) for n in operands}
-    if len(kinds) > 1 and not editor.has_autocast():
+    if len(kinds) > 1 and not modes.has_autocast:
         raise NotAttentionError("queries, keys and values have several dtypes")
     if any(kind is None or not kind.is_floating_point for kind in kinds):
         raise NotAttentionError("queries, keys and values are not floating-point tensors")

@@ -26,6 +26,7 @@ from .feed_forward import (
     rewrite_patches,
 )
 from .inner import compile_rest, why_not
+from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
@@ -98,15 +99,17 @@ def _options(
     return inner, tell
 
 
-def rewrite(module: GraphModule) -> GraphReport:
+def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     """Put our ops in for what is recognised, in place; what is not stays as it is.
 
     ``module`` is a graph as torch.compile gives it to a backend: every node knows the value it had
-    while the graph was captured (``meta["example_value"]``).
+    while the graph was captured (``meta["example_value"]``). ``start``: the modes in which it runs,
+    by default the current ones.
     """
     report = GraphReport()
-    canonicalize(module.graph)
-    editor = Editor(module.graph, report)
+    modes = GraphModes(module.graph, start)
+    canonicalize(module.graph, modes)
+    editor = Editor(module.graph, report, modes)
     for step in _STEPS:
         step(editor)
     _tell_of_the_rest(editor)
@@ -117,10 +120,12 @@ def rewrite(module: GraphModule) -> GraphReport:
     )
     module.graph.lint()
     module.recompile()
-    for child in module.children():
-        # What is checkpointed or branched over is a graph within the graph.
-        if isinstance(child, GraphModule):
-            inner = rewrite(child)
+    # What is checkpointed or branched over is a graph within the graph.
+    children = dict(module.named_children())
+    for node in module.graph.nodes:
+        child = children.pop(str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(child, GraphModule) and node.users:
+            inner = rewrite(child, modes.of_body(next(iter(node.users))))
             report.rewritten += inner.rewritten
             report.left += inner.left
             report.others += inner.others

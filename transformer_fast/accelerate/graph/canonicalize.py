@@ -10,19 +10,20 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .memory import Memory
+from .modes import GraphModes
 from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import Op, calls, constant, mutates, read
 
 
-def canonicalize(graph: Graph) -> None:
+def canonicalize(graph: Graph, modes: GraphModes) -> None:
     """All of it."""
     name_mutations(graph)
     name_dtypes(graph)
     remove_idle_calls(graph)
-    remove_empty_parts(graph)
-    write_apart(graph)
+    remove_empty_parts(graph, modes)
+    write_apart(graph, modes)
     name_constants(graph)
-    merge_equal(graph)
+    merge_equal(graph, modes)
 
 
 def name_mutations(graph: Graph) -> None:
@@ -63,8 +64,8 @@ def _fills_where_true(op: Any) -> bool:
     return is_mask and rank(index) == rank(target) and is_number(op["value"])
 
 
-def write_apart(graph: Graph) -> None:
-    """``y += x`` as ``y = y + x`` where nobody else sees the memory of y."""
+def write_apart(graph: Graph, modes: GraphModes) -> None:
+    """``y += x`` as ``y = y + x`` where nobody else sees the memory of y, in one mode."""
     memory = Memory(graph)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
@@ -76,6 +77,7 @@ def write_apart(graph: Graph) -> None:
             isinstance(target, Node)
             and only_user(target) is node
             and target is not other
+            and modes.same([node, target])
             and memory.is_own(target)
             and shape(target) is not None
             and (is_number(other) or dtype(other) == dtype(target))
@@ -142,14 +144,15 @@ def _remove_unused(graph: Graph, node: Node) -> None:
         _remove_unused(graph, inner)
 
 
-def merge_equal(graph: Graph) -> None:
+def merge_equal(graph: Graph, modes: GraphModes) -> None:
     """Compute masks once: pure calls of the same ops on the same nodes become one node."""
     memory = Memory(graph)
     seen: dict[Any, Node] = {}
     for node, op in calls(graph, "eq", "ne", "not", "bool", "unsqueeze"):
         if mutates(node) or memory.is_written([node, *node.all_input_nodes]):
             continue
-        key = (op.name, map_arg(tuple(sorted(op.args.items())), lambda n: n.name))
+        arguments = map_arg(tuple(sorted(op.args.items())), lambda n: n.name)
+        key = (op.name, arguments, modes.at(node))
         try:
             first = seen.setdefault(key, node)
         except TypeError:  # a list among the arguments
@@ -179,7 +182,7 @@ def _is_idle_cast(node: Node, op: Op) -> bool:
     )
 
 
-def remove_empty_parts(graph: Graph) -> None:
+def remove_empty_parts(graph: Graph, modes: GraphModes) -> None:
     """``torch.cat([empty, x])`` as x, where nobody can tell: the first step of a cache of keys."""
     memory = Memory(graph)
     # Views need the strides of the copy.
@@ -193,7 +196,8 @@ def remove_empty_parts(graph: Graph) -> None:
         rest = [part for part in parts if shape(part) != (0,)]  # type: ignore[union-attr]
         if len(rest) != 1 or len(rest) == len(parts) or dtype(rest[0]) != dtype(node):  # type: ignore[arg-type]
             continue
-        if not memory.is_written([node, *rest]) and node not in kept:
+        same = modes.same([node, rest[0], *node.users])
+        if same and not memory.is_written([node, *rest]) and node not in kept:
             node.replace_all_uses_with(rest[0])
             graph.erase_node(node)
 

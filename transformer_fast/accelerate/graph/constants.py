@@ -128,7 +128,8 @@ def lift(
     graph.output(graph.graph_copy(module.graph, {}))
     editor = Editor(graph, GraphReport())
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    if editor.has_autocast() or len(given) != len(inputs) or "cpu" not in memory.COPIES:
+    has_autocast = editor.modes.any(lambda modes: modes.has_autocast)
+    if has_autocast or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
     known = _known(editor.memory, given, inputs)
     weights: list[_Weight] = []

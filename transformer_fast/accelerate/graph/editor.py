@@ -6,19 +6,33 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
-from .memory import Memory
+from .memory import NO_MEMORY, Memory, between
+from .modes import GraphModes
 from .nodes import only_user, value
-from .ops import is_view, mutates, read
+from .ops import constant, is_view, mutates, read
 from .report import Found, GraphReport, where
 
 
 class Editor:
-    def __init__(self, graph: Graph, report: GraphReport) -> None:
+    def __init__(self, graph: Graph, report: GraphReport, modes: GraphModes | None = None) -> None:
         self.graph, self.report, self.memory = graph, report, Memory(graph)
+        self.modes = modes or GraphModes(graph)
         self._shared: dict[Any, Node] = {}
+
+    def obstacle(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> str | None:
+        """Why ``last`` cannot be replaced by one call of ``inputs`` at ``point`` (``last`` by default).
+
+        None if it can. ``last`` then has to be removed.
+        """
+        known = [n for n in inputs if isinstance(n, Node)]
+        parts = [n for n in between(set(known), last) if not _is_same_in_all_modes(n)]
+        if not self.modes.same([*parts, last, point]):
+            return "a torch.no_grad, autocast or similar block begins or ends between its parts"
+        if not self.memory.may_replace(last, known, point):
+            return "something is written in place between its parts"
+        return None
 
     def call(
         self, before: Node, function: Callable[..., Any], *args: Any, like: Node, **kwargs: Any
@@ -51,18 +65,21 @@ class Editor:
     def shared(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], latest: Node
     ) -> Node:
-        """A call of ``arguments`` that all who ask for it share, as early as they allow."""
+        """One call per function, arguments and modes, as early in the graph as these allow."""
         written = self.memory.last_write(arguments, latest)
-        key = (function, arguments, written)
+        modes = self.modes.at(latest)
+        key = (function, arguments, written, modes)
         found = self._shared.get(key)
         if found is None or found.graph is not self.graph:
             after = self.last([n for n in (*arguments, written) if isinstance(n, Node)])
             if after is None or after.op == "placeholder":
-                first = next(n for n in self.graph.nodes if n.op != "placeholder")
-                found = self.call(first, function, *arguments, like=latest)
+                before = next(n for n in self.graph.nodes if n.op != "placeholder")
             else:
-                with self.graph.inserting_after(after):
-                    found = self.graph.call_function(function, arguments)
+                before = after.next
+            while before is not latest and self.modes.at(before) != modes:
+                before = before.next
+            with self.graph.inserting_before(before):
+                found = self.graph.call_function(function, arguments)
             found.meta = {"stack_trace": latest.meta.get("stack_trace")}
             self._shared[key] = found
         return found
@@ -90,14 +107,13 @@ class Editor:
         unseen = isinstance(target, Node) and only_user(target) is node
         return unseen and read(node) is not None and self.memory.is_own(target)  # type: ignore[arg-type]
 
-    def has_autocast(self) -> bool:
-        """Whether dtypes may change on the way into an op."""
-        return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) or any(
-            n.target is torch.amp.autocast_mode._enter_autocast for n in self.graph.nodes
-        )
-
     def found(self, op: str, node: Node) -> None:
         self.report.rewritten.append(Found(op, where(node)))
 
     def left(self, op: str, node: Node, reason: str) -> None:
         self.report.left.append(Found(op, where(node), reason))
+
+
+def _is_same_in_all_modes(node: Node) -> bool:
+    """True if the node is a number or a constant, which no mode changes."""
+    return isinstance(value(node), NO_MEMORY) or constant(node) is not None

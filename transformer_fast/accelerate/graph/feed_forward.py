@@ -56,7 +56,7 @@ def rewrite_activations(editor: Editor) -> None:
     """Put torch's own function in for each by hand; `rewrite_feed_forward` then knows it."""
     for node, _ in calls(editor.graph, "mul", "div"):
         name, x = _by_hand(node) or ("", node)
-        if not name or not editor.memory.may_replace(node, [x]):
+        if not name or editor.obstacle(node, [x]) is not None:
             continue
         if name == "silu":
             new = editor.call(node, F.silu, x, like=node)
@@ -124,18 +124,16 @@ def name_linear(editor: Editor) -> None:
 
     For inference: nothing keeps a packed copy in training, and packing such a matrix takes longer.
     """
-    if torch.is_grad_enabled():
-        return
     for node, op in calls(editor.graph, "addmm", "matmul"):
         found = _product(op)
-        if found is None:
+        if found is None or editor.modes.at(node).grad:
             continue
         x, weight, bias = found
         # Two dimensions, for addmm, of which only the ends know.
         whole, last = _flattened(x), only_user(node)
         if whole is None or last is None or not _unflattens(last, whole, weight):
             whole, last = x, node
-        if not editor.memory.may_replace(node, [whole, weight, bias]):
+        if editor.obstacle(node, [whole, weight, bias]) or not editor.modes.same([node, last]):
             continue
         turned = editor.method(node, "t", weight)
         new = editor.call(node, F.linear, whole, turned, bias, like=last)
@@ -193,8 +191,9 @@ def rewrite_feed_forward(editor: Editor) -> None:
         if not all(map(_is_row, (first["bias"], op["bias"]), (first["weight"], op["weight"]))):
             continue
         inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
-        if not editor.memory.may_replace(node, inputs):
-            editor.left("feed_forward", node, "something is written in place between its parts")
+        reason = editor.obstacle(node, inputs)
+        if reason is not None:
+            editor.left("feed_forward", node, reason)
             continue
         new = editor.call(
             node, functional.feed_forward, first["input"], first["weight"], first["bias"],
@@ -239,11 +238,11 @@ def rewrite_linear(editor: Editor) -> None:
         if rank(op["input"]) is None:
             continue
         weight, activation, last = op["weight"], None, node
-        if dtype(weight) != dtype(op["input"]) and not editor.has_autocast():
+        if dtype(weight) != dtype(op["input"]) and not editor.modes.at(node).has_autocast:
             continue
         user = only_user(node)
         found = activation_of(user)
-        if user is not None and found is not None:
+        if user is not None and found is not None and editor.modes.same([node, user]):
             activation, last = found[0], user
         new = editor.call(
             node, functional.linear, op["input"], weight, op["bias"], activation=activation,
@@ -311,7 +310,7 @@ def rewrite_convolutions(editor: Editor) -> None:
         if first is None or not between or any(only_user(n) is None for n in chain):
             continue
         inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
-        if editor.memory.may_replace(second, inputs):
+        if editor.obstacle(second, inputs) is None:
             _rewrite(editor, first, between[::-1], op, second)
 
 
@@ -325,6 +324,8 @@ def rewrite_patches(editor: Editor) -> None:
         flat = only_user(node)
         tokens = None if flat is None else only_user(flat)
         if flat is None or tokens is None or _unswapped(tokens) is not flat:
+            continue
+        if not editor.modes.same([node, flat, tokens]):
             continue
         # Whoever looks at the tokens as a convolution lays them out gets them so.
         if not all(is_fresh(user) for user in tokens.users):
@@ -401,7 +402,9 @@ def _is_sequence(given: Any) -> bool:
 
 
 def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: Node) -> None:
-    x = _unswapped(first["input"]) or editor.method(last, "transpose", first["input"], 1, 2)
+    x = first["input"]
+    unswapped = _unswapped(x) if editor.modes.same([x, last]) else None
+    x = unswapped or editor.method(last, "transpose", x, 1, 2)
     y = _linear(editor, last, x, first)
     for node in between:
         op = read(node)
@@ -415,7 +418,7 @@ def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: N
         y.meta["example_value"] = meta["example_value"]
     y = _linear(editor, last, y, second)
     for user in list(last.users):
-        if _unswapped(user) is last:
+        if _unswapped(user) is last and editor.modes.same([user, last]):
             editor.replace(user, y)
     if last.users:
         # Whatever comes then may count on the layout that a convolution gives.

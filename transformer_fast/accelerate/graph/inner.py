@@ -17,6 +17,7 @@ from ... import memory
 from . import run_time
 from .constants import Constants, lift
 from .memory import Memory
+from .modes import GraphModes
 from .nodes import value
 from .ops import is_view
 
@@ -77,7 +78,8 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     if any(not x.is_cpu for x in tensors):
         return "it is measured on CPUs only"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    with_gradients = GraphModes(module.graph).any(lambda modes: modes.grad)
+    if with_gradients and any(x.requires_grad for x in tensors):
         return "gradients are wanted, and those of our ops are taken call by call"
     if any(node.target in _LOOK_AT_VALUES for node in module.graph.nodes):
         return "masks are looked at while the program runs"

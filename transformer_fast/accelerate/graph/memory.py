@@ -54,7 +54,7 @@ class Memory:
         if not self._writes:
             return True
         known = set(_nodes(list(inputs)))
-        cone = _between(known, last)
+        cone = between(known, last)
         if not cone:
             return True
         roots: dict[Node, frozenset[Any]] = {}
@@ -129,7 +129,7 @@ def _nodes(tree: Any) -> list[Node]:
     return [n for n in torch.utils._pytree.tree_leaves(tree) if isinstance(n, Node)]
 
 
-def _between(inputs: set[Node], last: Node) -> set[Node]:
+def between(inputs: set[Node], last: Node) -> set[Node]:
     """``last`` and the calls that it is computed by from the inputs."""
     found: set[Node] = set()
     todo = [last]
@@ -142,7 +142,7 @@ def _between(inputs: set[Node], last: Node) -> set[Node]:
     return found
 
 
-_NO_MEMORY = (
+NO_MEMORY = (
     bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype,
     torch.device,
 )  # fmt: skip
@@ -156,7 +156,7 @@ def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
         if current in known:
             todo.pop()
             continue
-        if isinstance(value(current), _NO_MEMORY):
+        if isinstance(value(current), NO_MEMORY):
             known[current] = frozenset()
         elif current.op in ("placeholder", "get_attr"):
             known[current] = frozenset({_OUTSIDE})

@@ -65,8 +65,9 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
         parameter = getattr(norm, name)
         if parameter is not None and shape(parameter) != (width,):  # one number for all
             setattr(norm, name, editor.method(last, "expand", parameter, width))
-    if not editor.memory.may_replace(last, [norm.input, norm.weight, norm.bias]):
-        editor.left(norm.op, last, "something is written in place between its parts")
+    reason = editor.obstacle(last, [norm.input, norm.weight, norm.bias])
+    if reason is not None:
+        editor.left(norm.op, last, reason)
         return
     if norm.inside:
         weight: Any = norm.weight
@@ -301,8 +302,9 @@ def rewrite_add_norm(editor: Editor) -> None:
         if editor.last([total, *parameters]) is not total:
             continue
         input, residual, p = _split(*terms)  # type: ignore[arg-type]
-        quiet = editor.memory.may_replace(total, [input, residual])
-        if quiet and editor.memory.is_quiet([total, *parameters], total, node):
+        obstacle = editor.obstacle(total, [input, residual])
+        quiet = editor.memory.is_quiet([total, *parameters], total, node)
+        if obstacle is None and quiet and editor.modes.same([total, node]):
             _rewrite_sum(editor, node, total, input, residual, p)
     for node in editor.graph.nodes:
         if node.target in _OURS:
