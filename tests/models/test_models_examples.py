@@ -370,6 +370,30 @@ WRITTEN = {
         "encoder.norm decoder.norm src_embed.embedding tgt_embed.embedding projection_layer.proj",
         "alpha bias", "src_pos.pe",
     ),
+    "W_query and output_projection": Written(
+        "encoder.encoder_layers", "decoder.decoder_layers",
+        "self_attention masked_self_attention cross_attention",
+        "W_query W_key W_value output_projection", "feed_forward.linear1 feed_forward.linear2",
+        "layer_norm1 layer_norm2 layer_norm3",
+        "encoder.final_norm decoder.final_norm encoder.token_embedding decoder.token_embedding "
+        "output_projection",
+        "gamma beta", "causal_mask",
+    ),
+    "fc_q and fc_o": Written(
+        "encoder.blocks", "decoder.blocks",
+        "multi_head_attention masked_multi_head_attention encoder_attention",
+        "fc_q fc_k fc_v fc_o", "positionwise_feedforward.fc_1 positionwise_feedforward.fc_2",
+        "norm1 norm2 norm3",
+        "encoder.layer_norm decoder.layer_norm source_embedding target_embedding decoder.fc_out",
+        "weight bias", "encoder.pos_table",
+    ),
+    "w_qs and w_concat": Written(
+        "encoder_layers", "decoder_layers", "self_mha masked_attention enc_dec_attention",
+        "w_qs w_ks w_vs w_concat", "pos_ffn.w_1 pos_ffn.w_2",
+        "ln1 ln2 ln3",
+        "encoder.norm decoder.norm encoder.emb.tok_emb output_embeddings final_linear",
+        "weight bias", "decoder.tril",
+    ),
 }  # fmt: skip
 GPT = {
     "encoder.stack.norm": "transformer.ln_f",
@@ -441,12 +465,36 @@ def test_weights_that_are_one_or_that_are_missing() -> None:
     assert model.decoder.stack.norm.weight.tolist() == [pytest.approx(0.7)] * 16
 
 
+def test_unknown_names_are_told_by_their_parts() -> None:
+    """Short, with a ``names`` that can be copied."""
+    saved, model = small(norm_first=True), small(norm_first=True)
+    theirs = as_written(saved.state_dict(), "wq and dense")
+    renamed = {
+        name.replace("enc_layers", "encodr_layrs").replace("mha.wq", "mha.Wa"): value
+        for name, value in theirs.items()
+    }
+    with pytest.raises(ValueError, match="unknown parts: encodr_layrs, Wa\n") as error:
+        models.load_weights(model, renamed)
+    first, _, line, lacking = str(error.value).splitlines()
+    assert first == (
+        "32 parameters were not recognised, for example encoder.encodr_layrs.0.mha.Wa.weight, "
+        "encoder.encodr_layrs.0.mha.wk.weight, encoder.encodr_layrs.0.mha.wv.weight"
+    )
+    assert line == r'rename them, e.g. names={r"\bencodr_layrs\b": "layers", r"\bWa\b": "w_q"}'
+    assert "encoder.stack.layers.*.self_attn.in_proj, " in lacking
+    models.load_weights(model, renamed, names=eval(line.partition("names=")[2]))
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_weights_that_cannot_be_loaded() -> None:
     model = small(norm_first=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = as_written(before, "wq and dense")
     gate = torch.zeros(16, 16)
-    with pytest.raises(ValueError, match=r"no part that is known as encoder\.gate\.weight; say"):
+    with pytest.raises(
+        ValueError, match=r"^1 parameters.*encoder\.gate\.weight\nunknown parts: gate\n"
+    ):
         models.load_weights(model, theirs | {"encoder.gate.weight": gate})
     with pytest.raises(ValueError, match=r"'lm_head\.weight' is not the only one for 'output\."):
         models.load_weights(model, theirs | {"lm_head.weight": gate})

@@ -1,59 +1,96 @@
-"""Weights of models that were written by hand: what tutorials call the parts of a Transformer."""
+"""Weights of hand-written models: the names that tutorials give to the parts of a Transformer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
 __all__ = ["load_weights"]
 
-#: What others call a part, as a regular expression, and what it is called here. Every row is
-#: applied to every name, in this order; upper and lower case are one.
+
+def _projection(letter: str, word: str, number: int, split: str) -> str:
+    """A regular expression of the names of one projection: W_q, query, q_proj, fc_q, linears.0, ..."""
+    return (
+        rf"_attn\.{split}(?:(?:(?:w|fc|linear|proj|to)_?)?(?:{letter}s?|{word})"
+        rf"(?:_(?:linear|layer|proj|projection))?|linears\.{number})\."
+    )
+
+
+_HEADS = r"(?:heads\.(\d+)\.)?"
+_ENCODER = r"^(?:(?:src|source|enc|encoder|input)[._])+"
+_DECODER = r"^(?:(?:tgt|trg|target|dec|decoder|output)[._])+"
+_TABLE = (
+    r"(?:(?:tok|token|word|vocab)_)?emb(?:ed(?:ding)?s?)?(?:_layer)?\.(?:0\.)?"
+    r"(?:(?:lut|embed|embedding|(?:tok|token)_emb(?:edding)?)\.)?weight$"
+)
+_LAYER = r"^(encoder|decoder)\.stack\.layers\.(\d+)\."
+
+#: Regular expressions of the names in tutorials, and the names here. Each row is applied to each
+#: name, in this order; case is ignored.
 NAMES: dict[str, str] = {
     r"^(?:_orig_mod|module|model|transformer)\.": "",
     # Buffers, which are made anew: positions and masks.
-    r"^(?:.*\.)?(?:pe|tril|mask)$": "",
+    r"^(?:.*\.)?(?:pe|pos_table|tril|mask|causal_mask)$": "",
     # Stacks.
-    r"^(encoder|decoder)[._](?:enc_|dec_)?layers\.": r"\1.stack.layers.",
+    r"^(enc|dec)(?:oder)?[._](?:(?:enc|dec)(?:oder)?_)?(?:layers|blocks)\.": r"\1oder.stack.layers.",
     r"^(?:blocks|layers|h)\.": "encoder.stack.layers.",
-    r"^(encoder|decoder)\.(?:norm|layer_?norm|ln_f)\.": r"\1.stack.norm.",
+    r"^(encoder|decoder)\.(?:(?:final_)?(?:layer_?)?norm|ln_f)\.": r"\1.stack.norm.",
     r"^(?:norm|layer_?norm|ln_f)\.": "encoder.stack.norm.",
     # Sub-layers.
-    r"\.(?:self_attention(?:_block)?|attention|attn(?:_1)?|mha1?|sa)\.": ".self_attn.",
-    r"\.(?:src_attn|cross_(?:attn|attention(?:_block)?)|attn_2|mha2)\.": ".multihead_attn.",
-    r"\.(?:feed_forward(?:_block)?|ffn?|ffwd|mlp|linear_net)\.(?:net\.)?": ".ffn.",
+    r"\.(?:masked_)?(?:self_)?(?:attention|attn)(?:_block|_layer|_1)?\.": ".self_attn.",
+    r"\.(?:mha1?|sa|(?:masked_|self_)+(?:mha|multi_?head_att(?:ention|n)))\.": ".self_attn.",
+    r"^(encoder\..*)\.multi_?head_att(?:ention|n)\.": r"\1.self_attn.",
+    r"\.(?:src_attn|attn_2|mha2|cross_mha|multi_?head_attention)\.": ".multihead_attn.",
+    r"\.(?:cross|encoder|memory|enc(?:oder)?_dec(?:oder)?|dec(?:oder)?_enc(?:oder)?)"
+    r"_(?:attention|attn)(?:_block|_layer)?\.": ".multihead_attn.",
+    r"\.(?:(?:position_?wise_)?feed_?forward(?:_block|_layer|_network)?|(?:pos_)?ffn?|ffwd|mlp"
+    r"|linear_net)\.(?:net(?:work)?\.)?": ".ffn.",
     # Projections; q0, q1, ... where each head has its own.
-    r"_attn\.(?:heads\.(\d+)\.)?(?:q|q_linear|w_?q|q_proj|query|linears\.0)\.": r"_attn.q\1.",
-    r"_attn\.(?:heads\.(\d+)\.)?(?:k|k_linear|w_?k|k_proj|key|linears\.1)\.": r"_attn.k\1.",
-    r"_attn\.(?:heads\.(\d+)\.)?(?:v|v_linear|w_?v|v_proj|value|linears\.2)\.": r"_attn.v\1.",
+    _projection("q", "quer(?:y|ies)", 0, _HEADS): r"_attn.q\1.",
+    _projection("k", "keys?", 1, _HEADS): r"_attn.k\1.",
+    _projection("v", "values?", 2, _HEADS): r"_attn.v\1.",
     r"_attn\.(?:in_proj|qkv|qkv_proj|qkv_layer|to_qkv|c_attn)\.": "_attn.in_proj_",
-    r"_attn\.(?:out|dense|w_?o|o_proj|c_proj|proj|projection|fc|fc_out|linears\.3)\.": (
+    r"_attn\.(?:dense|w_?o|fc_?o|w_concat|[oc]_proj|proj|projection|fc|linears\.3"
+    r"|(?:(?:w|fc|to|linear)_)?out(?:put)?(?:_(?:linear|layer|proj|projection))?(?:\.0)?)\.": (
         "_attn.out_proj."
     ),
     r"^.*_attn\.bias$": "",  # GPT's causal mask
-    r"\.ffn\.(?:0|w_?1|fc_?1|linear_?1|c_fc)\.": ".linear1.",
-    r"\.ffn\.(?:2|3|w_?2|fc_?2|linear_?2|c_proj)\.": ".linear2.",
+    r"\.ffn\.(?:0|w_?1|fc_?1|linear_?1|layer_?1|dense_?1|c_fc)\.": ".linear1.",
+    r"\.ffn\.(?:2|3|w_?2|fc_?2|linear_?2|layer_?2|dense_?2|c_proj)\.": ".linear2.",
     # Norms.
     r"\.(?:norm|ln|layer_?norm)_?(\d)\.": r".norm\1.",
     r"\.(?:sublayer|residual_connections)\.0\.norm\.": ".norm1.",
     r"\.(?:sublayer|residual_connections)\.1\.norm\.": ".norm2.",
     r"\.(?:sublayer|residual_connections)\.2\.norm\.": ".norm3.",
+    rf"{_LAYER}(?:masked_)?(?:self_)?(?:attention|attn)_(?:layer_?)?norm\.": (
+        r"\1.stack.layers.\2.norm1."
+    ),
+    rf"{_LAYER}(?:cross|enc|encoder)_(?:attention|attn)_(?:layer_?)?norm\.": (
+        r"\1.stack.layers.\2.norm2."
+    ),
+    rf"{_LAYER.replace('|decoder', '')}(?:ffn?|feed_?forward|mlp|final)_(?:layer_?)?norm\.": (
+        r"\1.stack.layers.\2.norm2."
+    ),
+    rf"{_LAYER}(?:ffn?|feed_?forward|mlp|final)_(?:layer_?)?norm\.": r"\1.stack.layers.\2.norm3.",
     r"\.(?:a_2|alpha|gamma)$": ".weight",
     r"\.(?:b_2|beta)$": ".bias",
     # Embeddings and the last Linear.
-    r"^(?:src|encoder)[._]embed(?:ding)?\.(?:0\.)?(?:(?:lut|embed|embedding)\.)?weight$": (
-        "encoder.embedding.table.weight"
-    ),
-    r"^(?:tgt|trg|decoder)[._]embed(?:ding)?\.(?:0\.)?(?:(?:lut|embed|embedding)\.)?weight$": (
-        "decoder.embedding.table.weight"
+    _ENCODER + _TABLE: "encoder.embedding.table.weight",
+    _DECODER + _TABLE: "decoder.embedding.table.weight",
+    r"^(encoder|decoder)\.pos(?:ition(?:al)?)?_emb(?:ed(?:ding)?s?)?\.weight$": (
+        r"\1.embedding.positions.table"
     ),
     r"^(?:(?:token_)?embedding(?:_table)?|tok_emb|wte)\.": "encoder.embedding.table.",
     r"^(?:position_embedding(?:_table)?|pos_emb|wpe)\.weight$": "encoder.embedding.positions.table",
     r"^(?:generator|projection_layer)\.(?:proj\.)?": "output.",
-    r"^(?:fc|fc_out|final_layer|out|head|lm_head)\.": "output.",
+    r"^(?:decoder\.)?(?:fc|linear|head|lm_head"
+    r"|(?:(?:final|fc|linear)_)?(?:out(?:put)?|layer|linear)(?:_(?:linear|layer|proj|projection))?)\.": (
+        "output."
+    ),
 }
 
 
@@ -64,6 +101,59 @@ def _renamed(name: str, own: Mapping[str, str]) -> str:
     return name
 
 
+#: Names that `NAMES` recognises, to be proposed in place of similar ones.
+_PROPOSED = [
+    "layers",
+    "self_attention",
+    "cross_attention",
+    "query",
+    "key",
+    "value",
+    "w_q",
+    "w_k",
+    "w_v",
+    "w_o",
+    "output_projection",
+    "feed_forward",
+    "linear1",
+    "linear2",
+    "norm1",
+    "norm2",
+    "norm3",
+    "norm",
+    "embedding",
+    "output_layer",
+]
+
+
+def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Container[str]) -> str:
+    """The error for names that were not recognised, given what `NAMES` made of each."""
+    known = {part for name in wanted for part in name.split(".")} | {"weight", "bias", "ffn"}
+    parts = {
+        part: get_close_matches(part.lower(), _PROPOSED, 1, 0.5)
+        for found in unknown.values()
+        for part in found.split(".")
+        if part not in known and not re.fullmatch(r"[qkv]?\d*|in_proj_", part)
+    }
+    lines = [
+        f"{len(unknown)} parameters were not recognised, for example {', '.join([*unknown][:3])}"
+    ]
+    if parts:
+        pairs = ", ".join(f'r"\\b{p}\\b": "{(ours or ["..."])[0]}"' for p, ours in parts.items())
+        lines += [f"unknown parts: {', '.join(parts)}", f"rename them, e.g. names={{{pairs}}}"]
+    empty = (name for name in wanted if name not in filled)
+    modules = [*dict.fromkeys(re.sub(r"\.\d+\.|[._]\w+$", _short, name) for name in empty)]
+    if modules:
+        more = ", ..." if len(modules) > 12 else ""
+        lines.append(f"parts of the model without values: {', '.join(modules[:12])}{more}")
+    return "\n".join(lines)
+
+
+def _short(found: re.Match[str]) -> str:
+    """'.*.' for the number of a layer, nothing for the end of a name."""
+    return ".*." if found[0].endswith(".") else ""
+
+
 def load_weights(
     model: torch.nn.Module,
     state_dict: Mapping[str, Tensor],
@@ -71,35 +161,37 @@ def load_weights(
     names: Mapping[str, str] | None = None,
     packed_by_head: bool = False,
 ) -> None:
-    """Load the state_dict of a Transformer that was written by hand, whatever its parts are called.
+    r"""Load the state_dict of a hand-written Transformer, by the names that tutorials use.
 
         model = models.Transformer(..., norm_first=True, norm="annotated", layer_norm_eps=1e-6)
         models.load_weights(model, torch.load("annotated_transformer.pt"))
 
-    Known are the names of the common tutorials: q_linear, wq, W_q, w_q, query, linears.0; packed
-    projections (qkv_proj, c_attn), or one Linear for each head; src_attn, cross_attn, attn_2; w_1,
-    fc1, c_fc; sublayer.0.norm, a_2, alpha; and so on (``models.weights.NAMES``). A bias that the
-    state_dict lacks is zero, a parameter of one number serves all places, buffers are left out.
+    The names of the common tutorials are recognised: q_linear, wq, W_q, W_query, fc_q, linears.0;
+    packed projections (qkv_proj, c_attn), or one Linear for each head; masked_self_attention,
+    src_attn, cross_attn, attn_2; w_1, fc1, c_fc; sublayer.0.norm, a_2, alpha; encoder_layers,
+    output_projection; and so on (``models.weights.NAMES``). A missing bias becomes zero, a parameter
+    of one number fills all places, buffers are skipped.
 
-    What a state_dict does not tell is for the model's options to say: norm_first, norm
-    ("annotated" for the tutorials' own norm with a_2 or alpha), embedding_scale, activation.
+    The model's options must say what a state_dict does not: norm_first, norm ("annotated" for the
+    tutorials' own norm with a_2 or alpha), embedding_scale, activation.
 
     Args:
-        model: `Transformer`, `LanguageModel`, or a module that has an `Encoder` as ``encoder``.
-        state_dict: tensors by their names.
-        names: more names, as regular expressions and what stands in their place; they are applied
-            before the others.
-        packed_by_head: whether packed projections have each head's query, key and value side by
-            side, (H, 3, D) rows, and not all queries first, (3, H, D).
+        model: `Transformer`, `LanguageModel`, or a module with an `Encoder` as ``encoder``.
+        state_dict: tensors by name.
+        names: further names, as regular expressions and their replacements. They are applied before
+            the built-in ones, whose names may be used: ``{r"\bWa\b": "w_q"}``.
+        packed_by_head: True if packed projections hold each head's query, key and value side by side,
+            (H, 3, D) rows; False if they hold all queries first, (3, H, D) rows.
 
     Raises:
-        ValueError: names that are not known, two for one parameter, two values of a shared one.
-        RuntimeError: parameters that are missing or of another shape, as of ``load_state_dict``.
+        ValueError: a name is not recognised, two names belong to one parameter, or a shared parameter
+            has two values. RuntimeError: a parameter is missing or has another shape, as in
+            ``load_state_dict``.
     """
     wanted = model.state_dict(keep_vars=True)
     # The values of each parameter of ours by their order in it: (0, 1, 2 for q, k, v; head).
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
-    unknown: list[str] = []
+    unknown: dict[str, str] = {}
     for name, value in state_dict.items():
         found = name if name in wanted else _renamed(name, names or {})
         place = (0, 0)
@@ -110,15 +202,12 @@ def load_weights(
             value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[arg-type]
         if found in wanted:
             if place in parts.setdefault(found, {}):
-                raise ValueError(f"{name!r} is not the only one for {found!r}")
+                raise ValueError(f"{name!r} is the second parameter for {found!r}")
             parts[found][place] = value
         elif found:
-            unknown.append(name)
+            unknown[name] = found
     if unknown:
-        raise ValueError(
-            f"a {type(model).__name__} has no part that is known as {', '.join(unknown)}; say what "
-            "it is called by names={...}"
-        )
+        raise ValueError(_unknown(unknown, wanted, parts))
     ours = {
         name: torch.cat([of[k] for k in sorted(of)]) if len(of) > 1 else next(iter(of.values()))
         for name, of in parts.items()
