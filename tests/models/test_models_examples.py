@@ -470,17 +470,17 @@ def test_unknown_names_are_told_by_their_parts() -> None:
     saved, model = small(norm_first=True), small(norm_first=True)
     theirs = as_written(saved.state_dict(), "wq and dense")
     renamed = {
-        name.replace("enc_layers", "encodr_layrs").replace("mha.wq", "mha.Wa"): value
+        name.replace("enc_layers", "encodr_layrs").replace("mha.wq", "mha.W_qu"): value
         for name, value in theirs.items()
     }
-    with pytest.raises(ValueError, match="unknown parts: encodr_layrs, Wa\n") as error:
+    with pytest.raises(ValueError, match="unknown parts: encodr_layrs, W_qu\n") as error:
         models.load_weights(model, renamed)
     first, _, line, lacking = str(error.value).splitlines()
     assert first == (
         "32 parameters were not recognised, for example encoder.encodr_layrs.0.mha.Wa.weight, "
         "encoder.encodr_layrs.0.mha.wk.weight, encoder.encodr_layrs.0.mha.wv.weight"
     )
-    assert line == r'rename them, e.g. names={r"\bencodr_layrs\b": "layers", r"\bWa\b": "w_q"}'
+    assert line == r'rename them, e.g. names={r"\bencodr_layrs\b": "layers", r"\bW_qu\b": "w_q"}'
     assert "encoder.stack.layers.*.self_attn.in_proj, " in lacking
     models.load_weights(model, renamed, names=eval(line.partition("names=")[2]))
     for name, value in saved.state_dict().items():

@@ -102,35 +102,17 @@ def _renamed(name: str, own: Mapping[str, str]) -> str:
 
 
 #: Names that `NAMES` recognises, to be proposed in place of similar ones.
-_PROPOSED = [
-    "layers",
-    "self_attention",
-    "cross_attention",
-    "query",
-    "key",
-    "value",
-    "w_q",
-    "w_k",
-    "w_v",
-    "w_o",
-    "output_projection",
-    "feed_forward",
-    "linear1",
-    "linear2",
-    "norm1",
-    "norm2",
-    "norm3",
-    "norm",
-    "embedding",
-    "output_layer",
-]
+_PROPOSED = (
+    "layers self_attention cross_attention query key value w_q w_k w_v w_o output_projection "
+    "feed_forward linear1 linear2 norm1 norm2 norm3 norm embedding output_layer"
+)
 
 
 def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Container[str]) -> str:
     """The error for names that were not recognised, given what `NAMES` made of each."""
     known = {part for name in wanted for part in name.split(".")} | {"weight", "bias", "ffn"}
     parts = {
-        part: get_close_matches(part.lower(), _PROPOSED, 1, 0.5)
+        part: get_close_matches(part.lower(), _PROPOSED.split(), 1, 0.5)
         for found in unknown.values()
         for part in found.split(".")
         if part not in known and not re.fullmatch(r"[qkv]?\d*|in_proj_", part)
