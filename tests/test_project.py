@@ -246,11 +246,11 @@ def sections() -> dict[str, list[str]]:
 #: What a section's code prints, each way in with something that shows it went in.
 SHOWN = {
     "transformer_fast": "torch.Size([2, 10, 512])",
-    "Accelerate a model that exists": "modules swapped, 0 left as they were",
+    "Accelerate a model that exists": "modules replaced, 0 left unchanged",
     "Code that somebody wrote by hand": "rewritten: 1 attention.",
     "Whole models, and decoding": "torch.Size([2, ",
     "The ops themselves": "attention runs on '",
-    "docs/guides/accelerate.md: Accelerate a model": "modules swapped, 0 left as they were",
+    "docs/guides/accelerate.md: Accelerate a model": "modules replaced, 0 left unchanged",
     "docs/guides/accelerate.md: Hugging Face": "attention of transformer_fast",
     "docs/guides/accelerate.md: Compile hand-written code": "rewritten: 1 attention.",
     "docs/guides/backends.md: Ask why": "attention runs on '",

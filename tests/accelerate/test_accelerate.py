@@ -158,7 +158,7 @@ def test_filter() -> None:
     report = accelerate(model, filter_fn=choose)
     assert seen["transformer.encoder"] is model.transformer.encoder
     assert {e.name.split(".")[1] for e in report.swapped} == {"decoder"}
-    assert {e.reason for e in report.left} == {"filter_fn said no"}
+    assert {e.reason for e in report.left} == {"filter_fn excludes it"}
     assert type(model.transformer.encoder) is torch.nn.TransformerEncoder
     assert isinstance(model.transformer.decoder, nn.TransformerDecoder)
 
@@ -216,14 +216,15 @@ def test_the_report() -> None:
     entry = report["layers.0"]
     assert (entry.kind, entry.outcome) == ("TransformerEncoderLayer", "swapped")
     assert entry.now == "transformer_fast.nn.TransformerEncoderLayer"
-    q = torch.empty(1, 4, 1, 4)
+    q = torch.empty(8, 4, 512, 4)
+    assert "Backends are for 8 sequences of 512 tokens" in str(report)
     found = report["layers.0.self_attn"]
     assert found.inference["attention"] == transformer_fast.explain("attention", q, q, q)
     assert set(entry.inference) == set(entry.training) == {"add_layer_norm", "feed_forward"}
     for op, training in entry.training.items():
         if training.backend == "reference":
             assert "not 'cpu'" in entry.why_not()[f"{op}, training"]
-    assert "layers.0 and 1 more: TransformerEncoderLayer runs as" in str(report)
+    assert "layers.0 and 1 more: TransformerEncoderLayer replaced by" in str(report)
     with pytest.raises(KeyError, match="no module 'x'"):
         report["x"]
 
@@ -243,11 +244,11 @@ def test_the_report_tells_how_much_of_the_products_was_reached() -> None:
     inside = sum(p.numel() for p in model.encoder.parameters() if p.dim() > 1)
     report = accelerate(model)
     assert (report.weights_swapped, report.weights_left) == (64 * 64 + inside, {"Own": 64 * 192})
-    assert f"left: {64 * 192 / (64 * 256 + inside):.0%} in Own" in str(report)
+    assert f"Own holds {64 * 192 / (64 * 256 + inside):.0%}." in str(report)
     restore(model)
     report = accelerate(model, filter_fn=lambda _, name: name in ("encoder", "encoder.layers.0"))
     assert report.weights_swapped == 2 * model.encoder.layers[0].linear1.weight.numel()
-    assert "Most of the model's products were left" in str(report)
+    assert "Most of the model's matrix multiplications are unchanged" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -282,7 +283,7 @@ def test_nothing_to_do_is_told() -> None:
 
     report = accelerate(torch.nn.Sequential(Own(), torch.nn.ReLU()))
     assert not report.entries
-    assert "It is built of Own" in str(report)
+    assert "It consists of Own" in str(report)
     assert 'backend="transformer_fast"' in str(report)
 
 

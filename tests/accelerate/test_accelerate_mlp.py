@@ -144,7 +144,7 @@ def test_the_report() -> None:
     model = nn.ModuleList([Modules(nn.GELU(), 0.2), Modules(nn.GELU(), 0.2)])
     report = accelerate(model)
     assert set(report["0"].inference) == set(report["0"].training) == {"feed_forward"}
-    assert "0 and 1 more: Modules runs as" in str(report)
+    assert "0 and 1 more: Modules replaced by" in str(report)
     assert not report.notes
     model[1].w_out.register_forward_hook(lambda *_: None)
     again = accelerate(model)
@@ -404,7 +404,7 @@ def _replaced() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Modules(nn.Mish()), "its act is a Mish, which no kernel has"),
+        (lambda: Modules(nn.Mish()), "its act is a Mish, which no kernel supports"),
         (_replaced, "its forward was replaced on the instance"),
     ],
 )
@@ -445,5 +445,5 @@ def test_verify_and_filter() -> None:
     assert accelerate(model, verify=_x()).verified
     restore(model)
     report = accelerate(model, filter_fn=lambda module, name: name != "0")
-    assert report["0"].reason == "filter_fn said no"
+    assert report["0"].reason == "filter_fn excludes it"
     assert "0.1" in {entry.name for entry in report.swapped}

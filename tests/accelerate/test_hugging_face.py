@@ -373,7 +373,7 @@ def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPat
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         report = accelerate(model, filter_fn=lambda module, name: "norm" not in name)
     assert {entry.kind for entry in report.swapped} == {"Linear"}
-    reason = "transformers 4.57.1 is not known here; versions 5.0 up to 6.0 are"
+    reason = "transformers 4.57.1 is not supported; versions from 5.0 to below 6.0 are"
     assert report[""].reason == report["model.encoder.layers.0"].reason == reason
 
     model.config._attn_implementation_internal = "flex_attention"
@@ -391,7 +391,7 @@ def test_layers_that_take_other_arguments_are_left(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kind, "forward", forward)
     report = accelerate(model)
     assert report["model.encoder.layers.0"].reason == (
-        "MarianEncoderLayer.forward of this transformers takes other arguments"
+        "MarianEncoderLayer.forward takes other arguments in this transformers"
     )
     assert report["model.decoder.layers.0"].outcome == "swapped"
 
@@ -543,7 +543,9 @@ def test_models_that_ask_for_their_attention_by_name() -> None:
     model = Asking(transformers.Qwen3Config(**_DECODER))
     report = accelerate(model)
     for place in ("", "model"):  # the two share a config
-        assert report[place].reason == "Asking does something else for 'sdpa' than for other names"
+        assert (
+            report[place].reason == "Asking treats 'sdpa' differently from other names of attention"
+        )
     assert set(_attentions(model)) == {"sdpa"}
     assert report["lm_head"].outcome == "swapped"
 
@@ -551,7 +553,7 @@ def test_models_that_ask_for_their_attention_by_name() -> None:
         "Gemma4ForCausalLM", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
         num_kv_shared_layers=0,
     )  # fmt: skip
-    assert accelerate(gemma)["model"].reason.startswith("Gemma4TextModel does something else")
+    assert accelerate(gemma)["model"].reason.startswith("Gemma4TextModel treats 'sdpa' differently")
     assert set(_attentions(gemma)) == {"sdpa"}
 
 
@@ -560,9 +562,9 @@ def test_attention_that_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     assert "its attention is 'eager'" in accelerate(model)[""].reason  # for its soft cap
     sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
     model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
-    assert "ResNetModel does not look" in accelerate(model)[""].reason
+    assert "ResNetModel does not look up" in accelerate(model)[""].reason
     model = transformers.FalconModel(transformers.FalconConfig(**_ENCODER, alibi=False))
-    assert "FalconModel does not look" in accelerate(model)[""].reason
+    assert "FalconModel does not look up" in accelerate(model)[""].reason
 
     model = build("Qwen3ForCausalLM")
     local = transformers.AttentionInterface()
@@ -627,7 +629,7 @@ BERT_LAYER = "model.bert.encoder.layer.0"
     [
         ("marian", LAYER, OwnLayer, "OwnLayer has its own forward"),
         ("bert", BERT_LAYER, OwnChunk, "OwnChunk has its own feed_forward_chunk"),
-        ("bert", f"{BERT_LAYER}.output", Sealed, "does not let itself be subclassed: sealed"),
+        ("bert", f"{BERT_LAYER}.output", Sealed, "cannot be subclassed: sealed"),
     ],
 )
 def test_layers_that_override(name: str, place: str, kind: type, reason: str) -> None:
@@ -700,7 +702,7 @@ def test_conv1d_keeps_a_packed_copy_in_inference(dtype: torch.dtype) -> None:
     assert entry.now == "transformer_fast.accelerate.hugging_face.Conv1D"
     assert set(entry.inference) == {"linear"}
     assert not entry.training
-    assert "training as before" in str(entry)
+    assert "with gradients linear uses the original forward" in str(entry)
     before = cpu_packing.held_bytes()
     assert_same_numbers(ours, theirs, (x,), {}, grad=False)
     assert cpu_packing.held_bytes() > before

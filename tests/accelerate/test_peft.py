@@ -101,13 +101,14 @@ def test_why_wrapped_modules_stay() -> None:
     assert layer.in_parts == {"feed_forward": "its linear1 is a Linear of peft"}
     attention = report["base_model.model.decoder.layers.0.self_attn.base_layer"]
     assert attention.reason == (
-        "its out_proj is a Linear of peft, which torch never calls and ours would"
+        "its out_proj is a Linear of peft; PyTorch never calls it, and the replacement would, "
+        "which changes results"
     )
     # Torch's encoder layers forget adapters in inference; ours must not remember them in secret.
     theirs = _wrapped(encoder(dropout=0.0), ["linear1", "linear2"])
     ours = copy.deepcopy(theirs)
     told = accelerate(ours)["base_model.model.layers.0"].reason
-    assert "in inference torch never calls its linear1, a Linear of peft" in told
+    assert "in inference PyTorch never calls its linear1 (a Linear of peft)" in told
     x = (torch.randn(2, T, M),)
     assert_same_numbers(ours, theirs, x, {}, grad=True)
     assert_same_numbers(ours.eval(), theirs.eval(), x, {}, grad=False)

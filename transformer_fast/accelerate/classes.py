@@ -1,4 +1,4 @@
-"""Changing the class of a living module: to which of ours, or why not, and back again."""
+"""Replaces the class of an existing module by one of ours, or gives the reason against it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from .. import nn
@@ -25,7 +26,7 @@ class Change(Protocol):
 
     @property
     def now(self) -> str:
-        """What the module runs as then, for the report."""
+        """The class that the module then runs as, for the report."""
 
     def apply(self) -> None: ...
 
@@ -34,7 +35,7 @@ class Change(Protocol):
 
 @dataclass
 class ClassChange:
-    """The module gets another class and remembers its own; all it holds stays where it is."""
+    """The module gets another class and records its own; its attributes stay the same objects."""
 
     name: str
     module: torch.nn.Module
@@ -56,20 +57,20 @@ class ClassChange:
     def undo(self) -> None:
         if type(self.module) is not self.after:
             raise RuntimeError(
-                f"{self.name or 'the model'} cannot be restored: since accelerate its class was "
-                f"changed again, to {type(self.module).__name__}; take that back first"
+                f"{self.name or 'the model'} cannot be restored: after accelerate its class was "
+                f"changed again, to {type(self.module).__name__}; undo that first"
             )
         self.module.__class__ = self.before
         self.module.__dict__.pop(RECORD, None)
 
 
 def apply_all(changes: Sequence[Change]) -> None:
-    """All changes, or none if one of them raises."""
+    """Makes all changes, or none if one of them raises."""
     _all_or_none(changes, lambda c: c.apply(), lambda c: c.undo())
 
 
 def undo_all(changes: Sequence[Change]) -> None:
-    """All changes taken back, or none if one of them raises."""
+    """Undoes all changes, or none if one of them raises."""
     _all_or_none(list(reversed(changes)), lambda c: c.undo(), lambda c: c.apply())
 
 
@@ -89,7 +90,7 @@ def _all_or_none(
 
 @contextmanager
 def undone(changes: Sequence[Change]) -> Iterator[None]:
-    """Within the block the model is as it was before."""
+    """Context manager within which the changes are undone."""
     undo_all(changes)
     try:
         yield
@@ -106,15 +107,16 @@ def class_of_ours(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-#: What stays torch's; see `accelerate`. Linear maps of swapped layers do, too: `plan`.
+#: Classes that are not replaced; see `accelerate`. Nor are linear layers that a replaced layer reads:
+#: `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
-#: Methods of torch's that ours does not call, beside forward.
+#: Methods of PyTorch's class that ours does not call, beside forward.
 _REPLACED: dict[str, tuple[str, ...]] = {
     "MultiheadAttention": ("merge_masks",),
     "TransformerEncoderLayer": ("_sa_block", "_ff_block"),
     "TransformerDecoderLayer": ("_sa_block", "_mha_block", "_ff_block"),
 }
-#: Torch's class, ours, and the methods of torch's that ours does not call.
+#: By PyTorch's class: ours, and the methods of PyTorch's that ours does not call.
 _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
     getattr(torch.nn, name): (getattr(nn, name), ("forward", *_REPLACED.get(name, ())))
     for name in nn._OURS
@@ -126,7 +128,7 @@ _subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
 
 def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
-    """The class to swap to, a sentence why not, or None for a module that is none of torch's."""
+    """The class to replace the module's by, the reason why not, or None if it is not PyTorch's."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
         return None  # torch.nn.MultiheadAttention reads its weights
@@ -149,12 +151,12 @@ def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
 
 
 def is_ours(module: torch.nn.Module) -> bool:
-    """Whether the module was built as one of `transformer_fast.nn`."""
+    """True if the module was built from a class of `transformer_fast.nn`."""
     return isinstance(module, tuple(ours for ours, _ in _CLASSES.values()))
 
 
 def overrides_ours(module: torch.nn.Module) -> str | None:
-    """What a subclass of one of ours, or its instance, does in its own way; None if nothing."""
+    """The override in a subclass of one of our classes, or its instance, as a reason, or None."""
     for ours, replaced in _CLASSES.values():
         if isinstance(module, ours):
             # Of the layers' blocks ours honours what a subclass has; forward is all that counts.
@@ -165,14 +167,14 @@ def overrides_ours(module: torch.nn.Module) -> str | None:
 def subclass(
     theirs: type, bases: tuple[type, ...], **attributes: Any
 ) -> type[torch.nn.Module] | str:
-    """A class of these bases under the name of theirs, or a sentence why there is none."""
+    """A class of these bases under the name of theirs, or the reason why there is none."""
     key = (bases, *attributes.items())
     if key not in _subclasses:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
         try:
             _subclasses[key] = type(theirs.__name__, bases, {**names, **attributes})
         except Exception as error:  # of the user's metaclass or __init_subclass__
-            return f"{theirs.__name__} does not let itself be subclassed: {error}"
+            return f"{theirs.__name__} cannot be subclassed: {error}"
     return _subclasses[key]
 
 
@@ -187,17 +189,17 @@ def parametrised(module: torch.nn.Module) -> str | None:
     if not parametrize.is_parametrized(module):
         return None
     names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
-    return f"its {names} is parametrised, and so its class is not torch's; accelerate first"
+    return f"its {names} is parametrised; call accelerate before register_parametrization"
 
 
 def replaced_forward(module: torch.nn.Module) -> str | None:
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance, and a new class would not change that"
+        return "its forward was replaced on the instance, which a new class would not change"
     return None
 
 
 def _own(module: torch.nn.Module, base: type, names: Sequence[str]) -> str | None:
-    """Which of these methods of ``base`` a subclass or the instance has of its own."""
+    """The first of these methods of ``base`` that a subclass or the instance overrides."""
     for name in names:
         if name in module.__dict__:
             return f"its {name} was replaced on the instance"
@@ -212,24 +214,28 @@ def _overrides(
     own = _own(module, base, replaced)
     if own is not None:
         return own
-    # Names that ours adds, which something of the user's would hide.
+    # Names that our class adds, which an attribute of the user's would hide.
     for name in vars(ours):
         if not hasattr(base, name) and hasattr(module, name):
-            return f"it has something of its own named {name}, as our class does"
+            return f"its own attribute {name} would hide the method that the replacement needs"
     return None
 
 
 def weights(module: torch.nn.Module) -> str | None:
-    """Tensor subclasses (DTensor, quantised) at places where a kernel would get them."""
-    inner = [("", module)]
+    """The reason against parameters that a kernel would read: tensor subclasses such as DTensor."""
+    inner: list[tuple[str, Any]] = [("", module)]
     inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]
     for prefix, one in inner:
         for name, parameter in one.named_parameters(recurse=False):
+            if is_lazy(parameter):
+                return (
+                    f"its {prefix}{name} is not initialised; call the model once before accelerate"
+                )
             if type(parameter) not in _PLAIN_TENSORS or type(parameter.data) is not torch.Tensor:
                 kind = type(parameter.data).__name__
                 if kind == "DTensor":
                     return f"its {prefix}{name} is a DTensor; call accelerate before distributing"
-                return f"its {prefix}{name} is a {kind}, which no kernel reads"
+                return f"its {prefix}{name} is a {kind}, which no kernel supports"
     return None
 
 
@@ -239,15 +245,14 @@ def _output_projection(module: torch.nn.Module) -> str | None:
     projection = module.out_proj
     if fusion.is_unhooked(projection, fusion.LINEAR):
         return None
-    # Torch only ever reads out_proj.weight; ours calls a module that is not plain. So the numbers
-    # would change, to those the user may have wanted all along, but they would change.
-    if type(projection) in fusion.LINEAR:
-        return "its out_proj has hooks, which torch never calls and ours would"
-    return f"its out_proj is {fusion.a_kind(projection)}, which torch never calls and ours would"
+    # PyTorch only reads out_proj.weight; our class calls a module that is not plain. So results
+    # would change, possibly to those that the user wanted all along.
+    what = "has hooks" if type(projection) in fusion.LINEAR else f"is {fusion.a_kind(projection)}"
+    return f"its out_proj {what}; PyTorch never calls it, {_WOULD}"
 
 
 def _skipped_in_inference(layer: Any) -> str | None:
-    """What torch's inference path for encoder layers never calls, and ours would."""
+    """The reason against a part that PyTorch's inference path for encoder layers never calls."""
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_shortcut(layer):
         return None
     for name, plain in (
@@ -260,11 +265,12 @@ def _skipped_in_inference(layer: Any) -> str | None:
         inner = getattr(layer, name)
         known = any(type(inner).forward is cls.forward for cls in plain)
         if not known or "forward" in inner.__dict__:
-            return f"in inference torch never calls its {name}, {fusion.a_kind(inner)}, {_WOULD}"
+            kind = fusion.a_kind(inner)
+            return f"in inference PyTorch never calls its {name} ({kind}), {_WOULD}"
     reads = {1: "relu", 2: "gelu"}[layer.activation_relu_or_gelu]
     if fusion.activation_name(layer.activation) != reads:
-        return f"in inference torch takes {reads} and never calls its activation, {_WOULD}"
+        return f"in inference PyTorch uses {reads} and never calls its activation, {_WOULD}"
     return None
 
 
-_WOULD = "and ours would: the numbers would change"
+_WOULD = "and the replacement would, which changes results"

@@ -26,7 +26,7 @@ from ..fast_path import LINEAR, plain
 from ..nn import fusion
 from . import classes
 from .classes import Change, ClassChange
-from .parts import Example, FusedLayer, Op, Part, dropout_p, is_model, parts
+from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, is_model, parts
 
 #: Tested with these; others are left as they are.
 _VERSIONS = ((5, 0), (6, 0))
@@ -90,8 +90,8 @@ def _version_reason() -> str | None:
     if low <= version < high:
         return None
     return (
-        f"transformers {transformers.__version__} is not known here; versions {low[0]}.{low[1]} up "
-        f"to {high[0]}.{high[1]} are"
+        f"transformers {transformers.__version__} is not supported; versions from "
+        f"{low[0]}.{low[1]} to below {high[0]}.{high[1]} are"
     )
 
 
@@ -128,7 +128,7 @@ def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
     if reason is not None:
         return reason
     if not (model._can_set_attn_implementation() and _registries(model)):
-        return f"{type(model).__name__} does not look its attention up in the registry"
+        return f"{type(model).__name__} does not look up its attention in the registry"
     before = model.config._attn_implementation
     if before != "sdpa":
         return f"its attention is {before!r}, and only 'sdpa' is replaced"
@@ -152,7 +152,7 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
         if known is None or [*inspect.signature(known).parameters] != [
             *inspect.signature(getattr(ours, method)).parameters
         ]:
-            return f"{theirs.__name__}.{method} of this transformers takes other arguments"
+            return f"{theirs.__name__}.{method} takes other arguments in this transformers"
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
         if _unwrapped(getattr(kind, method)) is not _unwrapped(known):
@@ -200,7 +200,7 @@ def _why_not(model: torch.nn.Module) -> str | None:
         return "what is registered as its attention 'sdpa' is not transformers' own"
     for kind in _classes(model):
         if kind.__name__ in _asking_for_sdpa(kind.__module__):
-            return f"{kind.__name__} does something else for 'sdpa' than for other names"
+            return f"{kind.__name__} treats 'sdpa' differently from other names of attention"
     return None
 
 
@@ -382,7 +382,7 @@ class RMSNorm(FusedLayer):
 
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         shape = self.weight.shape
-        return [("rms_norm", (x(1, *shape), shape, self.weight), {})]
+        return [("rms_norm", (x(ROWS, *shape), shape, self.weight), {})]
 
 
 class _PostNorm(FusedLayer):
@@ -548,7 +548,7 @@ class Conv1D(FusedLayer):
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         if training:
             return []
-        return [("linear", (x(64, self.weight.shape[0]), self.weight.t(), self.bias), {})]
+        return [("linear", (x(ROWS, self.weight.shape[0]), self.weight.t(), self.bias), {})]
 
 
 def is_conv1d(module: Any) -> bool:

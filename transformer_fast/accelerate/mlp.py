@@ -22,7 +22,7 @@ from ..nn.drop_in import is_torchs
 from . import classes
 from .classes import ClassChange
 from .hugging_face import activation_name, is_conv1d, is_faster_transposed
-from .parts import Example, FusedLayer, Op, Part, dropout_p
+from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p
 
 _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)
 
@@ -104,7 +104,7 @@ class FeedForward(FusedLayer):
         assert op.activation is not None
         _, value, known = op.activation
         options = {"activation": known(value), "dropout_p": op.dropout_p if training else 0.0}
-        rows = x(64, one[0].shape[1])
+        rows = x(ROWS, one[0].shape[1])
         return [("feed_forward", (rows, *one, *two), options)]
 
 
@@ -150,9 +150,9 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     if known is None:
         if not isinstance(value, torch.nn.Module):
             return None
-        return f"its {net.activation} is {fusion.a_kind(value)}, which no kernel has"
+        return f"its {net.activation} is {fusion.a_kind(value)}, which no kernel supports"
     if len({child.weight.dtype for child in module.children() if _is_linear(child)}) > 1:
-        return "its weights have different dtypes, which no kernel multiplies"
+        return "its weights have different dtypes, which no kernel supports"
     reason = (
         classes.sharded(module)
         or classes.parametrised(module)

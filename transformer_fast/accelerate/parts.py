@@ -1,4 +1,4 @@
-"""The ops that a swapped module calls: the backend of each, and why some are not fused."""
+"""The ops that a replaced module calls: the backend of each, and why some are not fused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .. import nn
 from .._explain import explain
@@ -16,6 +17,10 @@ from ..functional.layer_norm import NORMS
 from ..nn import fusion
 from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
+from .report import BATCH, LENGTH
+
+#: Rows of the calls that the report names backends for.
+ROWS = BATCH * LENGTH
 
 
 class Op(NamedTuple):
@@ -35,23 +40,22 @@ class Op(NamedTuple):
         if known(value) is not None:
             return None
         is_module = isinstance(value, torch.nn.Module)
-        told = fusion.a_kind(value) if is_module else getattr(value, "__name__", repr(value))
-        return f"its {name} is {told}, which no kernel has"
+        kind = fusion.a_kind(value) if is_module else getattr(value, "__name__", repr(value))
+        return f"its {name} is {kind}, which no kernel supports"
 
     def example(self, x: Callable[..., Tensor], training: bool) -> Example:
-        """A small call."""
         p = {"dropout_p": self.dropout_p if training else 0.0}
         if self.activation is None:
             norm = self.parts[0].module
-            shape, rows = norm.normalized_shape, x(1, *norm.normalized_shape)
+            shape, rows = norm.normalized_shape, x(ROWS, *norm.normalized_shape)
             return self.name, (rows, rows, shape, norm.weight, norm.bias), p
         first, second = (part.module for part in self.parts if part.kinds is fusion.LINEAR)
         _, value, known = self.activation
         weights = first.weight, first.bias, second.weight, second.bias
-        return self.name, (x(1, first.in_features), *weights), {"activation": known(value), **p}
+        return self.name, (x(ROWS, first.in_features), *weights), {"activation": known(value), **p}
 
 
-#: An op and the arguments of a small call of it.
+#: An op and the arguments of a call of it.
 Example = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
@@ -76,14 +80,21 @@ def in_parts(module: torch.nn.Module) -> dict[str, str]:
 def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
     """For each op that the module calls: the backend in inference and in training."""
     weight = next(torch.nn.Module.parameters(module), None)
-    if weight is None or not weight.is_floating_point():
+    if weight is None or is_lazy(weight) or not weight.is_floating_point():
         return {}, {}
     found = []
     for training in (False, True):
         with torch.set_grad_enabled(training):
             examples = _examples(module, weight.detach(), training)
-            found.append({op: explain(op, *args, **options) for op, args, options in examples})
+            found.append({example[0]: _explain(*example) for example in examples})
     return found[0], found[1]
+
+
+def _explain(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Explanation:
+    try:
+        return explain(op, *args, **options)
+    except Exception as error:  # such as weights of several dtypes, which need autocast
+        return Explanation(op, None, {}, f"this call raises {type(error).__name__} ({error})")
 
 
 def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
@@ -95,17 +106,17 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
 
     if is_model(module):
         p = getattr(module.config, "attention_dropout", None)
-        return [attention(x(1, 1, 1, 64), float(p or 0.0))]
+        return [attention(x(BATCH, 8, LENGTH, 64), float(p or 0.0))]
     for op, norm in NORMS.items():
         if isinstance(module, norm.module):
             shape: Any = module.normalized_shape
             biases = (module.bias,) if norm.has_bias else ()
-            return [(op, (x(1, *shape), shape, module.weight, *biases), {})]
+            return [(op, (x(ROWS, *shape), shape, module.weight, *biases), {})]
     if isinstance(module, torch.nn.Linear):
-        return [("linear", (x(64, module.in_features), module.weight, module.bias), {})]
+        return [("linear", (x(ROWS, module.in_features), module.weight, module.bias), {})]
     if isinstance(module, torch.nn.MultiheadAttention):
-        width, heads = module.embed_dim, x(1, module.num_heads, 1, module.head_dim)
-        projection: Example = ("linear", (x(1, width), x(width, width)), {})
+        width, heads = module.embed_dim, x(BATCH, module.num_heads, LENGTH, module.head_dim)
+        projection: Example = ("linear", (x(ROWS, width), x(width, width)), {})
         return [projection, attention(heads, module.dropout)]
     if isinstance(module, FusedLayer):
         return module._examples(x, training)

@@ -1,4 +1,4 @@
-"""What `accelerate` is going to change in a model, and what it then has to tell."""
+"""The changes that `accelerate` makes to a model, and its report of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .swap import converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
-    """The changes that the module remembers."""
+    """The changes of the module that are recorded in it."""
     found: list[Change] = []
     attention = hugging_face.recorded(name, module)
     if attention is not None:
@@ -32,7 +32,7 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
 def _find(
     name: str, module: torch.nn.Module, refused: hugging_face.Refused, cache: mlp.Cache
 ) -> Change | str | None:
-    """The change, a sentence why the module stays as it is, or None: its class is unknown."""
+    """The change, the reason why there is none, or None if the class is unknown."""
     target = converted(module)
     if target is None:
         found = hugging_face.find(name, module, refused)
@@ -52,7 +52,7 @@ def make_plan(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     report: Report,
 ) -> list[Change]:
-    """The changes for all modules of the model; every module that is known gets an entry."""
+    """The changes for all modules of the model; each module of a known class gets an entry."""
     changes: list[Change] = []
     refused = hugging_face.refused(model)
     read: set[torch.nn.Module] = set()
@@ -75,7 +75,7 @@ def make_plan(
         if found is None:
             continue
         if not isinstance(found, str) and filter_fn is not None and not filter_fn(module, name):
-            found = "filter_fn said no"
+            found = "filter_fn excludes it"
         if isinstance(found, str):
             report.entries.append(Entry(name, kind, "left", reason=found))
         else:
@@ -86,7 +86,7 @@ def make_plan(
 
 
 def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Module]:
-    """The linear maps whose weights a layer of ours multiplies by itself, without calling them."""
+    """The linear layers whose weights the module's new class reads, without calling them."""
     if change is not None and not isinstance(change, ClassChange):
         return set()
     kind = type(module) if change is None else change.after
@@ -95,11 +95,23 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 
-def tell(model: torch.nn.Module, report: Report) -> None:
-    """Complete the report, the changes being made or taken back."""
-    report.entries = [_completed(entry, model, report.verified) for entry in report.entries]
-    _count_weights(model, report)
-    report.notes += _remarks(model, report)
+def complete(model: torch.nn.Module, report: Report) -> None:
+    """Completes the report after the changes were made or undone; never raises.
+
+    Modules may be in any state in which they cannot be called yet, such as without a weight.
+    """
+    failed: dict[str, str] = {}
+    for index, entry in enumerate(report.entries):
+        try:
+            report.entries[index] = _completed(entry, model, report.verified)
+        except Exception as error:
+            failed.setdefault(f"{type(error).__name__}: {error}", entry.name or "the model")
+    try:
+        _count_weights(model, report)
+        report.notes += _remarks(model, report)
+    except Exception as error:
+        failed.setdefault(f"{type(error).__name__}: {error}", "the model as a whole")
+    report.notes += [f"No details of {name} ({error})." for error, name in failed.items()]
 
 
 #: Modules whose weights are not multiplied with a matrix of tokens.
@@ -108,7 +120,7 @@ _STACKS = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder, torch.nn.Tr
 
 
 def _count_weights(model: torch.nn.Module, report: Report) -> None:
-    """How much of the model's matrix products is in swapped modules, by the sizes of the weights."""
+    """Counts the matrix-multiplication weights in replaced modules and in others."""
     left = {model.get_submodule(entry.name) for entry in report.left}
     ours: set[torch.nn.Module] = set()
     seen: set[torch.Tensor] = set()
@@ -133,7 +145,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
 
 
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules in it, whatever its class makes of the method."""
+    """All modules in it, also if its class overrides the method."""
     return [*torch.nn.Module.modules(module)]
 
 
@@ -159,12 +171,12 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
     scripted = [n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         which = f" ({scripted[0]})" if scripted[0] else ""
-        remarks.append(f"A TorchScript module{which} cannot be changed.")
+        remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
     is_restored = report.verified is False
     if report.weights_swapped < report.weights_left.total() and not (remarks or is_restored):
-        remarks.append(f"Most of the model's products were left as they were. {_ADVICE}")
+        remarks.append(f"Most of the model's matrix multiplications are unchanged. {_ADVICE}")
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")
         layer = model.get_submodule(parent) if entry.name else None
@@ -173,33 +185,32 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         )
         if is_theirs and entry.name.endswith("self_attn"):
             remarks.append(
-                f"{parent} was left as it is; its inference path in torch does not call "
-                f"{entry.name}, which therefore runs on transformer_fast in training only."
+                f"{parent} was left unchanged. In inference its PyTorch code does not call "
+                f"{entry.name}, whose replacement therefore runs in training only."
             )
     return remarks
 
 
 _ADVICE = (
-    'For attention written by hand use torch.compile(model, backend="transformer_fast"), '
-    "transformer_fast.enable_sdpa(), or register_converter."
+    'For hand-written attention use torch.compile(model, backend="transformer_fast"), '
+    "transformer_fast.enable_sdpa() or transformer_fast.accelerate.register_converter."
 )
 #: Packages whose classes get entries of their own, or wrap what does.
 _SILENT = ("peft", "torch", "transformer_fast", "transformers")
 
 
 def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
-    """How many modules there are of each class that accelerate does not know, by name.
+    """The number of modules of each unknown class, by the class's name.
 
-    Counted are modules with parameters or linear maps of their own, for that is what layers and
-    attention written by hand are made of; the model as a whole only if nothing else but linear maps
-    is known.
+    Counts modules that hold parameters or linear layers directly, as hand-written layers and
+    attention do, and the model itself only if no entry is about anything but linear layers.
     """
-    told = {entry.name for entry in report.entries}
-    layers = [n for n in told if not isinstance(model.get_submodule(n), torch.nn.Linear)]
+    known = {entry.name for entry in report.entries}
+    layers = [n for n in known if not isinstance(model.get_submodule(n), torch.nn.Linear)]
     return Counter(
         type(module).__name__
         for name, module in model.named_modules()
-        if not (name in told or _package(module) in _SILENT)
+        if not (name in known or _package(module) in _SILENT)
         and (name or not layers)
         and (
             any(parameter is not None for parameter in module._parameters.values())
@@ -209,12 +220,12 @@ def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
 
 
 def _about_others(unknown: Counter[str], is_known: bool) -> list[str]:
-    """About modules of classes that nobody knows, which were left as they were."""
+    """Notes about modules of unknown classes, which were left unchanged."""
     names = [name if count == 1 else f"{count} {name}" for name, count in unknown.items()]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     if not is_known:
-        about = f" It is built of {shown}." if names else ""
-        return [f"Nothing in this model is of a class that accelerate knows.{about} {_ADVICE}"]
+        about = f" It consists of {shown}." if names else ""
+        return [f"No module of this model was recognised.{about} {_ADVICE}"]
     if names:
-        return [f"Of classes that accelerate does not know, and as they were: {shown}. {_ADVICE}"]
+        return [f"Not recognised and left unchanged: {shown}. {_ADVICE}"]
     return []

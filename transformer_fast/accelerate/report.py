@@ -11,44 +11,61 @@ from ..dispatch import Explanation
 
 Outcome = Literal["swapped", "already", "left"]
 
+#: The report names backends for calls of this many sequences, and tokens of each: no limit on sizes
+#: excludes a backend there, unless modules have very few features.
+BATCH, LENGTH = 8, 512
+
+#: The backends in the report's words.
+_BACKENDS = {
+    "cpu": "CPU kernels",
+    "cuda": "CUDA kernels",
+    "reference": "the reference",
+    "torch": "PyTorch",
+    "triton": "Triton kernels",
+}
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One module that `accelerate` knows how to treat."""
+    """One module that `accelerate` can replace, or has a reason not to."""
 
     #: Its qualified name; "" is the model itself.
     name: str
     #: The class it had.
     kind: str
     outcome: Outcome
-    #: What it runs as now; empty if it was left as it was.
+    #: The class that it runs as now; empty if it was left unchanged.
     now: str = ""
-    #: Why it was left as it was; empty if it was not.
+    #: Why it was left unchanged; else empty.
     reason: str = ""
-    #: For each op it calls, who runs it without gradients and with them; no entry in ``training``:
-    #: the module's own forward. Sizes and masks of a call may decide otherwise;
-    #: `transformer_fast.explain` tells for a given one.
+    #: For each op that it calls, the backend without gradients and with them, in calls of 8
+    #: sequences of 512 tokens. An op that is missing in ``training`` runs in the original forward
+    #: there. `transformer_fast.explain` gives the backend of any other call.
     inference: dict[str, Explanation] = field(default_factory=dict)
     training: dict[str, Explanation] = field(default_factory=dict)
-    #: For each op that its parts would make up, and that they are called for one by one: why.
+    #: For each op that is not fused, because the module calls its parts one by one: the reason.
     in_parts: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"{self.name or '(the model)'}: {self.kind}"
         if self.outcome == "left":
-            return f"{head} left as it is: {self.reason}"
-        ops = []
-        for op, inference in self.inference.items():
-            where = f"{inference.backend}"
-            training = self.training[op].backend if op in self.training else "as before"
-            ops.append(f"{op} on {where if training == where else f'{where}, training {training}'}")
-        ops += [f"{op} in parts: {reason}" for op, reason in self.in_parts.items()]
-        told = f" ({'; '.join(ops)})" if ops else ""
-        already = " already" if self.outcome == "already" else ""
-        return f"{head} runs{already} as {self.now}{told}"
+            return f"{head} left unchanged: {self.reason}"
+        change = "is already" if self.outcome == "already" else "replaced by"
+        notes = [*_uses(self.inference)]
+        original = [op for op in self.inference if op not in self.training]
+        moved = {
+            op: found
+            for op, found in self.training.items()
+            if op not in self.inference or self.inference[op].backend != found.backend
+        }
+        notes += [f"with gradients {use}" for use in _uses(moved)]
+        if original:
+            notes.append(f"with gradients {_verb(original)} the original forward")
+        notes += [f"{op} is not fused: {reason}" for op, reason in self.in_parts.items()]
+        return f"{head} {change} {self.now}" + (f" ({'; '.join(notes)})" if notes else "")
 
     def why_not(self) -> dict[str, str]:
-        """For each op that runs on the reference: what stands against each kernel."""
+        """For each op that runs on the reference: the reason against each kernel."""
         return {
             f"{op}, {mode}": str(explanation)
             for mode, found in (("inference", self.inference), ("training", self.training))
@@ -57,16 +74,33 @@ class Entry:
         }
 
 
+def _uses(found: dict[str, Explanation]) -> list[str]:
+    """For each backend a clause that names the ops that use it."""
+    ops: dict[str, list[str]] = {}
+    for op, explanation in found.items():
+        if explanation.backend is not None:
+            ops.setdefault(explanation.backend, []).append(op)
+    uses = [f"{_verb(names)} {_BACKENDS.get(name, name)}" for name, names in ops.items()]
+    failed = (f"{op}: {e.remark or 'no backend'}" for op, e in found.items() if e.backend is None)
+    return [*uses, *failed]
+
+
+def _verb(ops: list[str]) -> str:
+    """``"linear and attention use"``."""
+    listed = " and ".join([", ".join(ops[:-1]), ops[-1]] if len(ops) > 1 else ops)
+    return f"{listed} {'use' if len(ops) > 1 else 'uses'}"
+
+
 @dataclass
 class Report:
-    """What `accelerate` swapped, what it left as it was and why; ``str()`` gives sentences."""
+    """The modules that `accelerate` replaced and left unchanged; ``str()`` gives sentences."""
 
     entries: list[Entry] = field(default_factory=list)
     #: About the model as a whole.
     notes: list[str] = field(default_factory=list)
-    #: None: not asked for. False: the numbers differed, and the model is as it was.
+    #: None: ``verify`` was not given. False: it found a difference, and the model was restored.
     verified: bool | None = None
-    #: Elements of the weights of matrix products in swapped modules, and in the others by class.
+    #: Elements of matrix-multiplication weights in replaced modules, and in the others by class.
     weights_swapped: int = 0
     weights_left: Counter[str] = field(default_factory=Counter)
 
@@ -92,30 +126,40 @@ class Report:
         raise KeyError(f"no module {name!r} in this report")
 
     def __str__(self) -> str:
-        counts = f"{len(self.swapped)} modules swapped, {len(self.left)} left as they were"
+        count = len(self.swapped)
+        counts = f"{count} module{'s' * (count != 1)} replaced, {len(self.left)} left unchanged"
         if self.already:
-            counts += f", {len(self.already)} swapped before"
-        return "\n".join([f"{counts}.{self._share()}", *_grouped(self.entries), *self.notes])
+            counts += f", {len(self.already)} replaced before"
+        lines = [f"{counts}.{self._share()}", *_grouped(self.entries), *self.notes]
+        if any(entry.inference or entry.training for entry in self.entries):
+            lines[1:1] = [_SIZES]
+        return "\n".join(lines)
 
     def _share(self) -> str:
-        """The part of the matrix products that was reached, by their weights."""
+        """The share of the matrix multiplications in replaced modules, by their weights."""
         total = self.weights_swapped + self.weights_left.total()
         if not total:
             return ""
-        share = (
-            f" {self.weights_swapped / total:.0%} of the weights of products are in swapped modules"
-        )
+        share = self.weights_swapped / total
         most = [(n / total, kind) for kind, n in self.weights_left.most_common(3)]
-        left = ", ".join(f"{part:.0%} in {kind}" for part, kind in most if part >= 0.01)
-        return f"{share}{left and f'; left: {left}'}."
+        others = "".join(f"; {kind} holds {part:.0%}" for part, kind in most if part >= 0.01)
+        return (
+            f" The replaced modules hold {share:.0%} of the matrix-multiplication weights{others}."
+        )
+
+
+_SIZES = (
+    f"Backends are for {BATCH} sequences of {LENGTH} tokens; smaller calls may use PyTorch, see "
+    "transformer_fast.explain."
+)
 
 
 def _grouped(entries: Iterable[Entry]) -> list[str]:
-    """One line per kind and fate, so that a deep model's report fits on a screen."""
+    """One line for all modules of one kind and outcome, so that a deep model fits on a screen."""
     groups: dict[str, list[str]] = {}
     for entry in entries:
         groups.setdefault(str(entry).partition(": ")[2], []).append(entry.name or "(the model)")
     more = {
-        told: f" and {len(names) - 1} more" * (len(names) > 1) for told, names in groups.items()
+        text: f" and {len(names) - 1} more" * (len(names) > 1) for text, names in groups.items()
     }
-    return [f"  {names[0]}{more[told]}: {told}" for told, names in groups.items()]
+    return [f"  {names[0]}{more[text]}: {text}" for text, names in groups.items()]

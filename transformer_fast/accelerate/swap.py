@@ -68,7 +68,7 @@ def accelerate(
             is then as it was.
     """
     from .classes import apply_all, undo_all
-    from .plan import make_plan, tell
+    from .plan import complete, make_plan
 
     _require_module(model)
     report = Report()
@@ -82,7 +82,7 @@ def accelerate(
         if report.verified is False:
             undo_all(changes)
             changes = []
-        tell(model, report)
+        complete(model, report)
     except BaseException:
         undo_all(changes)
         raise
