@@ -9,6 +9,15 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC's own AVX-512 header passes an undefined vector on purpose, and GCC warns of it.
   list(APPEND _avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
 endif()
+# The table of csrc/cpu/core/isa.h: sets in ascending order of preference, and the set that each one
+# extends.
+set(TF_ALL_ISAS baseline avx2 avx512 avx512_bf16 amx)
+set(TF_EXTENDS_baseline "")
+set(TF_EXTENDS_avx2 baseline)
+set(TF_EXTENDS_avx512 avx2)
+set(TF_EXTENDS_avx512_bf16 avx512)
+set(TF_EXTENDS_amx avx512_bf16)
+
 set(TF_FLAGS_baseline "")
 set(TF_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(TF_FLAGS_avx512 ${_avx512})
@@ -21,7 +30,7 @@ endif()
 
 # An old compiler may lack the newest sets: kernels then go without those builds.
 set(TF_ISA_DEFINITIONS "")
-foreach(isa baseline avx2 avx512 avx512_bf16 amx)
+foreach(isa ${TF_ALL_ISAS})
   set(have 0)
   string(REPLACE ";" " " flags "${TF_FLAGS_${isa}}")
   check_cxx_compiler_flag("${flags}" TF_COMPILER_HAS_${isa})
@@ -42,23 +51,17 @@ set(TF_KERNEL_AMX ${TF_KERNEL} avx512_bf16 amx)
 set(TF_KERNEL_UNITS avx512_bf16 amx)
 set(TF_KERNEL_BF16X3 amx)
 
-# tf_add_kernel(<path> <macro>...): builds csrc/cpu/<path>_kernel.cpp, into namespace tf::<isa>, once
-# for each instruction set that is, of those of one of the macros, the best for one of TF_ISAS.
+# tf_add_kernel(<path> <macro>...): builds csrc/cpu/<path>_kernel.cpp, into namespace tf::<isa>. Of the
+# sets of each macro it takes, for each of TF_ISAS, that set or the nearest one that it extends.
 function(tf_add_kernel path)
   get_filename_component(name ${path} NAME)
   set(wanted "")
   foreach(macro ${ARGN})
-    foreach(chosen ${TF_ISAS})
-      set(best "")
-      foreach(isa baseline avx2 avx512 avx512_bf16 amx)
-        if(isa IN_LIST ${macro})
-          set(best ${isa})
-        endif()
-        if(isa STREQUAL chosen)
-          break()
-        endif()
-      endforeach()
-      list(APPEND wanted ${best})
+    foreach(isa ${TF_ISAS})
+      while(isa AND NOT isa IN_LIST ${macro})
+        set(isa "${TF_EXTENDS_${isa}}")
+      endwhile()
+      list(APPEND wanted ${isa})
     endforeach()
   endforeach()
   list(REMOVE_DUPLICATES wanted)

@@ -12,8 +12,8 @@
 
 #include "build_config.h"
 #include "cpu/core/allocator.h"
-#include "cpu/core/fingerprint.h"
 #include "cpu/core/isa.h"
+#include "cpu/gemm/fingerprint.h"
 #include "cpu/probe/probe.h"
 
 namespace py = pybind11;
@@ -57,10 +57,8 @@ py::dict cpu_features() {
 
 py::list supported_isas() {
   py::list names;
-  for (int i = 0; i < tf::kIsaCount; ++i) {
-    const tf::Isa isa = static_cast<tf::Isa>(i);
+  for (const tf::Isa isa : tf::kIsas)
     if (tf::isa_supported(isa)) names.append(tf::isa_name(isa));
-  }
   return names;
 }
 

@@ -11,8 +11,8 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/core/types.h"
 #include "cuda/launch.cuh"
+#include "types.h"
 
 #ifdef TF_SIMT
 #define TF_DISPATCH_KEY CPU

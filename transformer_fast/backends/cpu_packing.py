@@ -6,7 +6,7 @@ used until the parameter changes (`Snapshot`): by an in-place update or ``load_s
 ``.to()``, assignment to ``.data`` or deletion.
 
 Writes that PyTorch does not see (through ``.data``, NumPy, another tensor on the same memory, shared
-memory) are found by a fingerprint (``csrc/cpu/core/fingerprint.h``): every call compares something of
+memory) are found by a fingerprint (``csrc/cpu/gemm/fingerprint.h``): every call compares something of
 every row and of every column, each call something else, and calls of 1,024 rows or more everything.
 So a row or a column that is written is found at once, and a single element after some calls. `forget`
 drops copies. A copy that is found to be stale is packed anew.

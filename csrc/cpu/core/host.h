@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "cpu/core/allocator.h"
-#include "cpu/core/types.h"
+#include "types.h"
 
 namespace tf {
 

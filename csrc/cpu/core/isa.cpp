@@ -20,7 +20,42 @@
 namespace tf {
 namespace {
 
-constexpr const char* kNames[kIsaCount] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+// Features that a set needs beyond those of the set that it extends.
+bool has_baseline(const CpuFeatures&) { return true; }
+bool has_avx2(const CpuFeatures& cpu) { return cpu.avx2 && cpu.fma && cpu.f16c; }
+bool has_avx512(const CpuFeatures& cpu) {
+  return cpu.avx512f && cpu.avx512bw && cpu.avx512dq && cpu.avx512vl;
+}
+bool has_avx512_bf16(const CpuFeatures& cpu) { return cpu.avx512_bf16; }
+bool has_amx([[maybe_unused]] const CpuFeatures& cpu) {
+#ifdef TF_EMULATE_AMX
+  return true;
+#else
+  return cpu.amx_tile && cpu.amx_bf16;
+#endif
+}
+
+struct Entry {
+  Isa isa, extended;
+  const char* name;
+  bool built;
+  bool (*has)(const CpuFeatures&);
+};
+
+// All sets, in ascending order of preference; see TF_ISA_TABLE.
+constexpr Entry kSets[] = {
+    {Isa::baseline, Isa::no_set, "baseline", TF_HAVE_BASELINE, has_baseline},
+    {Isa::avx2, Isa::baseline, "avx2", TF_HAVE_AVX2, has_avx2},
+    {Isa::avx512, Isa::avx2, "avx512", TF_HAVE_AVX512, has_avx512},
+    {Isa::avx512_bf16, Isa::avx512, "avx512_bf16", TF_HAVE_AVX512_BF16, has_avx512_bf16},
+    {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx},
+};
+
+const Entry* entry_of(Isa isa) {
+  for (const Entry& set : kSets)
+    if (set.isa == isa) return &set;
+  return nullptr;
+}
 
 bool bit(unsigned word, int index) { return (word >> index) & 1u; }
 
@@ -75,37 +110,37 @@ CpuFeatures detect() {
   return found;
 }
 
-std::string supported_names() {
+std::string names_of(bool all) {
   std::string names;
-  for (int i = 0; i < kIsaCount; ++i) {
-    if (!isa_supported(static_cast<Isa>(i))) continue;
+  for (const Entry& set : kSets) {
+    if (!all && !isa_supported(set.isa)) continue;
     if (!names.empty()) names += ", ";
-    names += kNames[i];
+    names += set.name;
   }
   return names;
 }
 
 Isa best_isa() {
-  for (int i = kIsaCount - 1; i >= 0; --i) {
-    if (isa_supported(static_cast<Isa>(i))) return static_cast<Isa>(i);
-  }
-  throw std::runtime_error("this build has kernels for no instruction set of this machine");
+  Isa best = Isa::no_set;
+  for (const Entry& set : kSets)
+    if (isa_supported(set.isa)) best = set.isa;
+  if (best == Isa::no_set)
+    throw std::runtime_error("this build has kernels for no instruction set of this machine");
+  return best;
 }
 
-// Returns the index of a usable instruction set; otherwise throws Error, which begins with `what`.
+// Returns the usable instruction set of that name; otherwise throws Error, which begins with
+// `what`.
 template <class Error>
 Isa parse(const char* name, const std::string& what) {
-  for (int i = 0; i < kIsaCount; ++i) {
-    if (strcasecmp(name, kNames[i]) != 0) continue;
-    const Isa isa = static_cast<Isa>(i);
-    if (isa_supported(isa)) return isa;
+  for (const Entry& set : kSets) {
+    if (strcasecmp(name, set.name) != 0) continue;
+    if (isa_supported(set.isa)) return set.isa;
     throw Error(what + "'" + name +
-                "', but this machine does not have it; it has: " + supported_names());
+                "', but this machine does not have it; it has: " + names_of(false));
   }
-  std::string known = kNames[0];
-  for (int i = 1; i < kIsaCount; ++i) known += std::string(", ") + kNames[i];
-  throw Error(what + "'" + name + "', which is not an instruction set known here (" + known +
-              "); this machine has: " + supported_names());
+  throw Error(what + "'" + name + "', which is not an instruction set known here (" +
+              names_of(true) + "); this machine has: " + names_of(false));
 }
 
 Isa initial_isa() {
@@ -137,26 +172,19 @@ const CpuFeatures& cpu_features() {
 }
 
 bool isa_supported(Isa isa) {
-  const CpuFeatures& cpu = cpu_features();
-  const bool avx512 = cpu.avx2 && cpu.fma && cpu.f16c && cpu.avx512f && cpu.avx512bw &&
-                      cpu.avx512dq && cpu.avx512vl;
-  switch (isa) {
-    TF_IN(TF_HAVE_BASELINE, case Isa::baseline : return true;)
-    TF_IN(TF_HAVE_AVX2, case Isa::avx2 : return cpu.avx2 && cpu.fma && cpu.f16c;)
-    TF_IN(TF_HAVE_AVX512, case Isa::avx512 : return avx512;)
-    TF_IN(TF_HAVE_AVX512_BF16, case Isa::avx512_bf16 : return avx512 && cpu.avx512_bf16;)
-#ifdef TF_EMULATE_AMX
-    TF_IN(TF_HAVE_AMX, case Isa::amx : return avx512 && cpu.avx512_bf16;)
-#else
-    TF_IN(TF_HAVE_AMX,
-          case Isa::amx : return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;)
-#endif
-    default:  // it is not among TF_ISAS
-      return false;
-  }
+  const Entry* set = entry_of(isa);
+  if (set == nullptr || !set->built) return false;
+  for (; set != nullptr; set = entry_of(set->extended))
+    if (!set->has(cpu_features())) return false;
+  return true;
 }
 
-const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+bool isa_extends(Isa isa, Isa base) {
+  while (isa != base && isa != Isa::no_set) isa = entry_of(isa)->extended;
+  return isa == base;
+}
+
+const char* isa_name(Isa isa) { return entry_of(isa)->name; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
@@ -177,7 +205,7 @@ long direct_rows(Element type, long elements) {
     case Element::float32:
       return uncached ? 8 : 4;
     case Element::float16:  // with F16C
-      return isa >= Isa::avx2 ? 4 : 0;
+      return isa_extends(isa, Isa::avx2) ? 4 : 0;
     case Element::bfloat16:
       // Converted to fp32, it is 1.3 to 2.2 times slower than packed. AMX multiplies 16 rows by a
       // panel in the time of one.

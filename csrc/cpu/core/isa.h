@@ -9,12 +9,27 @@
 // and a caller, compiled once, writes TF_DISPATCH(layer_norm_rows, input, output, rows).
 #pragma once
 
-#include "cpu/core/types.h"
+#include "types.h"
 
 namespace tf {
 
-enum class Isa { baseline, avx2, avx512, avx512_bf16, amx };
-constexpr int kIsaCount = 5;
+// The instruction sets in ascending order of preference, each with the one that it extends. A set
+// may extend any earlier one: the builds of a kernel that a CPU can run are those of the set in use
+// and of the chain below it. cmake/Isa.cmake has the same table with compiler flags.
+//
+// Expands X(set, extended set, arguments...) for each set that is built: TF_HAVE_<SET> is 0 or 1.
+#define TF_ISA_TABLE(X, ...)                                \
+  TF_IN(TF_HAVE_BASELINE, X(baseline, no_set, __VA_ARGS__)) \
+  TF_IN(TF_HAVE_AVX2, X(avx2, baseline, __VA_ARGS__))       \
+  TF_IN(TF_HAVE_AVX512, X(avx512, avx2, __VA_ARGS__))       \
+  TF_ISA_TABLE_UNITS(X, __VA_ARGS__)
+// Those with bfloat16 units: vdpbf16ps or AMX.
+#define TF_ISA_TABLE_UNITS(X, ...)                                \
+  TF_IN(TF_HAVE_AVX512_BF16, X(avx512_bf16, avx512, __VA_ARGS__)) \
+  TF_IN(TF_HAVE_AMX, X(amx, avx512_bf16, __VA_ARGS__))
+
+enum class Isa { no_set, baseline, avx2, avx512, avx512_bf16, amx };
+constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx};
 
 // The instruction set in use: the best one that the CPU supports, or the one selected by
 // TRANSFORMER_FAST_CPU_ISA or set_isa(). The first call reads the environment variable and throws
@@ -30,6 +45,8 @@ Isa find_isa(const char* name, const char* argument);
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
+// True if `isa` is `base` or extends it, directly or through others.
+bool isa_extends(Isa isa, Isa base);
 
 // Whether a row of a result must have the same bits whatever the number of rows. Then none of the
 // choices below depends on the number of rows. Process-wide; operators already running may see
@@ -93,10 +110,14 @@ const CpuFeatures& cpu_features();
 #define TF_IN_1(...) __VA_ARGS__
 
 #ifndef TF_ISA
-// Each namespace imports the next lower one, so that tf::amx::f names the best build of f. Not in
-// kernel files, where a missing helper must be an error rather than resolve to another build.
+// The namespace of a set imports that of the set it extends, so that tf::amx::f names the best
+// build of f. Not in kernel files, where a missing helper must be an error rather than resolve to
+// another build.
 namespace tf {
-namespace baseline {}
+namespace no_set {}
+namespace baseline {
+using namespace no_set;
+}
 namespace avx2 {
 using namespace baseline;
 }
@@ -115,29 +136,27 @@ using namespace avx512_bf16;
 #define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
 
 // The same for a given instruction set.
-#define TF_DISPATCH_TO(isa, function, ...)                                                        \
-  [&] {                                                                                           \
-    switch (isa) {                                                                                \
-      TF_IN(TF_HAVE_BASELINE,                                                                     \
-            case ::tf::Isa::baseline : return ::tf::baseline::function(__VA_ARGS__);)             \
-      TF_IN(TF_HAVE_AVX2, case ::tf::Isa::avx2 : return ::tf::avx2::function(__VA_ARGS__);)       \
-      TF_IN(TF_HAVE_AVX512, case ::tf::Isa::avx512 : return ::tf::avx512::function(__VA_ARGS__);) \
-      TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__)                                              \
-    }                                                                                             \
+#define TF_DISPATCH_TO(isa, function, ...)                  \
+  [&] {                                                     \
+    switch (isa) {                                          \
+      TF_ISA_TABLE(TF_DISPATCH_CASE, function, __VA_ARGS__) \
+      default:                                              \
+        __builtin_unreachable();                            \
+    }                                                       \
   }()
 
 // The same for functions declared with TF_KERNEL_UNITS; requires that one of these instruction sets
 // is in use.
-#define TF_DISPATCH_UNITS(function, ...)                                            \
-  [&] {                                                                             \
-    switch (::tf::current_isa()) { TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__) } \
+#define TF_DISPATCH_UNITS(function, ...)                          \
+  [&] {                                                           \
+    switch (::tf::current_isa()) {                                \
+      TF_ISA_TABLE_UNITS(TF_DISPATCH_CASE, function, __VA_ARGS__) \
+      default:                                                    \
+        __builtin_unreachable();                                  \
+    }                                                             \
   }()
 
-// Instruction sets not in TF_ISAS are never in use, and a kernel may lack that build.
-#define TF_DISPATCH_CASES_UNITS(function, ...)                                          \
-  TF_IN(TF_HAVE_AVX512_BF16,                                                            \
-        case ::tf::Isa::avx512_bf16 : return ::tf::avx512_bf16::function(__VA_ARGS__);) \
-  TF_IN(TF_HAVE_AMX, case ::tf::Isa::amx : return ::tf::amx::function(__VA_ARGS__);)    \
-  default:                                                                              \
-    __builtin_unreachable();
+#define TF_DISPATCH_CASE(set, extended, function, ...) \
+  case ::tf::Isa::set:                                 \
+    return ::tf::set::function(__VA_ARGS__);
 #endif

@@ -300,8 +300,7 @@ class AmxProduct : public AmxOperands<kComponents> {
         multiply_pair(block + (pair * kPair * depth + p * kTile) * kComponents, depth,
                       rows - pair * kPair, panel + p * kPanel * kComponents, steps, p > 0,
                       sums(pair), kPanel, [&](long) __attribute__((always_inline)) {
-                        for (long line = 0; line < lines; ++line, ahead += 64)
-                          _mm_prefetch(ahead, _MM_HINT_T1);
+                        for (long line = 0; line < lines; ++line, ahead += 64) prefetch_l2(ahead);
                         rows_to_sink(to_sink);
                       });
         rows_to_sink.finish(to_sink);

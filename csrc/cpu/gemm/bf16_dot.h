@@ -18,7 +18,7 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
   const BFloat16* row[(kRows + 2) / 3];
   TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] = a + 3 * i * a_stride;
   for (long p = 0; p < pairs; ++p) {
-    _mm_prefetch(ahead, _MM_HINT_T1);
+    prefetch_l2(ahead);
     ahead += ahead_step;
     const __m512bh low = (__m512bh)_mm512_loadu_si512(panel);
     const __m512bh high = (__m512bh)_mm512_loadu_si512(panel + kPanel);

@@ -155,6 +155,9 @@ TF_INLINE void split_bf16x3_finite(Vec x, __m512i (&piece)[kSplitComponents]) {
 TF_INLINE __m512i pairs(__m512i low, __m512i high) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(low, 16), high);
 }
+TF_INLINE void store_pairs(BFloat16* to, __m512i low, __m512i high) {
+  _mm512_storeu_si512(to, pairs(low, high));
+}
 
 // Position of value j in a block of kPairDepth.
 TF_INLINE long place_in_block(long j) { return j % 16 * 2 + j / 16; }
@@ -170,8 +173,7 @@ TF_INLINE void store_bf16x3(BFloat16* to, long apart, Vec low, Vec high) {
     split_bf16x3(low, l);
     split_bf16x3(high, h);
   }
-  TF_UNROLL for (int i = 0; i < kSplitComponents; ++i)
-      _mm512_storeu_si512(to + i * apart, pairs(l[i], h[i]));
+  TF_UNROLL for (int i = 0; i < kSplitComponents; ++i) store_pairs(to + i * apart, l[i], h[i]);
 }
 
 // pack_pair_rows() for each component, in blocks of kPairDepth.
@@ -209,7 +211,7 @@ TF_INLINE void pack_bf16x3_pair(const float* rows, long stride, long columns, lo
     split_bf16x3(read(p), low);
     split_bf16x3(read(p + 16), high);
     TF_UNROLL for (int i = 0; i < kSplitComponents; ++i)
-        _mm512_storeu_si512(to + i * kBlock + 2 * j, pairs(low[i], high[i]));
+        store_pairs(to + i * kBlock + 2 * j, low[i], high[i]);
   }
 }
 

@@ -59,9 +59,8 @@ class Epilogue {
     // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
     // Rows of fp32 span two lines, and prefetching both delays AMX's products.
     if constexpr (!Product<T>::kIsBf16x3) {
-      _mm_prefetch(reinterpret_cast<const char*>(row + kPanel), _MM_HINT_T1);
-      if constexpr (kPanel * sizeof(T) > kLine)
-        _mm_prefetch(reinterpret_cast<const char*>(row + kPanel + kLanes), _MM_HINT_T1);
+      prefetch_l2(row + kPanel);
+      if constexpr (kPanel * sizeof(T) > kLine) prefetch_l2(row + kPanel + kLanes);
     }
     if (count_ == kPanel) {
       store(row, low);

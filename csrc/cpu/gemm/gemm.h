@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/core/isa.h"
+#include "cpu/simd/prefetch.h"
 #include "cpu/simd/vec.h"
 
 namespace tf::TF_ISA {
@@ -17,10 +18,6 @@ constexpr int kTileRows = 14;  // 28 accumulators, 2 vectors of B and 1 of A: 31
 #else
 constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 #endif
-
-TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
-TF_INLINE long min(long x, long y) { return x < y ? x : y; }
-TF_INLINE long max(long x, long y) { return x > y ? x : y; }
 
 // Block size along k. The error of a running sum of n terms grows like n; sums of kKBlock terms
 // that are then added up err like sqrt(n * kKBlock). With AVX-512, 256 are 2 % faster than 128,
@@ -90,13 +87,13 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   for (; p + 4 <= k; p += 4) {
     if (p == prefetch_at) {
       TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
-          _mm_prefetch(reinterpret_cast<const char*>(c + i * c_stride + j * kLanes), _MM_HINT_T0);
+          prefetch_l1(c + i * c_stride + j * kLanes);
     }
     // Into the second-level cache: the first-level cache has few miss buffers, and loads need them.
     TF_UNROLL for (int u = 0; u < 4; ++u) {
-      _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
+      prefetch_l2(ahead.place + u * ahead.step);
       // A single tile has to prefetch all lines of the panel.
-      if (kRows <= kTwoLineRows) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
+      if (kRows <= kTwoLineRows) prefetch_l2(ahead.place + u * ahead.step + kLine);
     }
     TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
     ahead.place += 4 * ahead.step;
@@ -281,14 +278,6 @@ TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, flo
   }
 }
 
-// Copies n floats and pads to `room` with zeros.
-TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
-  long j = 0;
-  for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
-  for (; j < n; ++j) to[j] = from[j];
-  for (; j < room; ++j) to[j] = 0.0f;
-}
-
 // Offset of `column` (a multiple of kLanes) of a row in fp32 panels of m rows.
 TF_INLINE long weight_gradient_place(long m, long row, long column) {
   return column / kPanel * kPanel * m + row * kPanel + column % kPanel;
@@ -332,8 +321,7 @@ class Interleaver {
 // Prefetches a row of n values into the second-level cache.
 template <class T>
 void fetch_row(const T* row, long n) {
-  for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
-    _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
+  for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T))) prefetch_l2(row + j);
 }
 
 // Prefetches the next data into the second-level cache, distributed over `calls` calls.
@@ -342,7 +330,7 @@ class FetchAhead {
   FetchAhead(const void* next, long bytes, long calls)
       : at_(static_cast<const char*>(next)), share_(bytes / kLine / max(1, calls) + 1) {}
   TF_INLINE void operator()() {
-    for (long line = 0; line < share_; ++line, at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
+    for (long line = 0; line < share_; ++line, at_ += kLine) prefetch_l2(at_);
   }
 
  private:

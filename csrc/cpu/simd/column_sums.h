@@ -1,7 +1,6 @@
 // Column sums and row sums; for kernel files only.
 #pragma once
 
-#include "cpu/gemm/gemm.h"
 #include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {

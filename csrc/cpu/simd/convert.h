@@ -2,8 +2,8 @@
 // to nearest even on store. For kernel files only.
 #pragma once
 
-#include "cpu/core/types.h"
 #include "cpu/simd/vec.h"
+#include "types.h"
 
 namespace tf::TF_ISA {
 namespace {

@@ -2,8 +2,8 @@
 // for kernel files only. Same pattern as transformer_fast/reference/dropout.py.
 #pragma once
 
-#include "cpu/core/types.h"
 #include "cpu/simd/vec.h"
+#include "types.h"
 
 namespace tf::TF_ISA {
 namespace {

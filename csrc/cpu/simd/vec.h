@@ -166,7 +166,19 @@ TF_INLINE float fma(float a, float b, float c) {
 #endif
 }
 
+TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
+TF_INLINE long min(long x, long y) { return x < y ? x : y; }
+TF_INLINE long max(long x, long y) { return x > y ? x : y; }
+
 TF_INLINE Vec zero() { return set1(0.0f); }
+
+// Copies n floats and pads to `room` with zeros.
+TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
+  long j = 0;
+  for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
+  for (; j < n; ++j) to[j] = from[j];
+  for (; j < room; ++j) to[j] = 0.0f;
+}
 
 // Denormal results cost hundreds of cycles on some CPUs, so e^x is 0 below this.
 constexpr float kMinExponent = -87.3f;

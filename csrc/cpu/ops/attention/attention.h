@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "cpu/core/isa.h"
-#include "cpu/core/types.h"
+#include "types.h"
 
 namespace tf {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/core/isa.h"
-#include "cpu/core/types.h"
+#include "types.h"
 
 namespace tf {
 

@@ -50,7 +50,7 @@ TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float
   const auto write = [&](void* to) __attribute__((always_inline)) {
     auto* at = static_cast<float*>(to);
     // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
-    _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
+    prefetch_l2(at + place + kPanel);
     store_some(at + place, low, count);
     if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
   };
@@ -68,8 +68,8 @@ TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float
     high = dropped(activate(high, args.activation), 1);
   } else {
     const float* at = static_cast<const float*>(args.slope_at) + place;
-    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
+    prefetch_l2(at + kPanel);
+    prefetch_l2(at + kPanel + kLanes);
     Vec h[2] = {load_some(at, count),
                 count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
     low = activation_backward(dropped(low, 0), h[0], args.activation);

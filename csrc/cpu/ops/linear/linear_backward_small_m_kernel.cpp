@@ -49,8 +49,7 @@ void tile(const Tile& t) {
   const long ahead = t.ahead ? 12 * right_stride : 0;
   for (long p = 0; p < t.depth; ++p, left += left_step, right += right_stride) {
     Vec b[kVecs];
-    TF_UNROLL for (int v = 0; v < kVecs; ++v)
-        _mm_prefetch(reinterpret_cast<const char*>(right + ahead + v * kLanes), _MM_HINT_T0);
+    TF_UNROLL for (int v = 0; v < kVecs; ++v) prefetch_l1(right + ahead + v * kLanes);
     read<kWhole>(right, t.columns, b);
     TF_UNROLL for (int i = 0; i < kCount; ++i) {
       const Vec a = set1(left[i * left_row]);

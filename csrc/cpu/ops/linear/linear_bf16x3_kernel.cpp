@@ -27,7 +27,7 @@ constexpr long kChunkSize = kSplitComponents * kPanel * kChunk;
 constexpr long kSum = 512;
 // While a block of rows of a panel is split, the first half of the next is prefetched; hardware
 // prefetches the second half. Prefetching both would keep loads waiting for a line fill buffer.
-constexpr long kAhead = 16 * kPanel * sizeof(float);
+constexpr long kAhead = 16 * kPanel;
 
 // A chunk of a panel; `done` of its pairs of rows (see pack_bf16x3_pair()) are split already.
 struct Chunk {
@@ -48,12 +48,12 @@ struct Chunk {
       const float* row = from + p * kPanel;
       Operand* pair = to + done / 16 * kSplitComponents * kBlock + done % 16 * 2 * kPanel;
       TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
-        _mm_prefetch(reinterpret_cast<const char*>(row + 16 * kPanel + j) + kAhead, _MM_HINT_T0);
+        prefetch_l1(row + 16 * kPanel + j + kAhead);
         __m512i low[kSplitComponents], high[kSplitComponents];
         split_bf16x3_finite(p < depth ? load(row + j) : zero(), low);
         split_bf16x3_finite(p + 16 < depth ? load(row + 16 * kPanel + j) : zero(), high);
         TF_UNROLL for (int i = 0; i < kSplitComponents; ++i)
-            _mm512_storeu_si512(pair + i * kBlock + 2 * j, tf::TF_ISA::pairs(low[i], high[i]));
+            store_pairs(pair + i * kBlock + 2 * j, low[i], high[i]);
       }
     }
   }

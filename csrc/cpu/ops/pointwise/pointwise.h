@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/core/isa.h"
-#include "cpu/core/types.h"
+#include "types.h"
 
 namespace tf {
 

@@ -2,44 +2,15 @@
 // Rogaway: UMAC: Fast and Secure Message Authentication, 1999): the sum of products of pairs of
 // 32-bit words, with a key added to each word. Two different lines collide with probability 2^-32.
 // The keys depend on the position of the line, so that swapped lines are detected.
-#include "cpu/core/fingerprint_kernel.h"
+#include "cpu/gemm/fingerprint_kernel.h"
 
-#include "cpu/simd/vec.h"
+#include "cpu/simd/prefetch.h"
+#include "cpu/simd/words.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 constexpr long kLine = FingerprintArgs::kLineBytes;
-
-#if defined(__AVX512F__)
-using Words = __m512i;
-TF_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); }
-TF_INLINE Words fill(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-TF_INLINE Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
-TF_INLINE Words add_products(Words sum, Words x) {
-  return _mm512_add_epi64(sum, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
-}
-#elif defined(__AVX2__)
-using Words = __m256i;
-TF_INLINE Words load_words(const void* p) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-}
-TF_INLINE Words fill(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-TF_INLINE Words add(Words a, Words b) { return _mm256_add_epi32(a, b); }
-TF_INLINE Words add_products(Words sum, Words x) {
-  return _mm256_add_epi64(sum, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
-}
-#else
-using Words = __m128i;
-TF_INLINE Words load_words(const void* p) {
-  return _mm_loadu_si128(static_cast<const __m128i*>(p));
-}
-TF_INLINE Words fill(uint32_t x) { return _mm_set1_epi32(static_cast<int>(x)); }
-TF_INLINE Words add(Words a, Words b) { return _mm_add_epi32(a, b); }
-TF_INLINE Words add_products(Words sum, Words x) {
-  return _mm_add_epi64(sum, _mm_mul_epu32(x, _mm_srli_epi64(x, 32)));
-}
-#endif
 
 constexpr int kParts = kLine / sizeof(Words);
 
@@ -101,7 +72,7 @@ uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, lon
   Words sum{};
   long line = lines.line_of(begin, first), ahead = line;
   const auto prefetch = [&](long row) {
-    _mm_prefetch(args.data + row * args.stride + ahead * kLine, _MM_HINT_T1);
+    prefetch_l2(args.data + row * args.stride + ahead * kLine);
     ahead = lines.next_of(ahead);
   };
   for (long row = begin; row < end && row < begin + kAhead; ++row) prefetch(row);

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/core/fingerprint_kernel.h"
+#include "cpu/gemm/fingerprint_kernel.h"
 
 namespace tf {
 

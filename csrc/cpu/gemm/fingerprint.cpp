@@ -1,4 +1,4 @@
-#include "cpu/core/fingerprint.h"
+#include "cpu/gemm/fingerprint.h"
 
 #include <torch/csrc/stable/ops.h>
 

@@ -1,0 +1,21 @@
+// Prefetches of one cache line, for access patterns that the hardware does not predict: rows that
+// are far apart, and stores one row apart.
+#pragma once
+
+#include "cpu/simd/vec.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Into the first-level cache, for use within some dozen instructions.
+TF_INLINE void prefetch_l1(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+// Into the second-level cache: it supports more outstanding misses than the first.
+TF_INLINE void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

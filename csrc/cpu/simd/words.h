@@ -1,0 +1,41 @@
+// A vector of 32-bit words with one interface for all instruction sets; for kernel files only.
+#pragma once
+
+#include "cpu/simd/vec.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+using Words = __m512i;
+TF_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+TF_INLINE Words fill(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+// sum + x[even] * x[odd], in lanes of 64 bits.
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm512_add_epi64(sum, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
+}
+#elif defined(__AVX2__)
+using Words = __m256i;
+TF_INLINE Words load_words(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+TF_INLINE Words fill(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm256_add_epi32(a, b); }
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm256_add_epi64(sum, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+}
+#else
+using Words = __m128i;
+TF_INLINE Words load_words(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+TF_INLINE Words fill(uint32_t x) { return _mm_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm_add_epi32(a, b); }
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm_add_epi64(sum, _mm_mul_epu32(x, _mm_srli_epi64(x, 32)));
+}
+#endif
+
+}  // namespace
+}  // namespace tf::TF_ISA
