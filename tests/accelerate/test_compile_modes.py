@@ -1,8 +1,9 @@
 """torch.compile(backend="transformer_fast"): no rewrite crosses the border of a torch.no_grad,
-torch.enable_grad or autocast block inside the compiled function."""
+torch.enable_grad or autocast block inside the compiled function, and checkpoints keep their dropout."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -11,11 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate_checks import compiled
-from hand_written import NORMS, annotated_norm, divided, einsum, scaled_first, softmax_by_hand
+from hand_written import (
+    NORMS,
+    Block,
+    annotated_norm,
+    divided,
+    einsum,
+    scaled_first,
+    softmax_by_hand,
+)
 from module_checks import check_budget
 from torch import Tensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from transformer_fast.accelerate.graph.backend import rewrite
 from transformer_fast.accelerate.graph.inner import why_not
@@ -269,3 +279,51 @@ def test_bodies_of_operators_that_set_a_mode() -> None:
     assert modes.same([grad, autocast])
     assert (modes.at(grad).grad, modes.of_body(grad).grad) == (True, False)
     assert (modes.at(autocast).has_autocast, modes.of_body(autocast).has_autocast) == (False, True)
+
+
+_SELECTIVE = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        {"use_reentrant": False, "determinism_check": "none", "early_stop": False},
+        {"use_reentrant": False, "context_fn": _SELECTIVE},
+    ],
+    ids=["plain", "reentrant", "without checks", "selective"],
+)
+def test_checkpoints_recompute_with_the_same_dropout(options: dict[str, Any], levels: int) -> None:
+    block = Block(False, True, p=0.3)
+
+    def forward(x: Tensor) -> Tensor:
+        return block(x, x, None, None)
+
+    def run(x: Tensor, depth: int = levels) -> Tensor:
+        if depth == 0:
+            return forward(x)
+        return checkpoint(run, x, depth - 1, **options).sin()
+
+    def without(x: Tensor) -> Tensor:
+        return forward(x).sin().sin() if levels == 2 else forward(x).sin()
+
+    def results(run: Any) -> list[Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        x = torch.linspace(-2, 2, 2 * 6 * 32).view(2, 6, 32).requires_grad_()
+        y = run(x)
+        return [y, *torch.autograd.grad((y * y).sum(), [x, *block.parameters()]), torch.rand(3)]
+
+    ours, reports = compiled(run, fullgraph=True)
+    found = results(ours)
+    if "context_fn" in options:  # its policy chooses among PyTorch's operators, which stay
+        assert not reports[0].counts
+        expected = results(run)
+    else:
+        assert reports[0].counts["attention"] == 1
+        expected = results(compiled(without)[0])
+    torch.testing.assert_close(found, expected)

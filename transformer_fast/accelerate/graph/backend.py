@@ -78,6 +78,9 @@ def compile_backend(
     if tell is not None:
         tell(report)
     if inner is None:
+        for each in module.modules():
+            if isinstance(each, GraphModule):
+                run_checkpoints_eagerly(each)
         return module.forward
     compiled: Callable[..., Any] = inner(module, example_inputs)
     return compiled
@@ -124,7 +127,8 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     children = dict(module.named_children())
     for node in module.graph.nodes:
         child = children.pop(str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(child, GraphModule) and node.users:
+        # Policies of selective checkpointing choose among PyTorch's operators.
+        if isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
             inner = rewrite(child, modes.of_body(next(iter(node.users))))
             report.rewritten += inner.rewritten
             report.left += inner.left
@@ -144,6 +148,17 @@ def _tell_of_the_rest(editor: Editor) -> None:
             if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
                 reason = "it is a product with a (in, out) matrix, and our kernels read (out, in)"
                 editor.left("linear", node, reason)
+
+
+def run_checkpoints_eagerly(module: GraphModule) -> None:
+    """Replace the operator that Dynamo captures for `torch.utils.checkpoint.checkpoint`, in place.
+
+    It only tags the graph for AOTAutograd: run eagerly, it recomputes with another random state.
+    """
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            node.target = run_time.checkpoint
+    module.recompile()
 
 
 def _is_ours(target: object) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule
 
 from ... import nn
 from ...functional._check import autocast
@@ -150,6 +151,22 @@ def _as_added(mask: Mask, like: Tensor) -> Tensor:
     assert visible is not None
     zero = torch.zeros((), dtype=like.dtype, device=like.device)
     return torch.where(visible, zero, -math.inf)
+
+
+#: Where Dynamo keeps the argument ``context_fn`` of a checkpoint, in the body's ``meta``.
+CONTEXT = "_checkpoint_context_fn"
+
+
+def checkpoint(body: GraphModule, *args: Any, **options: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` with the caller's options.
+
+    Never the reentrant variant, as everywhere under torch.compile: captured bodies get the parameters
+    as arguments.
+    """
+    options["use_reentrant"] = False
+    if CONTEXT in body.meta:
+        options["context_fn"] = body.meta[CONTEXT]
+    return torch.utils.checkpoint.checkpoint(body, *args, **options)
 
 
 #: The arguments of torch's functions that are parameters of its modules.
