@@ -80,25 +80,24 @@ TF_KERNEL(void decode_attention_queries(const AttentionArgs& args, long b, long 
 // Channels of query, key, value, output and grad are adjacent. Gradients that are not wanted are
 // nullptr.
 struct AttentionBackwardArgs : AttentionShape {
-  Element type;          // of these five and all gradients except grad_mask: float32 or bfloat16
-  const void* query;     // (B, H, T, D)
-  const void* key;       // (B, Hkv, S, D)
-  const void* value;     // (B, Hkv, S, Dv)
-  const void* output;    // (B, H, T, Dv)
-  const void* grad;      // (B, H, T, Dv): of output
-  const float* weights;  // (B, H, T, S), contiguous, and its gradient; nullptr where that is
-  const float* grad_weights;  // absent
-  const float* shift;         // (B, H, T), contiguous: P = exp(scores - shift) norm
-  const float* norm;          // 0 for fully masked rows
-  float* delta;               // (B, H, T): sum over keys of P dP
-  float dominant;             // dS of keys with a larger probability is refined
-  void* grad_query;           // (B, H, T, D)
-  void* grad_key;             // (B, Hkv, S, D)
-  void* grad_value;           // (B, Hkv, S, Dv)
-  float* grad_mask;           // mask_size, contiguous, zeroed
+  Element type;         // of these seven and all gradients except grad_mask: float32 or bfloat16
+  const void* query;    // (B, H, T, D)
+  const void* key;      // (B, Hkv, S, D)
+  const void* value;    // (B, Hkv, S, Dv)
+  const void* output;   // (B, H, T, Dv)
+  const void* grad;     // (B, H, T, Dv): of output
+  const void* weights;  // (B, H, T, S), contiguous, and its gradient;
+  const void* grad_weights;  // nullptr where that is absent
+  const float* shift;        // (B, H, T), contiguous: P = exp(scores - shift) norm
+  const float* norm;         // 0 for fully masked rows
+  float* delta;              // (B, H, T): sum over keys of P dP
+  float dominant;            // dS of keys with a larger probability is refined
+  void* grad_query;          // (B, H, T, D)
+  void* grad_key;            // (B, Hkv, S, D)
+  void* grad_value;          // (B, Hkv, S, Dv)
   long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
-  long mask_size[4];
-  Dropout dropout;  // rows numbered over (B, H, T)
+  long mask_size[4];  // of the mask, where its gradient is wanted
+  Dropout dropout;    // rows numbered over (B, H, T)
 };
 
 // `dominant` if the saved output is in fp32. For reduced types it is so large that few rows have
@@ -115,23 +114,16 @@ TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b,
 // Gradients for one kind of product. Sizes do not depend on the number of threads.
 struct AttentionBackwardKernels {
   long (*keys_per_tile)(const AttentionBackwardArgs& args);
-  long (*queries_per_block)(const AttentionBackwardArgs& args);
   long (*scratch)(const AttentionBackwardArgs& args);  // in bytes
-
-  // The following return false, with incomplete results, if an operand is out of range of the
-  // products: not representable as bf16x3.
 
   // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
   // keys_per_tile(): writes their gradients, and their contribution to grad_query into `part`
-  // (heads of the group, T, D), or, in fp32, into grad_query itself if part is nullptr.
+  // (heads of the group, T, D), or, in fp32, into grad_query itself if part is nullptr. Adds their
+  // contribution to the gradient of an additive mask to mask_sums, mask_size, contiguous, unless
+  // nullptr. Returns false, with incomplete results, if an operand is out of range of the products:
+  // not representable as bf16x3.
   bool (*keys)(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-               float* part, void* scratch);
-
-  // Gradient of the additive mask; scores are recomputed. grad_mask at (b, h) of the mask: key tile
-  // `tile` (all keys if the mask has one column) and query blocks [begin, end), summed over the
-  // broadcast dimensions.
-  bool (*mask)(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
-               void* scratch);
+               float* part, float* mask_sums, void* scratch);
 };
 
 TF_KERNEL(const AttentionBackwardKernels* attention_backward_kernels())

@@ -39,14 +39,6 @@ void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
   return tensor.mutable_data_ptr();
 }
 
-// Number of parts that the keys of a group are divided into, each with its own sum for grad_query.
-// Depends on the shape only, and so does the order of summation.
-int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
-  constexpr int64_t kItems = 32, kMaxParts = 8;
-  const int64_t groups = args.batch * args.key_heads;
-  return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMaxParts));
-}
-
 // Like for_each_item(), but stops and returns false once an f(item) returns false.
 template <class F>
 bool all_items(int64_t items, const F& f) {
@@ -59,24 +51,89 @@ bool all_items(int64_t items, const F& f) {
   return did;
 }
 
-// Gradients of query, key and value; returns false if an operand is out of range of the products.
-bool run_keys(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kernels) {
-  const int64_t step = kernels.keys_per_tile(args), scratch = kernels.scratch(args);
-  const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
-  const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
+// How the work is divided into items. Depends on the shape only, and so does the order of
+// summation. An owner is the batch elements and key heads that add to the same part of the mask's
+// gradient, one of each without such a gradient. Its items divide these, its pairs, into chunks,
+// and the keys of a pair into parts. Each part has its own sum for grad_query, each chunk for the
+// mask's gradient.
+struct Division {
+  int64_t step, tiles, owners_across, owners, pairs_across, pairs, parts, chunks, mask_sums = 0;
+
+  Division(const AttentionBackwardArgs& args, bool want_mask, int64_t keys_per_tile)
+      : step(keys_per_tile), tiles((args.keys + step - 1) / step) {
+    constexpr int64_t kItems = 32, kMaxParts = 8;
+    const long* size = args.mask_size;
+    pairs_across = want_mask && size[1] == 1 ? args.key_heads : 1;
+    pairs = (want_mask && size[0] == 1 ? args.batch : 1) * pairs_across;
+    owners_across = args.key_heads / pairs_across;
+    owners = args.batch * args.key_heads / pairs;
+    parts = std::clamp<int64_t>((kItems + owners - 1) / owners, 1, std::min(tiles, kMaxParts));
+    chunks = 1;
+    if (!want_mask) return;
+    // As much memory as two masks or grad_query take is acceptable for the sums.
+    const int64_t mask_elements = size[0] * size[1] * size[2] * size[3];
+    const int64_t affordable =
+        2 + args.batch * args.heads * args.queries * args.size / mask_elements;
+    const int64_t wanted = (kItems + owners * parts - 1) / (owners * parts);
+    chunks = std::clamp<int64_t>(wanted, 1, std::min(pairs, affordable));
+    mask_sums = chunks * (size[3] == 1 ? parts : 1);
+  }
+};
+
+// All gradients; returns false if an operand is out of range of the products.
+bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kernels,
+         float* grad_mask) {
+  const Division division(args, grad_mask != nullptr, kernels.keys_per_tile(args));
+  const auto& [step, tiles, owners_across, owners, pairs_across, pairs, parts, chunks, mask_sums] =
+      division;
+  const int64_t scratch = kernels.scratch(args);
+  const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
   const int64_t part_size = heads * args.queries * args.size;
   // Sums are in fp32: reduced types always use a part.
   const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
-  const bool did = all_items(groups * parts, [&](int64_t item) {
+  const long* size = args.mask_size;
+  const int64_t mask_elements = size[0] * size[1] * size[2] * size[3];
+  float* masks = mask_sums > 1 ? shared_scratch(2).floats(mask_sums * mask_elements) : grad_mask;
+  const bool did = all_items(owners * chunks * parts, [&](int64_t item) {
     // With causal masking the first keys have the most queries; they are scheduled first.
-    const int64_t part = item / groups, group = item % groups;
-    return kernels.keys(args, group / args.key_heads, group % args.key_heads,
-                        tiles * part / parts * step, tiles * (part + 1) / parts * step,
-                        split ? sums + (group * parts + part) * part_size : nullptr,
-                        bytes_of(kernel_scratch(), scratch));
+    const int64_t part = item / (owners * chunks), chunk = item / owners % chunks;
+    const int64_t owner = item % owners, begin = tiles * part / parts * step;
+    const int64_t end = tiles * (part + 1) / parts * step;
+    const int64_t first_b = owner / owners_across, first_head = owner % owners_across;
+    float* mask = nullptr;
+    if (masks != nullptr) {
+      mask = masks + (size[3] == 1 ? chunk * parts + part : chunk) * mask_elements;
+      // Cleared here: most of it will be in cache when it is added to.
+      const int64_t mask_heads = size[1] == 1 ? 1 : heads;
+      const int64_t from = size[3] == 1 ? 0 : begin;
+      const int64_t columns = size[3] == 1 ? 1 : std::min<int64_t>(end, size[3]) - begin;
+      float* row =
+          mask +
+          ((size[0] == 1 ? 0 : first_b) * size[1] + (size[1] == 1 ? 0 : first_head * heads)) *
+              size[2] * size[3] +
+          from;
+      for (int64_t i = 0; i < mask_heads * size[2]; ++i, row += size[3])
+        std::fill_n(row, columns, 0.0f);
+    }
+    for (int64_t pair = pairs * chunk / chunks; pair < pairs * (chunk + 1) / chunks; ++pair) {
+      const int64_t b = first_b + pair / pairs_across, key_head = first_head + pair % pairs_across;
+      const int64_t group = b * args.key_heads + key_head;
+      if (!kernels.keys(args, b, key_head, begin, end,
+                        split ? sums + (group * parts + part) * part_size : nullptr, mask,
+                        bytes_of(kernel_scratch(), scratch)))
+        return false;
+    }
+    return true;
   });
-  if (!did || !split) return did;
+  if (!did) return false;
+  if (mask_sums > 1)
+    torch::stable::parallel_for(0, mask_elements, 4096, [&](int64_t begin, int64_t end) {
+      std::copy(masks + begin, masks + end, grad_mask + begin);
+      for (int64_t i = 1; i < mask_sums; ++i)
+        for (int64_t j = begin; j < end; ++j) grad_mask[j] += masks[i * mask_elements + j];
+    });
+  if (!split) return true;
   const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
   for_each_item(groups * blocks, [&](int64_t item) {
     const int64_t group = item / blocks, block = item % blocks;
@@ -85,28 +142,6 @@ bool run_keys(const AttentionBackwardArgs& args, const AttentionBackwardKernels&
                 rows * (block + 1) / blocks);
   });
   return true;
-}
-
-// Gradient of the mask; returns false as run_keys() does. Each item owns its part of the result: it
-// recomputes the scores and sums over the broadcast dimensions.
-bool run_mask(AttentionBackwardArgs args, const AttentionBackwardKernels& kernels,
-              Tensor& grad_mask) {
-  args.grad_query = args.grad_key = args.grad_value = nullptr;
-  torch::stable::zero_(grad_mask);
-  const int64_t step = kernels.keys_per_tile(args), block = kernels.queries_per_block(args);
-  const int64_t scratch = kernels.scratch(args);
-  constexpr int64_t kBlocks = 4;  // of queries, per item
-  const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
-  const int64_t blocks = (args.queries + block - 1) / block;
-  const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
-  const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
-  return all_items(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
-    const int64_t chunk = item % chunks, tile = item / chunks % tiles;
-    const int64_t head = item / chunks / tiles;
-    return kernels.mask(args, head / args.mask_size[1], head % args.mask_size[1], tile,
-                        chunk * per_chunk, (chunk + 1) * per_chunk,
-                        bytes_of(kernel_scratch(), scratch));
-  });
 }
 
 // Whether there is a kernel for bfloat16 without conversion to fp32.
@@ -194,8 +229,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : empty_tensor(query, {0}));
   };
-  // Gradients of returned probabilities are implemented for float32 only.
-  if (reduced_float && (grad_weights || !has_bf16_kernel(query))) return all_in_float();
+  if (reduced_float && !has_bf16_kernel(query)) return all_in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
   args.dominant = dominant;
@@ -203,9 +237,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
     for (auto [name, tensor] :
          {std::pair("weights", &weights), std::pair("grad_weights", &grad_weights)})
-      *tensor = as_contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
-    args.weights = data_of(*weights);
-    args.grad_weights = data_of(*grad_weights);
+      *tensor = as_contiguous(checked(name, **tensor, {batch, heads, queries, keys}, type));
+    args.weights = weights->const_data_ptr();
+    args.grad_weights = grad_weights->const_data_ptr();
   }
   std::vector<int64_t> lengths;
   set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
@@ -230,7 +264,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                     ": only a float mask has a gradient");
     grad_mask = empty_tensor(*mask, mask->sizes(), true);
     for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
-    args.grad_mask = static_cast<float*>(grad_mask.mutable_data_ptr());
   }
   if (batch * heads * queries == 0 || keys == 0) {
     for (Tensor* tensor : {&grad_query, &grad_key, &grad_value, &grad_mask})
@@ -242,10 +275,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     TF_DISPATCH(attention_delta, args, begin, end);
   });
-  const auto keys_in = [&](const auto& kernels) { return run_keys(args, kernels); };
-  const auto mask_in = [&](const auto& kernels) { return run_mask(args, kernels, grad_mask); };
-  if ((want_query || want_key || want_value) && !with_kernels(args, keys_in)) return all_in_float();
-  if (want_mask && !with_kernels(args, mask_in)) return all_in_float();
+  float* mask_data = want_mask ? static_cast<float*>(grad_mask.mutable_data_ptr()) : nullptr;
+  if (!with_kernels(args, [&](const auto& kernels) { return run(args, kernels, mask_data); }))
+    return all_in_float();
   trim_shared_scratch();
   return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
 }

@@ -153,47 +153,134 @@ struct BackwardTile : KeyRange {
   }
 };
 
-// P and dS of a block of queries against a tile of keys. Derived::differentiate_rows(until)
-// computes those of the pending panel, in `parts` parts from done_ on; Derived::finish_pending()
-// the rest.
-template <class T, class Derived>
-class BackwardRows : protected Scores {
+// Attention backward on the GEMM engine, panel by panel of keys (formulas in
+// attention_backward_kernel.cpp). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right operands,
+// a panel at a time while they are in the first-level cache; dQ = dS K takes all panels of the
+// tile. With causal masking, a panel has only the rows from its first key on: blocks begin at
+// multiples of kPanel, as panels do.
+template <class T>
+class BackwardBlock : Scores {
  public:
-  BackwardRows(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
-               const BlockMask& mask)
+  BackwardBlock(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
+                const BlockMask& mask)
       : Scores(call, mask, place.scores), args(call), work(place) {}
 
- protected:
-  using P = Product<T>;
-
   // Processes the panels in order; returns false if the rows are out of range of the products.
-  bool take(const BackwardTile<T>& tile, long count, long parts) {
+  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums) {
     if (!load_rows()) return false;
-    auto& derived = static_cast<Derived&>(*this);
+    start_ = tile.start;
+    sums_ = &sums;
     const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
-    const long share = (parts + steps - 1) / max(1, steps);
-    pending_.count = 0;
-    done_ = parts;
+    const long share = (pairs_ + steps - 1) / max(1, steps);
     const long panels = (count + kPanel - 1) / kPanel;
     for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
-      const long index = (panel.start - tile.start) / kPanel;
+      const long index = (panel.start - tile.start) / kPanel, lead = lead_of(panel);
       prefetch(index, panels);
       const auto meanwhile = [&]() __attribute__((always_inline)) {
-        derived.differentiate_rows(min(parts, done_ + share));
+        differentiate_rows(min(pairs_, done_ + share));
       };
-      P::multiply_to(work.query, args.size, rows, args.size, work.keys + index * work.key_panel,
-                     false, scores[panel.slot], kPanel, meanwhile);
-      P::multiply_to(work.grad, args.value_size, rows, args.value_size,
-                     work.values + index * work.value_panel, false, work.slopes[panel.slot], kPanel,
-                     meanwhile);
-      derived.finish_pending();
+      const auto multiply = [&](auto* block, long size, const auto* right,
+                                float* to) __attribute__((always_inline)) {
+        P::multiply_to(P::chunk(block, size, lead, 0), size, rows - lead, size, right, false,
+                       to + lead * kPanel, kPanel, meanwhile);
+      };
+      multiply(work.query, args.size, work.keys + index * work.key_panel, scores[panel.slot]);
+      multiply(work.grad, args.value_size, work.values + index * work.value_panel,
+               work.slopes[panel.slot]);
+      finish_pending();
       panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
       pending_ = panel;
-      done_ = 0;
+      done_ = lead / 2;
       panel = panel_from(panel.start + kPanel, 1 - panel.slot);
     }
-    derived.finish_pending();
+    finish_pending();
     return true;
+  }
+
+  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
+  void accumulate_dq(const BackwardTile<T>& tile, long, float* to, long stride,
+                     bool accumulate) const {
+    const bool diagonal = args.causal && block_mask.first < tile.start + covered_ - kPanel;
+    const long step = diagonal ? kPanel : rows;
+    for (long i = 0; i < rows; i += step) {
+      const long keys =
+          diagonal ? min(covered_, block_mask.first + i + step - tile.start) : covered_;
+      for (long j = 0; j < args.size; j += kPanel)
+        P::multiply_to(P::chunk(work.ds_rows, work.tile_keys, i, 0), work.tile_keys,
+                       min(step, rows - i), max(0, keys),
+                       work.key_rows + j / kPanel * work.column_panel, false,
+                       work.grad_query + i * work.query_stride + j, work.query_stride, [] {});
+    }
+    write_dq(work.grad_query, work.query_stride, rows, args.size, args.scale, to, stride,
+             accumulate);
+  }
+
+ private:
+  using P = Product<T>;
+
+  // The first row that sees any key of the panel.
+  long lead_of(const Panel& panel) const {
+    return args.causal ? max(0, panel.start - block_mask.first) : 0;
+  }
+
+  // P and dS of the pending panel's pairs of rows up to `until`. Not inlined: it has many call
+  // sites in the tile loop.
+  [[gnu::noinline]] void differentiate_rows(long until) {
+    const long from = done_;
+    if (until <= from) return;
+    done_ = until;
+    const float* shared = shared_mask(pending_);
+    const long column = pending_.start - start_;
+    for (long pair = from; pair < until; ++pair) {
+      const long first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
+      Vec p[2][2], ds[2][2];
+      differentiate(pending_, first, shared, p[0], ds[0]);
+      differentiate(pending_, second, shared, p[1], ds[1]);
+      P::put_pair(work.p, pair, p[0], p[1]);
+      P::put_both(P::chunk(work.ds_rows, work.tile_keys, first, column),
+                  P::chunk(work.ds_rows, work.tile_keys, second, column), work.ds, pair, ds[0],
+                  ds[1]);
+      if (sums_->first != nullptr) {
+        add_mask_sums(first, ds[0]);
+        add_mask_sums(second, ds[1]);
+      }
+    }
+  }
+
+  void add_mask_sums(long i, const Vec (&ds)[2]) {
+    float row[kPanel];
+    const bool by_block = sums_->by_block();
+    float* to = by_block ? block_sums_ : row;
+    TF_UNROLL for (int u = 0; u < 2; ++u)
+        store(to + u * kLanes, by_block ? load(to + u * kLanes) + ds[u] : ds[u]);
+    if (!by_block && i < rows)
+      sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
+  }
+
+  // Completes the pending panel: accumulates dK and dV.
+  void finish_pending() {
+    if (pending_.count == 0) return;
+    differentiate_rows(pairs_);
+    if (sums_->first != nullptr && sums_->by_block()) {
+      sums_->add(block_mask.first, pending_.start, block_sums_, pending_.count);
+      clear(block_sums_, kPanel);
+    }
+    const long column = pending_.start - start_, lead = lead_of(pending_);
+    // Fully masked panels contribute zeros to dQ.
+    for (; covered_ < column; covered_ += kPanel)
+      for (long i = 0; i < rows; ++i)
+        P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
+    covered_ = column + kPanel;
+    bool& started = work.started[column / kPanel];
+    const auto add_products = [&](const void* wanted, auto* transposed, const auto* panel, long n,
+                                  float* sums) {
+      if (wanted != nullptr)
+        P::multiply_to(P::chunk(transposed, kRows, 0, lead), kRows, n, rows - lead,
+                       panel + P::panel_size(lead), started, sums + column, work.sum_stride, [] {});
+    };
+    add_products(args.grad_value, work.grad_transposed, work.p, args.value_size, work.grad_value);
+    add_products(args.grad_key, work.query_transposed, work.ds, args.size, work.grad_key);
+    started = true;
   }
 
   // P (after dropout) and dS of a row of a panel.
@@ -261,17 +348,11 @@ class BackwardRows : protected Scores {
     const Vec slope = load(slopes + u * kLanes);
     const long left = panel.count - u * kLanes;
     if (args.grad_weights == nullptr || left <= 0) return slope;
-    const float* extra = args.grad_weights + row_of(i) * args.keys + panel.start + u * kLanes;
+    const T* extra =
+        static_cast<const T*>(args.grad_weights) + row_of(i) * args.keys + panel.start + u * kLanes;
     return fma(set1(work.norm[i]), load_some(extra, left), slope);
   }
 
-  const AttentionBackwardArgs& args;
-  const BackwardWorkspace<T>& work;
-  const long pairs_ = round_up(rows, kPairDepth) / 2;
-  Panel pending_{};  // scores are computed, P and dS are not
-  long done_ = 0;    // parts of it that are done
-
- private:
   const T* at(const void* tensor, const long* strides) const {
     return static_cast<const T*>(tensor) +
            head_offset(args.query_starts, strides, block_mask.b, block_mask.head) +
@@ -355,146 +436,25 @@ class BackwardRows : protected Scores {
     fetch(at(args.query, args.query_stride), args.query_stride[2], args.size);
     fetch(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size);
   }
-};
 
-// Attention backward on the GEMM engine, panel by panel of keys (formulas in
-// attention_backward_kernel.cpp). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right operands,
-// a panel at a time while they are in the first-level cache; dQ = dS K takes all panels of the
-// tile.
-
-// For the gradients of query, key and value. Parts are pairs of rows.
-template <class T>
-class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
-  using Rows = BackwardRows<T, BackwardBlock<T>>;
-  friend Rows;
-
- public:
-  using Rows::Rows;
-
-  bool pass(const BackwardTile<T>& tile, long count) {
-    start_ = tile.start;
-    return take(tile, count, pairs_);
-  }
-
-  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
-  void accumulate_dq(const BackwardTile<T>&, long, float* to, long stride, bool accumulate) const {
-    for (long j = 0; j < args.size; j += kPanel)
-      P::multiply_to(work.ds_rows, work.tile_keys, rows, covered_,
-                     work.key_rows + j / kPanel * work.column_panel, false, work.grad_query + j,
-                     work.query_stride, [] {});
-    write_dq(work.grad_query, work.query_stride, rows, args.size, args.scale, to, stride,
-             accumulate);
-  }
-
- private:
-  using Rows::args, Rows::work, Rows::rows, Rows::pairs_, Rows::pending_, Rows::done_;
-  using Rows::take, Rows::differentiate, Rows::shared_mask;
-  using typename Rows::P;
-
-  // P and dS of the pending panel's pairs of rows up to `until`. Not inlined: it has many call
-  // sites in the tile loop.
-  [[gnu::noinline]] void differentiate_rows(long until) {
-    const long from = done_;
-    if (until <= from) return;
-    done_ = until;
-    const float* shared = shared_mask(pending_);
-    const long column = pending_.start - start_;
-    for (long pair = from; pair < until; ++pair) {
-      const long first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
-      Vec p[2][2], ds[2][2];
-      differentiate(pending_, first, shared, p[0], ds[0]);
-      differentiate(pending_, second, shared, p[1], ds[1]);
-      P::put_pair(work.p, pair, p[0], p[1]);
-      P::put_both(P::chunk(work.ds_rows, work.tile_keys, first, column),
-                  P::chunk(work.ds_rows, work.tile_keys, second, column), work.ds, pair, ds[0],
-                  ds[1]);
-    }
-  }
-
-  // Completes the pending panel: accumulates dK and dV.
-  void finish_pending() {
-    if (pending_.count == 0) return;
-    differentiate_rows(pairs_);
-    const long column = pending_.start - start_;
-    // Fully masked panels contribute zeros to dQ.
-    for (; covered_ < column; covered_ += kPanel)
-      for (long i = 0; i < rows; ++i)
-        P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
-    covered_ = column + kPanel;
-    bool& started = work.started[column / kPanel];
-    const auto add_products = [&](const void* wanted, const auto* transposed, const auto* panel,
-                                  long n, float* sums) {
-      if (wanted != nullptr)
-        P::multiply_to(transposed, kRows, n, rows, panel, started, sums + column, work.sum_stride,
-                       [] {});
-    };
-    add_products(args.grad_value, work.grad_transposed, work.p, args.value_size, work.grad_value);
-    add_products(args.grad_key, work.query_transposed, work.ds, args.size, work.grad_key);
-    started = true;
-  }
-
-  long start_ = 0;    // of the tile
-  long covered_ = 0;  // keys of the tile whose dS are stored
-};
-
-// For the gradient of the mask. Parts are rows.
-template <class T>
-class BackwardMaskBlock : BackwardRows<T, BackwardMaskBlock<T>> {
-  using Rows = BackwardRows<T, BackwardMaskBlock<T>>;
-  friend Rows;
-
- public:
-  using Rows::Rows;
-
-  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums) {
-    sums_ = &sums;
-    return take(tile, count, rows);
-  }
-
- private:
-  using Rows::rows, Rows::pending_, Rows::done_, Rows::block_mask;
-  using Rows::take, Rows::differentiate, Rows::shared_mask;
-
-  [[gnu::noinline]] void differentiate_rows(long until) {
-    const long from = done_;
-    if (until <= from) return;
-    done_ = until;
-    const float* shared = shared_mask(pending_);
-    // Summed over the block's rows first if they all have the same destination.
-    const bool together = sums_->stride == 0 && sums_->by_column;
-    for (long i = from; i < until; ++i) {
-      Vec p[2], ds[2];
-      differentiate(pending_, i, shared, p, ds);
-      if (!together) {
-        float row[kPanel];
-        TF_UNROLL for (int u = 0; u < 2; ++u) store(row + u * kLanes, ds[u]);
-        sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
-        continue;
-      }
-      TF_UNROLL for (int u = 0; u < 2; ++u) {
-        float* sum = together_ + u * kLanes;
-        store(sum, i == 0 ? ds[u] : load(sum) + ds[u]);
-      }
-      if (i + 1 == rows) sums_->add(block_mask.first, pending_.start, together_, pending_.count);
-    }
-  }
-
-  void finish_pending() {
-    if (pending_.count > 0) differentiate_rows(rows);
-  }
-
+  const AttentionBackwardArgs& args;
+  const BackwardWorkspace<T>& work;
   const MaskSums* sums_ = nullptr;
-  float together_[kPanel];
+  const long pairs_ = round_up(rows, kPairDepth) / 2;
+  Panel pending_{};                            // scores are computed, P and dS are not
+  long done_ = 0;                              // pairs of rows of it that are done
+  long start_ = 0;                             // of the tile
+  long covered_ = 0;                           // keys of the tile whose dS are stored
+  alignas(64) float block_sums_[kPanel] = {};  // of dS of the pending panel over the rows
 };
 
-// For loop_keys() and loop_mask().
+// For loop_keys().
 template <class T>
 struct Bf16Products {
   using Workspace = BackwardWorkspace<T>;
   using Tile = BackwardTile<T>;
   using Block = BackwardBlock<T>;
-  using Mask = BackwardMaskBlock<T>;
-  static long query_rows(const AttentionBackwardArgs&) { return kRows; }
+  static constexpr long kQueryRows = kRows, kQueryUnit = kPanel;
 };
 
 // Calls f(workspace) with denormals flushed and the tile registers configured.
@@ -511,23 +471,14 @@ bool on_tiles(const AttentionBackwardArgs& args, void* scratch, const F& f) {
 template <class T>
 constexpr AttentionBackwardKernels kKernels{
     .keys_per_tile = keys_per_tile,
-    .queries_per_block = Bf16Products<T>::query_rows,
     .scratch =
         [](const AttentionBackwardArgs& args) { return BackwardWorkspace<T>(args, nullptr).bytes; },
     .keys =
         [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-           float* part, void* scratch) {
+           float* part, float* mask_sums, void* scratch) {
           return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
             return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
-                                              end, part);
-          });
-        },
-    .mask =
-        [](const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
-           void* scratch) {
-          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-            return loop_mask<Bf16Products<T>>(args, work, keys_per_tile(args), b, h, tile, begin,
-                                              end);
+                                              end, part, mask_sums);
           });
         }};
 

@@ -104,16 +104,19 @@ struct KeySums {
     if (!started) clear(sums + (whole ? 0 : m) * stride, (rows - (whole ? 0 : m)) * stride);
   }
 
-  void add(const float* a, long m, const float* b, long k, long n, long rows) {
+  // Key i is visible from row `lead` + i of the block on.
+  void add(const float* a, long m, const float* b, long k, long n, long rows, long lead) {
     start(m, rows, false);
     // A strip of A stays in the first-level cache for all panels; the next one is prefetched.
     each_tile(m, [&](long, long i, long count) {
-      const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
+      const long skip = min(k, max(0, lead + i));
+      const float* from = a + i + skip * kScoreStride;
+      const char* ahead = reinterpret_cast<const char*>(from + 2 * count - 1);
       for (long j = 0; j < n; j += kPanel) {
-        const float* panel = b + j * kQueryBlock;
+        const float* panel = b + j * kQueryBlock + skip * kPanel;
         float* to = sums + i * stride + j;
         kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
-            a + i, kScoreStride, panel, k, to, stride, started,
+            from, kScoreStride, panel, k - skip, to, stride, started,
             {ahead, kScoreStride * static_cast<long>(sizeof(float))});
       }
     });
@@ -121,11 +124,11 @@ struct KeySums {
   }
 
   // The same element by element, skipping masked ones: rows of B contain NaN or inf.
-  void add_nonfinite(const float* a, long m, const float* b, long k, long n, long rows) {
+  void add_nonfinite(const float* a, long m, const float* b, long k, long n, long rows, long lead) {
     start(m, rows, true);
     started = true;
     for (long i = 0; i < k; ++i)
-      for (long s = 0; s < m; ++s) {
+      for (long s = 0; s < min(m, i - lead + 1); ++s) {
         const float x = a[i * kScoreStride + s];
         if (x == 0.0f && __builtin_signbit(x)) continue;
         for (long j = 0; j < n; ++j)
@@ -202,9 +205,10 @@ struct Block {
   Block(const AttentionBackwardArgs& call, const Workspace& place, const BlockMask& mask)
       : args(call), work(place), block_mask(mask) {}
 
-  bool pass(KeyTile& tile, long count) {
+  bool pass(KeyTile& tile, long count, const MaskSums& sums) {
     load_rows();
     differentiate(tile.start, count);
+    if (sums.first != nullptr) add_mask_sums(tile.start, count, sums);
     accumulate_dk_dv(tile, count);
     return true;
   }
@@ -228,25 +232,52 @@ struct Block {
     pack_a_panels(work.grad, rows, args.value_size, work.grad_packed);
   }
 
-  static void scores(const float* packed, long size, long rows, const float* panels, long count,
-                     float* to) {
-    for (long j = 0; j < count; j += kPanel)
-      panel_rows<Form::packed>(packed, kPackedRows * round_up(size, kLanes), rows,
-                               panels + j * size, size, to + j, kScoreStride,
-                               min(kPanel, count - j), false, panels + (j + kPanel) * size);
+  // Products of the block's rows and a tile of keys, except for register tiles behind the diagonal.
+  void scores(const float* packed, long size, const float* panels, long start, long count,
+              float* to) const {
+    const long rows = block_mask.rows, stride = kPackedRows * round_up(size, kLanes);
+    for (long j = 0; j < count; j += kPanel) {
+      long tile = 0, row = 0;
+      if (args.causal)
+        each_tile(rows, [&](long t, long i, long here) {
+          if (block_mask.visible(i + here - 1, start + j, 1) == 0) tile = t + 1, row = i + here;
+        });
+      // The remaining rows divide into the same tiles.
+      panel_rows<Form::packed>(packed + tile * stride, stride, rows - row, panels + j * size, size,
+                               to + row * kScoreStride + j, kScoreStride, min(kPanel, count - j),
+                               false, panels + (j + kPanel) * size);
+    }
   }
 
-  // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds.
+  // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds. With
+  // causal masking, a row is complete up to the last key that any row of its register tile sees.
   void differentiate(long start, long count) const {
     const long rows = block_mask.rows;
-    scores(work.query_packed, args.size, rows, work.keys_transposed, count, work.p);
-    scores(work.grad_packed, args.value_size, rows, work.values_transposed, count, work.ds);
+    scores(work.query_packed, args.size, work.keys_transposed, start, count, work.p);
+    scores(work.grad_packed, args.value_size, work.values_transposed, start, count, work.ds);
     const float* shared = block_mask.shared_row(start, count);
     for (long i = 0; i < rows; ++i) {
-      block_mask.mask_scores(work.p + i * kScoreStride, i, start, count, round_up(count, kLanes),
+      const long here =
+          args.causal ? min(count, block_mask.visible(i, start, count) + kTileRows) : count;
+      block_mask.mask_scores(work.p + i * kScoreStride, i, start, here, round_up(here, kLanes),
                              shared, scaled);
-      differentiate_row(i, start, count);
+      differentiate_row(i, start, here);
     }
+  }
+
+  void add_mask_sums(long start, long count, const MaskSums& sums) const {
+    const long rows = block_mask.rows;
+    if (!sums.by_block()) {
+      for (long i = 0; i < rows; ++i)
+        sums.add(block_mask.first + i, start, work.ds + i * kScoreStride,
+                 block_mask.visible(i, start, count));
+      return;
+    }
+    clear(work.factors, count);
+    for (long i = 0; i < rows; ++i)
+      for (long s = 0, end = block_mask.visible(i, start, count); s < end; ++s)
+        work.factors[s] += work.ds[i * kScoreStride + s];
+    sums.add(block_mask.first, start, work.factors, count);
   }
 
   void differentiate_row(long i, long start, long count) const {
@@ -256,7 +287,9 @@ struct Block {
     const Vec neg_shift = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
     const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
     const float* extra =
-        args.grad_weights != nullptr ? args.grad_weights + (row + i) * args.keys + start : nullptr;
+        args.grad_weights == nullptr
+            ? nullptr
+            : static_cast<const float*>(args.grad_weights) + (row + i) * args.keys + start;
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
                       count, work.factors);
@@ -303,19 +336,31 @@ struct Block {
     const long n = args.size, c_stride = work.size_up + kPad;
     if (tile.nonfinite) {
       clear(work.grad_query, block_mask.rows * c_stride);
-      query_nonfinite(count);
+      query_nonfinite(tile.start, count);
+    } else if (args.causal && block_mask.visible(0, tile.start, count) < count) {
+      // On the diagonal, each register tile has as many keys as its last row sees.
+      each_tile(block_mask.rows, [&](long, long i, long rows) {
+        dq_rows(i, rows, block_mask.visible(i + rows - 1, tile.start, count));
+      });
     } else {
-      for (long j = 0; j < n; j += kPanel)
-        panel_rows<Form::rows>(work.ds, kScoreStride, block_mask.rows, work.keys + j * kKeyTile,
-                               count, work.grad_query + j, c_stride, min(kPanel, n - j), false,
-                               work.keys + (j + kPanel) * kKeyTile);
+      dq_rows(0, block_mask.rows, count);
     }
     write_dq(work.grad_query, c_stride, block_mask.rows, n, args.scale, to, stride, accumulate);
   }
 
-  void query_nonfinite(long count) const {
+  // dQ / scale of rows [i, i + rows) for the first `count` keys of the tile.
+  void dq_rows(long i, long rows, long count) const {
+    const long n = args.size, c_stride = work.size_up + kPad;
+    for (long j = 0; j < n; j += kPanel)
+      panel_rows<Form::rows>(work.ds + i * kScoreStride, kScoreStride, rows,
+                             work.keys + j * kKeyTile, count, work.grad_query + i * c_stride + j,
+                             c_stride, min(kPanel, n - j), false,
+                             work.keys + (j + kPanel) * kKeyTile);
+  }
+
+  void query_nonfinite(long start, long count) const {
     for (long i = 0; i < block_mask.rows; ++i)
-      for (long s = 0; s < count; ++s) {
+      for (long s = 0; s < block_mask.visible(i, start, count); ++s) {
         const float x = work.ds[i * kScoreStride + s];
         if (x == 0.0f && __builtin_signbit(x)) continue;
         for (long d = 0; d < args.size; ++d)
@@ -326,11 +371,12 @@ struct Block {
 
   // Accumulates dK and dV of the tile over this block.
   void accumulate_dk_dv(KeyTile& tile, long count) const {
+    const long lead = args.causal ? tile.start - block_mask.first : -count;
     const auto add = [&](KeySums& sums, const float* a, const float* b, long n, bool nonfinite) {
       if (nonfinite) {
-        sums.add_nonfinite(a, count, b, block_mask.rows, n, tile.rows);
+        sums.add_nonfinite(a, count, b, block_mask.rows, n, tile.rows, lead);
       } else {
-        sums.add(a, count, b, block_mask.rows, n, tile.rows);
+        sums.add(a, count, b, block_mask.rows, n, tile.rows, lead);
       }
     };
     if (args.grad_value != nullptr)
@@ -340,42 +386,12 @@ struct Block {
   }
 };
 
-// The same for the gradient of a mask.
-struct MaskBlock {
-  Block block;
-
-  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const BlockMask& block_mask)
-      : block(args, work, block_mask) {}
-
-  bool pass(const KeyTile& tile, long count, const MaskSums& sums) {
-    block.load_rows();
-    block.differentiate(tile.start, count);
-    const BlockMask& block_mask = block.block_mask;
-    float* ds = block.work.ds;
-    if (sums.stride == 0 && sums.by_column) {
-      // Summed over the block's rows first: they all have the same destination.
-      for (long i = 1; i < block_mask.rows; ++i)
-        for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
-      sums.add(block_mask.first, tile.start, ds, count);
-      return true;
-    }
-    for (long i = 0; i < block_mask.rows; ++i)
-      sums.add(block_mask.first + i, tile.start, ds + i * kScoreStride, count);
-    return true;
-  }
-};
-
-// For loop_keys() and loop_mask().
+// For loop_keys().
 struct Products {
   using Workspace = TF_ISA::Workspace;
   using Tile = KeyTile;
   using Block = TF_ISA::Block;
-  using Mask = MaskBlock;
-
-  // Smaller blocks with causal masking.
-  static long query_rows(const AttentionBackwardArgs& args) {
-    return args.causal ? kQueryBlock / 2 : kQueryBlock;
-  }
+  static constexpr long kQueryRows = kQueryBlock, kQueryUnit = 1;
 };
 
 template <class T>
@@ -391,7 +407,7 @@ void typed_delta(const AttentionBackwardArgs& args, long begin, long end) {
                  head_offset(args.query_starts, args.grad_stride, b, head) +
                  t * args.grad_stride[2];
     args.delta[row] = sum_of_products(o, g, args.value_size);
-    if (args.grad_weights != nullptr) args.delta[row] += weights_delta(args, row);
+    if (args.grad_weights != nullptr) args.delta[row] += weights_delta<T>(args, row);
   }
 }
 
@@ -420,22 +436,15 @@ Workspace workspace(const AttentionBackwardArgs& args, void* scratch) {
 
 constexpr AttentionBackwardKernels kKernels{
     .keys_per_tile = keys_per_tile,
-    .queries_per_block = Products::query_rows,
     .scratch =
         [](const AttentionBackwardArgs& args) {
           return workspace(args, nullptr).floats * static_cast<long>(sizeof(float));
         },
     .keys =
         [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-           float* part, void* scratch) {
+           float* part, float* mask_sums, void* scratch) {
           return loop_keys<Products>(args, workspace(args, scratch), keys_per_tile(args), b,
-                                     key_head, begin, end, part);
-        },
-    .mask =
-        [](const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
-           void* scratch) {
-          return loop_mask<Products>(args, workspace(args, scratch), keys_per_tile(args), b, h,
-                                     tile, begin, end);
+                                     key_head, begin, end, part, mask_sums);
         }};
 
 }  // namespace

@@ -9,12 +9,15 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Divides queries evenly into blocks of at most max_rows rows.
+// Divides queries evenly into blocks of at most max_rows rows. Blocks begin at multiples of `unit`,
+// which divides max_rows.
 struct Cut {
-  long queries, blocks;
-  Cut(const AttentionBackwardArgs& args, long b, long max_rows)
-      : queries(query_count(args, b)), blocks((queries + max_rows - 1) / max_rows) {}
-  long first(long index) const { return queries * index / blocks; }
+  long queries, blocks, unit;
+  Cut(const AttentionBackwardArgs& args, long b, long max_rows, long unit_rows)
+      : queries(query_count(args, b)),
+        blocks((queries + max_rows - 1) / max_rows),
+        unit(unit_rows) {}
+  long first(long index) const { return min(queries, round_up(queries * index / blocks, unit)); }
 };
 
 // A tile of keys of one key head.
@@ -22,17 +25,16 @@ struct KeyRange {
   long b, key_head, start, count, rows;  // the first `count` of its rows are within the key length
 };
 
-// Calls f(block_mask, count) for the blocks [begin, end) of queries of a head that attend to the
-// tile, i.e. to the first `count` of its keys.
+// Calls f(block_mask, count) for the blocks of queries of a head that attend to the tile, i.e. to
+// the first `count` of its keys.
 template <class F>
-void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long max_rows,
-                long begin, long end, float* bias, const F& f) {
-  const Cut cut(args, tile.b, max_rows);
-  for (long index = begin; index < min(end, cut.blocks); ++index) {
+void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, const Cut& cut,
+                float* bias, const F& f) {
+  for (long index = 0; index < cut.blocks; ++index) {
     const long first = cut.first(index), rows = cut.first(index + 1) - first;
     const long stop = tile.start + tile.count;
     const long limit = args.causal ? min(stop, first + rows) : stop;
-    if (limit <= tile.start) continue;
+    if (rows == 0 || limit <= tile.start) continue;
     const BlockMask block_mask{args, tile.b, head, first, rows, limit, bias};
     const long unmasked = block_mask.unmasked(tile.start, limit - tile.start);
     if (unmasked > 0) f(block_mask, unmasked);
@@ -40,9 +42,10 @@ void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long he
 }
 
 // The sum of W dW over a row of the given probabilities, numbered over (B, H, T).
-inline float weights_delta(const AttentionBackwardArgs& args, long row) {
-  const float* w = args.weights + row * args.keys;
-  const float* dw = args.grad_weights + row * args.keys;
+template <class T>
+float weights_delta(const AttentionBackwardArgs& args, long row) {
+  const T* w = static_cast<const T*>(args.weights) + row * args.keys;
+  const T* dw = static_cast<const T*>(args.grad_weights) + row * args.keys;
   Vec sum = zero();
   for (long s = 0; s < args.keys; s += kLanes) {
     const long here = min(kLanes, args.keys - s);
@@ -51,6 +54,13 @@ inline float weights_delta(const AttentionBackwardArgs& args, long row) {
     sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
   }
   return reduce_add(sum);
+}
+
+// The gradient of the returned probability of a row, numbered over (B, H, T), and a key.
+template <class T>
+float grad_weight(const AttentionBackwardArgs& args, long row, long key) {
+  if (args.grad_weights == nullptr) return 0.0f;
+  return load_one(static_cast<const T*>(args.grad_weights) + row * args.keys + key);
 }
 
 template <class T>
@@ -82,7 +92,7 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
   const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
   const auto slope_of = [&](long s) {
     const T* v = row_at<T>(args.value, args.key_starts, args.value_stride, b, key_head, s);
-    return sum_of_products(grad, v, args.value_size);
+    return sum_of_products(grad, v, args.value_size) + grad_weight<T>(args, at, s);
   };
   const float own = slope_of(key) * factor;
   float sum = 0.0f;
@@ -130,7 +140,7 @@ float dominant_slope(const AttentionBackwardArgs& args, float probability, long 
   if (args.dominant != kDominantInFloat) return slope * 0.0f;  // keeps NaN
   if (args.grad_weights != nullptr) {
     const long at = (b * args.heads + head) * args.queries + query;
-    slope += args.grad_weights[at * args.keys + key] * factor - weights_delta(args, at);
+    slope += grad_weight<T>(args, at, key) * factor - weights_delta<T>(args, at);
   }
   return slope;
 }
@@ -164,62 +174,22 @@ inline void write_dq(const float* sums, long sum_stride, long rows, long n, floa
   }
 }
 
-// See AttentionBackwardKernels::keys. Kind has a Workspace, query_rows(args), the maximum rows of a
-// block, and
-//
-//   Tile(args, work, range)         pack(); write(), for dK and dV
-//   Block(args, work, block_mask)   pass(tile, count), for P, dS, dK and dV;
-//                                   accumulate_dq(tile, count, to, stride, accumulate)
-//
-// Returns false once pack() or pass() does: an operand is out of range of the products.
-template <class Kind>
-bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
-               long b, long key_head, long begin, long end, float* part) {
-  const long group = args.heads / args.key_heads, queries = query_count(args, b);
-  const bool wants_query = args.grad_query != nullptr;
-  const QueryRows out =
-      wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
-  const long keys = min(end, key_count(args, b)), limit = key_limit(args, b);
-  // Once even without keys, for dQ.
-  for (long start = begin; start == begin || start < keys; start += step) {
-    const long rows = max(0, min(step, keys - start));
-    const KeyRange range{b, key_head, start, max(0, min(rows, limit - start)), rows};
-    typename Kind::Tile tile(args, work, range);
-    if (range.count > 0 && !tile.pack()) return false;
-    bool did = true;
-    for (long h = 0; h < group; ++h) {
-      float* to = wants_query ? out.data + h * out.head_stride : nullptr;
-      long written = 0;  // rows of dQ written so far
-      // The first tile writes all rows, the others accumulate.
-      const auto clear_to = [&](long end_row) {
-        for (; written < end_row && start == begin; ++written)
-          clear(to + written * out.stride, args.size);
-      };
-      if (range.count > 0)
-        each_block(args, range, key_head * group + h, Kind::query_rows(args), 0, queries, work.bias,
-                   [&](const BlockMask& block_mask, long count) {
-                     if (!did) return;
-                     typename Kind::Block block(args, work, block_mask);
-                     did = block.pass(tile, count);
-                     if (!did || !wants_query) return;
-                     clear_to(block_mask.first);
-                     block.accumulate_dq(tile, count, to + block_mask.first * out.stride,
-                                         out.stride, start != begin);
-                     written = block_mask.first + block_mask.rows;
-                   });
-      if (!did) return false;
-      if (wants_query) clear_to(queries);
-    }
-    tile.write();
-  }
-  return true;
-}
-
-// Accumulates the gradient of a mask for one of its batch elements and heads.
+// Sums for the gradient of a mask, for one batch element and head.
 struct MaskSums {
-  float* first;
+  float* first;    // nullptr if not wanted
   long stride;     // between queries; 0 if broadcast over queries
   bool by_column;  // false if broadcast over keys
+
+  MaskSums(const AttentionBackwardArgs& args, float* sums, long b, long head)
+      : first(sums), stride(0), by_column(args.mask_size[3] > 1) {
+    if (sums == nullptr) return;
+    const long* size = args.mask_size;
+    first += ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? head : 0)) * size[2] * size[3];
+    stride = size[2] > 1 ? size[3] : 0;
+  }
+
+  // All rows of a block have the same destination: they are summed first.
+  bool by_block() const { return stride == 0 && by_column; }
 
   // Adds `count` values of query `row` for the keys from `start` on.
   void add(long row, long start, const float* ds, long count) const {
@@ -238,38 +208,55 @@ struct MaskSums {
   }
 };
 
-// See AttentionBackwardKernels::mask. Kind is as for loop_keys(), and has
+// See AttentionBackwardKernels::keys. Kind has a Workspace, kQueryRows, the maximum rows of a
+// block, kQueryUnit, of which their first rows are multiples, and
 //
-//   Mask(args, work, block_mask)    pass(tile, count, sums), which adds the block's dS to the sums
+//   Tile(args, work, range)         pack(); write(), for dK and dV
+//   Block(args, work, block_mask)   pass(tile, count, sums), for P, dS, dK, dV and the mask's sums;
+//                                   accumulate_dq(tile, count, to, stride, accumulate)
 //
-// Returns false once pack() or pass() does.
+// Returns false once pack() or pass() does: an operand is out of range of the products.
 template <class Kind>
-bool loop_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
-               long mask_b, long mask_h, long tile, long begin, long end) {
-  const long* size = args.mask_size;
-  const long group = args.heads / args.key_heads;
-  const MaskSums sums{args.grad_mask + (mask_b * size[1] + mask_h) * size[2] * size[3],
-                      size[2] > 1 ? size[3] : 0, size[3] > 1};
-  const long first_b = size[0] > 1 ? mask_b : 0, last_b = size[0] > 1 ? mask_b + 1 : args.batch;
-  const long first_h = size[1] > 1 ? mask_h : 0, last_h = size[1] > 1 ? mask_h + 1 : args.heads;
-  bool did = true;
-  for (long b = first_b; b < last_b; ++b) {
-    const long limit = key_limit(args, b);
-    const long first = sums.by_column ? tile * step : 0;
-    const long stop = sums.by_column ? min(limit, first + step) : limit;
-    for (long start = first; start < stop; start += step) {
-      const long rows = min(step, stop - start);
-      for (long h = first_h; h < last_h; ++h) {
-        typename Kind::Tile keys(args, work, {b, h / group, start, rows, rows});
-        if (!keys.pack()) return false;
-        each_block(args, keys, h, Kind::query_rows(args), begin, end, work.bias,
-                   [&](const BlockMask& block_mask, long count) {
-                     did =
-                         did && typename Kind::Mask(args, work, block_mask).pass(keys, count, sums);
-                   });
-        if (!did) return false;
-      }
+bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+               long b, long key_head, long begin, long end, float* part, float* mask_sums) {
+  const long group = args.heads / args.key_heads, queries = query_count(args, b);
+  const bool wants_query = args.grad_query != nullptr;
+  const QueryRows out =
+      wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
+  const long keys = min(end, key_count(args, b)), limit = key_limit(args, b);
+  const Cut cut(args, b, Kind::kQueryRows, Kind::kQueryUnit);
+  // Once even without keys, for dQ.
+  for (long start = begin; start == begin || start < keys; start += step) {
+    const long rows = max(0, min(step, keys - start));
+    const KeyRange range{b, key_head, start, max(0, min(rows, limit - start)), rows};
+    typename Kind::Tile tile(args, work, range);
+    if (range.count > 0 && !tile.pack()) return false;
+    bool did = true;
+    for (long h = 0; h < group; ++h) {
+      float* to = wants_query ? out.data + h * out.head_stride : nullptr;
+      long written = 0;  // rows of dQ written so far
+      // The first tile writes all rows, the others accumulate.
+      const auto clear_to = [&](long end_row) {
+        for (; written < end_row && start == begin; ++written)
+          clear(to + written * out.stride, args.size);
+      };
+      const long head = key_head * group + h;
+      const MaskSums sums(args, mask_sums, b, head);
+      if (range.count > 0)
+        each_block(args, range, head, cut, work.bias, [&](const BlockMask& block_mask, long count) {
+          if (!did) return;
+          typename Kind::Block block(args, work, block_mask);
+          did = block.pass(tile, count, sums);
+          if (!did || !wants_query) return;
+          clear_to(block_mask.first);
+          block.accumulate_dq(tile, count, to + block_mask.first * out.stride, out.stride,
+                              start != begin);
+          written = block_mask.first + block_mask.rows;
+        });
+      if (!did) return false;
+      if (wants_query) clear_to(queries);
     }
+    tile.write();
   }
   return true;
 }
