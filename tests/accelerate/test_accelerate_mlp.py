@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import linecache
 import pickle
@@ -356,7 +357,7 @@ MORE = {
 def _written(body: str, head: str = "def forward(self, x):") -> type:
     """A network with this forward, whose source can be read."""
     source = f"{head}\n{textwrap.indent(textwrap.dedent(body), '    ')}"
-    file, names = f"<{source}>", {"torch": torch, "twice": lambda x: 2 * x}
+    file, names = f"<{source}>", {"torch": torch, "F": F, "twice": lambda x: 2 * x}
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), names)
     return type("Written", (Modules,), {"forward": names["forward"]})
@@ -447,3 +448,87 @@ def test_verify_and_filter() -> None:
     report = accelerate(model, filter_fn=lambda module, name: name != "0")
     assert report["0"].reason == "filter_fn excludes it"
     assert "0.1" in {entry.name for entry in report.swapped}
+
+
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+_READ = "return self.w_out(F.relu(self.w_in(x)))"
+
+
+def _edited(kind: type) -> None:
+    """The file now has another activation; the code in memory is as it was."""
+    (lines,) = (entry[2] for name, entry in linecache.cache.items() if _READ in name)
+    lines[-1] = lines[-1].replace("relu", "gelu")
+
+
+def _wrapped(kind: type) -> None:
+    inner = kind.forward
+
+    @functools.wraps(inner)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return 2 * inner(self, x)
+
+    kind.forward = forward
+
+
+#: Changes of a class, after which its source is not that of its forward.
+STALE = {
+    "edited file": _edited,
+    "wrapped": _wrapped,
+    "other code": lambda kind: setattr(kind.forward, "__code__", Functions.forward.__code__),
+    "other method": lambda kind: setattr(kind, "forward", lambda self, x: self.w_in(x)),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", STALE)
+def test_code_in_memory_counts(name: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the class changes before `accelerate` or after it."""
+    monkeypatch.setattr(linecache, "checkcache", lambda *_: None)
+    kind = _written(_READ)
+    theirs = kind(nn.GELU())
+    theirs.fc1, theirs.fc2, theirs.activation = theirs.w_in, nn.Linear(H, M), _silu
+    ours = copy.deepcopy(theirs)
+    if first:
+        STALE[name](kind)
+        accelerate(ours)
+        assert type(ours) is kind
+    else:
+        assert accelerate(ours)[""].now == FEED_FORWARD
+        STALE[name](kind)
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+
+
+def test_variables_of_an_outer_function_are_not_globals() -> None:
+    relu = F.gelu
+
+    class Local(Modules):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w_out(relu(self.w_in(x)))
+
+    Local.forward.__globals__["relu"] = F.relu
+    try:
+        ours = copy.deepcopy(theirs := Local(nn.Identity()))
+        accelerate(ours)
+    finally:
+        del Local.forward.__globals__["relu"]
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
+
+
+def test_a_slice_of_a_sequential() -> None:
+    ours, theirs = _pair(sequential)
+    for cut in (slice(3), slice(1, 5), slice(4, None)):
+        part = ours[cut]
+        again = pickle.loads(pickle.dumps(part))
+        assert type(again) is nn.Sequential
+        assert_same_numbers(
+            again, theirs[cut], (torch.randn(4, part[0].weight.shape[-1]),), {}, True
+        )
+        copied = copy.deepcopy(part)
+        for one in (part, copied):
+            assert "" in restore(one)
+            assert type(one) is nn.Sequential
+            assert restore(one) == []
+    assert type(ours) is not nn.Sequential

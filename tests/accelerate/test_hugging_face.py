@@ -539,6 +539,28 @@ class Asking(qwen3.Qwen3ForCausalLM):
         raise AssertionError
 
 
+#: Code, and whether it compares something with 'sdpa'.
+COMPARING = {
+    "x.name == 'sdpa'": True,
+    "'sdpa' != x.name": True,
+    "x in ('eager', 'sdpa')": True,
+    "[y for y in x if y in {'sdpa', 'eager'}]": True,
+    "f(x, name='sdpa') == 3": False,
+    "{'eager': 1, 'sdpa': 2}[x.name]": False,
+    "x.name == 'eager' or f('sdpa')": False,
+    "x == 'a sentence about sdpa'": False,
+}
+
+
+@pytest.mark.parametrize("code", COMPARING)
+def test_comparisons_with_sdpa_are_found_in_the_code(code: str) -> None:
+    function = eval(f"lambda self, x, f=print: {code}")
+    kind = type("Kind", (), {"plain": function, "read": property(function)})
+    for name in ("plain", "read"):
+        (found,) = hugging_face._codes(vars(kind)[name])
+        assert hugging_face._compares_with_sdpa(found) is COMPARING[code]
+
+
 def test_models_that_ask_for_their_attention_by_name() -> None:
     model = Asking(transformers.Qwen3Config(**_DECODER))
     report = accelerate(model)

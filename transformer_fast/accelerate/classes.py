@@ -172,7 +172,9 @@ def subclass(
     if key not in _subclasses:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
         try:
-            _subclasses[key] = type(theirs.__name__, bases, {**names, **attributes})
+            made = type(theirs.__name__, bases, {**names, **attributes})
+            setattr(made, RECORD, (theirs, made))
+            _subclasses[key] = made
         except Exception as error:  # of the user's metaclass or __init_subclass__
             return f"{theirs.__name__} cannot be subclassed: {error}"
     return _subclasses[key]

@@ -7,14 +7,13 @@ hooked, replaced or parametrised modules inside are called.
 
 from __future__ import annotations
 
-import ast
+import dis
 import inspect
-import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -199,29 +198,43 @@ def _why_not(model: torch.nn.Module) -> str | None:
     if any(found.get("sdpa") is not sdpa_attention_forward for found in _registries(model)):
         return "what is registered as its attention 'sdpa' is not transformers' own"
     for kind in _classes(model):
-        if kind.__name__ in _asking_for_sdpa(kind.__module__):
+        if any(
+            _compares_with_sdpa(code) for value in vars(kind).values() for code in _codes(value)
+        ):
             return f"{kind.__name__} treats 'sdpa' differently from other names of attention"
     return None
 
 
-@cache
-def _asking_for_sdpa(code: str) -> frozenset[str]:
-    """The classes in a Python module that compare something with the name."""
-    try:
-        source = inspect.getsource(sys.modules[code])
-    except (KeyError, OSError, TypeError):
-        return frozenset()
-    if re.search("[\"']sdpa[\"']", source) is None:
-        return frozenset()
-    return frozenset(
-        kind.name
-        for kind in ast.walk(ast.parse(source))
-        if isinstance(kind, ast.ClassDef)
-        for node in ast.walk(kind)
-        if isinstance(node, ast.Compare)
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and part.value == "sdpa"
-    )
+def _codes(value: Any) -> Iterator[CodeType]:
+    """The code of an attribute of a class: of a method of any kind, or a property."""
+    for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget"))):
+        while function is not None:
+            if isinstance(code := getattr(function, "__code__", None), CodeType):
+                yield code
+            function = getattr(function, "__wrapped__", None)
+
+
+def _compares_with_sdpa(code: CodeType) -> bool:
+    """True if the function, or one inside of it, compares something with the name."""
+    inner = any(_compares_with_sdpa(c) for c in code.co_consts if isinstance(c, CodeType))
+    return inner or (any(map(_is_sdpa, code.co_consts)) and _has_comparison(code))
+
+
+def _is_sdpa(constant: Any) -> bool:
+    several = isinstance(constant, (tuple, frozenset))
+    return "sdpa" in constant if several else constant == "sdpa"
+
+
+def _has_comparison(code: CodeType) -> bool:
+    is_loaded = False
+    for step in dis.get_instructions(code):
+        if step.opname in ("COMPARE_OP", "CONTAINS_OP") and is_loaded:
+            return True
+        if step.opname.startswith("LOAD_CONST"):
+            is_loaded = is_loaded or _is_sdpa(step.argval)
+        elif not step.opname.startswith(("LOAD_", "CACHE", "EXTENDED_ARG", "PUSH_NULL")):
+            is_loaded = False  # stored, or the argument of a call
+    return False
 
 
 #: The name of our attention.

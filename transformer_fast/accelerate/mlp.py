@@ -1,10 +1,13 @@
 """Feed-forward networks in modules of any class, found by reading the source of their forward.
 
-Gated ones (SwiGLU) keep their own forward. Each Linear inside is swapped, and fusing the activation into
-the first was measured to gain no more than 1% over that.
+The source counts only if it compiles to the code that runs: files change after they are imported, and
+methods are replaced. One call in place of two linear layers and an activation, each replaced, takes
+up to 22 % less time (4 to 13 % in inference, 0 to 9 % in training at 512 features and 2048 hidden).
+Gated networks (SwiGLU) keep their own forward; there the gain was at most 1 %.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import inspect
@@ -43,6 +46,9 @@ class FeedForward(FusedLayer):
     """A feed-forward network; where it cannot be fused, its own forward runs."""
 
     _network: Network
+    #: The class whose forward was read, and the code of it.
+    _theirs: type[torch.nn.Module]
+    _code: types.CodeType
     #: The name of forward's argument, and how many children there are: containers may get more.
     _input: str
     _count: int
@@ -55,6 +61,7 @@ class FeedForward(FusedLayer):
             len(args) + len(kwargs) != 1
             or not isinstance(x, Tensor)
             or is_torchs(x)
+            or getattr(self._theirs.forward, "__code__", None) is not self._code
             or len(modules) != self._count
             or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)
             or None in map(modules.get, (*net.starts, *net.ends))
@@ -162,8 +169,9 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     if reason is not None:
         return reason
     made = classes.subclass(
-        kind, (FeedForward, kind), _network=net, _input=parameters[0].name,
-        _count=len(module._modules), __signature__=inspect.signature(kind),
+        kind, (FeedForward, kind), _network=net, _theirs=kind, _code=kind.forward.__code__,
+        _input=parameters[0].name, _count=len(module._modules),
+        __signature__=inspect.signature(kind),
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
@@ -178,8 +186,8 @@ def _read(module: torch.nn.Module) -> Network | None:
     if type(module).forward is not torch.nn.Sequential.forward:
         try:
             steps = _Reader(module).steps()
-        except (_UnknownError, OSError, TypeError):  # no source, or more in it than calls
-            return None
+        except (_UnknownError, OSError, TypeError, SyntaxError, ValueError):
+            return None  # no source of the method, or more in it than calls
     children = module._modules
 
     def take(test: Callable[[Any], bool]) -> Iterator[str]:
@@ -205,13 +213,31 @@ class _UnknownError(Exception):
     """Forward does something that is not read."""
 
 
+def _compiles_to(tree: ast.Module, code: types.CodeType) -> bool:
+    """True if the one function in ``tree`` has this code. Positions in the file may differ."""
+    features = (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+    flags = code.co_flags & sum(features)
+    compiled = compile(tree, code.co_filename, "exec", flags, dont_inherit=True).co_consts
+    found = (c for c in compiled if isinstance(c, types.CodeType) and c.co_name == code.co_name)
+    return any(map(_meaning(code).__eq__, map(_meaning, found)))
+
+
+def _meaning(code: types.CodeType) -> tuple[object, ...]:
+    """What a function without inner functions does."""
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, repr(code.co_consts), *names, code.co_argcount
+
+
 class _Reader:
     """Reads a forward that only calls children and functions, one on the result of another."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, forward = module, type(module).forward
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        (function,) = tree.body
         if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            raise _UnknownError
+        if not _compiles_to(tree, forward.__code__):  # type: ignore[attr-defined]
             raise _UnknownError
         self.globals: dict[str, Any] = forward.__globals__  # type: ignore[attr-defined]
         self.self, input = (argument.arg for argument in function.args.args)

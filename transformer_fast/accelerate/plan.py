@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..nn.drop_in import RECORD
+from ..nn.drop_in import recorded_classes
 from . import classes, hugging_face, mlp
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts
@@ -23,9 +23,9 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     attention = hugging_face.recorded(name, module)
     if attention is not None:
         found.append(attention)
-    classes = module.__dict__.get(RECORD)
-    if classes is not None:
-        found.append(ClassChange(name, module, *classes))
+    changed = recorded_classes(module)
+    if changed is not None:
+        found.append(ClassChange(name, module, *changed))
     return found
 
 
@@ -127,7 +127,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     for module in _modules(model):  # parents before children
         if module in left:
             ours -= set(_modules(module))
-        elif classes.is_ours(module) or RECORD in module.__dict__:
+        elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # It calls those of unknown classes.
             ours |= {module, *(child for child in inner if _package(child) in _SILENT)}

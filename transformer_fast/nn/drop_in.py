@@ -14,8 +14,19 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _native, dispatch
 
-#: The attribute that holds the class the module had before, and the one it was given.
+#: The attribute that holds the class the module had before, and the one it was given. Instances hold
+#: it, and so do classes that exist for `accelerate` alone.
 RECORD = "_classes_of_accelerate"
+
+
+def recorded_classes(module: torch.nn.Module) -> tuple[type, type] | None:
+    """The class that `accelerate` replaced and its replacement, or None if it did not.
+
+    The class's own record is that of modules made by ``type(module)(...)``, such as a slice of a
+    Sequential, which `accelerate` has not seen.
+    """
+    record: tuple[type, type] | None = module.__dict__.get(RECORD)
+    return type(module).__dict__.get(RECORD) if record is None else record
 
 
 class DropIn(torch.nn.Module):
@@ -27,7 +38,7 @@ class DropIn(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        record = self.__dict__.get(RECORD)
+        record = recorded_classes(self)
         if record is None or reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
             return reduced
         state = reduced[2]
