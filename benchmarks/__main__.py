@@ -13,7 +13,7 @@ from pathlib import Path
 from transformer_fast import _native
 from transformer_fast._version import __version__
 from transformer_fast.cli import form
-from transformer_fast.cli.compare import DTYPES, add_work, device_of, run, show
+from transformer_fast.cli.compare import DTYPES, OneOrMore, add_work, device_of, run, show
 from transformer_fast.cli.console import output, until_interrupted
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
@@ -49,14 +49,14 @@ def add_arguments(
     """``kind``: the end of the file's name; ``plan``: that of a run that names none."""
     names = list(suites)
     parser.add_argument(
-        "--suite", nargs="+", type=str.lower, choices=names, default=names, metavar="SUITE",
-        help=f"of: {'; '.join(names)} (all)",
+        "--suite", action=OneOrMore, choices=names, default=names, metavar="SUITE",
+        help=f"one or more of: {'; '.join(names)} (default: all of them)",
     )  # fmt: skip
     add_work(parser, OPS)
     parser.set_defaults(suites=suites, kind=kind, plan=plan, device="cpu", backend=list(BACKENDS))
     parser.add_argument(
         "--peer", nargs="*", default=None,
-        help="peers by their names in benchmarks/peers.py; none: --peer without a name (all)",
+        help="peers by their names in benchmarks/peers.py; none: --peer without a name (default: all)",
     )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")
@@ -106,7 +106,7 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     for name in options.suite:
         full = not scope.quick
         work = [*options.suites[name](scope)]
-        rows, _ = run(work, scope.plan, probe_before=full, memory=full)
+        rows, remarks = run(work, scope.plan, probe_before=full, memory=full)
         if not rows:
             continue
         console.rule(name)
@@ -115,10 +115,12 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             rows,
             {
                 "Failed": form.failures(rows),
-                "Not run by a kernel of ours": form.fallbacks(rows),
+                "Not run by a kernel of ours": remarks,
                 "Not measured": form.absent(rows),
             },
         )
+        if (busy := form.busy(rows)) is not None:
+            console.print(f"\n{busy}", style="yellow")
         failed += sum(row.failed for row in rows)
         if path is not None:
             plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}

@@ -31,6 +31,7 @@ from benchmarks.__main__ import SCALING, SUITES, main
 from benchmarks.peers import PEERS, Remote
 from benchmarks.suites import Scope, lengths, models, ops, third_party
 from transformer_fast import _native
+from transformer_fast.cli import form
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
@@ -163,6 +164,7 @@ def test_threads_are_put_back_after_each_point(two_threads):
 def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "QUICK", FAST)
     monkeypatch.setattr(ops, "_QUICK_FLOPS", 1e6)
+    monkeypatch.setattr(form, "fallbacks", lambda case: [f"why {case.op} runs on another backend"])
     path = tmp_path / "m.json"
     options = ["--quick", "--suite", "overhead", "backward", "--op", "layer_norm", "--peer"]
     assert main([*options, "--json", str(path)]) == 0
@@ -173,7 +175,9 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
         timed = {one.candidate for one in suite["rows"] if one.time is not None}
         assert {"reference", "torch"} <= timed
         assert any(one.chosen and one.time for one in suite["rows"])
-    assert f"written to {path}" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"written to {path}" in shown
+    assert "Not run by a kernel of ours - why layer_norm runs" in shown
 
 
 def test_the_suite_runs_under_pytest_benchmark(tmp_path):

@@ -25,6 +25,7 @@ from transformer_fast.measure.benchmark_case import BenchmarkCase, Candidate, Ro
 from transformer_fast.measure.cases import op_case
 from transformer_fast.measure.clock import Plan, alternate, speed_up, summarise
 from transformer_fast.specs import OPS
+from transformer_fast.testing import call_of
 from transformer_fast.testing.parity import truth_of
 
 pytestmark = pytest.mark.thorough
@@ -471,7 +472,9 @@ def test_an_unknown_or_refusing_backend_is_a_row_with_its_reason():
     reasons = {c.name: c.reason for c in benchmark_case.candidates if c.run is None}
     assert "it supports cuda tensors, and these are on cpu" in str(reasons["cuda"])
     assert "drops other elements" in str(reasons["torch"])
-    assert benchmark_case.chosen == calls.chosen("attention", inputs[0][0])
+    explained = dispatch.explain_call(call_of("attention", inputs[0][0]))
+    assert benchmark_case.chosen == explained.backend
+    assert benchmark_case.inside == {("attention", explained.backend): explained.reasons}
 
 
 def test_a_reference_that_was_lucky_gets_a_second_look():

@@ -60,27 +60,44 @@ _BATCHES, _SIZE, _LONGEST = 2, 8, 256
 _MODEL_LONGEST = 160
 
 
+class OneOrMore(argparse.Action):
+    """Stores the values of an option that takes several; 'all' stands for every choice."""
+
+    def __init__(self, *, choices: Sequence[str], **options: Any) -> None:
+        super().__init__(
+            nargs="+",
+            choices=[*choices, "all"],
+            metavar=options.pop("metavar"),
+            type=str.lower,
+            **options,
+        )
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        every = [name for name in self.choices or () if name != "all"]
+        setattr(namespace, self.dest, every if "all" in values else values)
+
+
 def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
     """What is run, and on what; ``more``: to be said of no device."""
     parser.add_argument(
-        "--op", nargs="+", type=str.lower, choices=ops, default=list(ops), metavar="OP",
-        help=f"of: {', '.join(ops)} (all)",
+        "--op", action=OneOrMore, choices=ops, default=list(ops), metavar="OP",
+        help=f"one or more of: {', '.join(ops)} (default: all of them)",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", nargs="+", type=str.lower, choices=BACKENDS, metavar="BACKEND",
-        help=f"backends that get a row, of: {', '.join(BACKENDS)} (all that take the call)",
+        "--backend", action=OneOrMore, choices=BACKENDS, metavar="BACKEND",
+        help=f"one or more of: {', '.join(BACKENDS)} (default: all that support the call)",
     )  # fmt: skip
-    told = f"a torch device, like cpu or cuda:0 (cpu{more})"
+    told = f"a PyTorch device, such as cpu or cuda:0 (default: cpu{more})"
     parser.add_argument("--device", type=str.lower, help=told)
     parser.add_argument(
         "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
-        help=f"one of: {', '.join(DTYPES)} (float32)",
+        help=f"one of: {', '.join(DTYPES)} (default: float32)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's number)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu = ", and then the kernels of a GPU, if there is one, on calls of their own"
+    gpu = ", then the kernels of a GPU, if there is one, on calls of their own"
     add_work(parser, COMPARED, gpu)
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds and less text, no GPU kernels"
@@ -90,9 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-proof", action="store_true",
-        help="only show what was found about GPU kernels (measured, in "
-        f"{SHORT_DURATION}, unless --device, --backend or --quick is given); otherwise those that "
-        "are right and faster run from then on",
+        help="do not save the GPU results. By default, GPU kernels found to be correct and faster "
+        f"are used from then on ({SHORT_DURATION}; skipped with --device, --backend or --quick)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
@@ -161,7 +177,7 @@ def text_cases(
 def run(
     work: Sequence[tuple[str, Callable[[], BenchmarkCase]]], plan: Plan, **options: bool
 ) -> tuple[list[Row], list[str]]:
-    """Makes and runs benchmark cases: their rows, and notes on what ran inside modules.
+    """Makes and runs benchmark cases: their rows, and notes on what ran on no kernel of ours.
 
     ``options``: those of `run_case`. Cases may set the number of threads.
     """
@@ -174,7 +190,7 @@ def run(
             bar.update(task, description=label)
             case = make()
             rows += run_case(case, plan, **options)
-            remarks += form.inside(case.op, case.inside)
+            remarks += form.fallbacks(case)
             torch.set_num_threads(threads)
             bar.advance(task)
     return rows, remarks
@@ -229,7 +245,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         "Failed": form.failures(rows),
         "Not finished": measured.problem_lines(),
         "GPU kernels": gpu_remarks(measured, kept) if on_gpu else [],
-        "Not run by a kernel of ours": [*form.fallbacks(rows), *remarks],
+        "Not run by a kernel of ours": remarks,
         "Not measured": form.absent(rows),
     }
     if (reason := why_no_roof(device)) is not None:
@@ -243,14 +259,15 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     show(console, rows, sections, ["", *form.LEGEND])
     if options.json is not None:
         _write(options, about, rows, sections)
+    if (busy := form.busy(rows)) is not None:
+        console.print(f"\n{busy}", style="yellow")
     if measured.interrupted:
         raise KeyboardInterrupt
     wrong = _verdict(rows, options)
     if wrong is None and measured.crashed:
         wrong = f"GPU kernels crashed: {', '.join(measured.crashed)}"
     if wrong is None:
-        checked = sum(row.ok is not None and row.ours for row in rows)
-        console.print(f"\nall {checked} results are within the error budget", style="bold green")
+        console.print(f"\n{form.summary(rows)}", style="bold green")
         return 0
     console.print(f"\n{wrong}", style="bold red")
     return 1

@@ -4,14 +4,13 @@ run on a kernel of ours."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
-from ..measure.benchmark_case import Row
+from .. import dispatch
+from ..measure.benchmark_case import BenchmarkCase, Row
 from ..measure.clock import Ratio, Summary
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -69,10 +68,7 @@ def count(amount: int, noun: str, several: str | None = None) -> str:
     return f"{amount:,} {noun if amount == 1 else several or noun + 's'}"
 
 
-# The table: as wide as the terminal allows, nothing cut off at 100 columns.
-
-#: From this width on there is room for intervals and rates.
-WIDE = 140
+# The table.
 
 
 def _name(row: Row) -> Text:
@@ -101,55 +97,117 @@ def _rate(row: Row, amount: float) -> str:
     return rate(amount, row.time.median) if row.time and amount else ""
 
 
-_RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
-_DIM = {**_RIGHT, "style": "dim"}
-#: Of a column: its heading, whether only a wide table has it, how it is set, what is in it.
-_COLUMNS: tuple[tuple[str, bool, dict[str, Any], Callable[[Row], Text | str | None]], ...] = (
-    ("on", False, {"min_width": 9}, _name),
-    ("error", False, _RIGHT, lambda row: _parity(row, error(row.error))),
-    ("in refs", False, _RIGHT, lambda row: _parity(row, times(row.error_ratio))),
-    ("time", False, _RIGHT, _time),
-    ("quartiles", False, _RIGHT, lambda row: spread(row.time) if row.time else ""),
-    ("rounds", True, _RIGHT, lambda row: str(row.time.rounds) if row.time else ""),
-    ("vs ref", False, _RIGHT, lambda row: _speed(row.vs_reference)),
-    ("95 %", True, _DIM, lambda row: row.vs_reference and interval(*row.vs_reference[1:])),
-    ("vs torch", False, _RIGHT, lambda row: _speed(row.vs_torch)),
-    ("95 %", True, _DIM, lambda row: row.vs_torch and interval(*row.vs_torch[1:])),
-    ("Gflop/s", True, _RIGHT, lambda row: _rate(row, row.useful_flops)),
-    ("GB/s", True, _RIGHT, lambda row: _rate(row, row.bytes)),
-    ("roof", False, _RIGHT, lambda row: percent(row.roof_share)),
-    ("bound by", True, {"no_wrap": True}, lambda row: row.bound or ""),
+#: Of a column: its heading, what is in it, and its rank. Where the table is wider than the terminal,
+#: the columns of the highest rank are left out first; those of rank 0 always stay.
+_COLUMNS: tuple[tuple[str, int, Callable[[Row], Text | str | None]], ...] = (
+    ("on", 0, _name),
+    ("error", 2, lambda row: _parity(row, error(row.error))),
+    ("in refs", 0, lambda row: _parity(row, times(row.error_ratio))),
+    ("time", 0, _time),
+    ("quartiles", 1, lambda row: spread(row.time) if row.time else ""),
+    ("rounds", 3, lambda row: str(row.time.rounds) if row.time else ""),
+    ("vs ref", 0, lambda row: _speed(row.vs_reference)),
+    ("95 %", 3, lambda row: row.vs_reference and interval(*row.vs_reference[1:])),
+    ("vs torch", 0, lambda row: _speed(row.vs_torch)),
+    ("95 %", 3, lambda row: row.vs_torch and interval(*row.vs_torch[1:])),
+    ("Gflop/s", 3, lambda row: _rate(row, row.useful_flops)),
+    ("GB/s", 3, lambda row: _rate(row, row.bytes)),
+    ("roof", 0, lambda row: percent(row.roof_share)),
+    ("bound by", 3, lambda row: row.bound or ""),
 )
 
 
-def table(rows: Sequence[Row], width: int) -> Table:
-    """One line for each candidate that has figures, or whose result is wrong."""
-    columns = [column for column in _COLUMNS if width >= WIDE or not column[1]]
-    found = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
-    found.add_column("case", min_width=14)
-    for heading, _, options, _ in columns:
-        found.add_column(heading, **options)
-    op = case = None
-    for row in rows:
-        if row.time is None and not row.failed:
-            continue
+def _cell(value: Text | str | None) -> Text:
+    return value if isinstance(value, Text) else Text(value or "")
+
+
+def _widths(grid: Sequence[Sequence[Text]]) -> list[int]:
+    return [max(cell.cell_len for cell in column) for column in zip(*grid, strict=True)]
+
+
+def _layout(grid: Sequence[Sequence[Text]], width: int) -> tuple[list[int], str]:
+    """The columns that fit into ``width``, and the space between them: two characters, or one."""
+    widths, kept = _widths(grid), list(range(len(_COLUMNS)))
+    for highest in sorted({rank for _, rank, _ in _COLUMNS}, reverse=True):
+        kept = [column for column in kept if _COLUMNS[column][1] <= highest]
+        for gap in ("  ", " "):
+            needed = len(_INDENT) + sum(widths[i] for i in kept) + len(gap) * (len(kept) - 1)
+            if needed <= width:
+                return kept, gap
+    return kept, " "
+
+
+_INDENT = "  "
+
+
+def table(rows: Sequence[Row], width: int) -> Text:
+    """One line for each candidate that has figures, or whose result is wrong, below its case."""
+    shown = [row for row in rows if row.time is not None or row.failed]
+    grid = [[Text(heading, "bold") for heading, *_ in _COLUMNS]]
+    grid += [[_cell(content(row)) for *_, content in _COLUMNS] for row in shown]
+    kept, gap = _layout(grid, width)
+    widths = _widths(grid)
+
+    def line(cells: Sequence[Text]) -> Text:
+        found = Text(_INDENT)
+        for column in kept:
+            space = " " * (widths[column] - cells[column].cell_len)
+            parts = (cells[column], space) if column == 0 else (gap, space, cells[column])
+            found = Text.assemble(found, *parts)
+        found.rstrip()
+        return found
+
+    lines, op, case = [line(grid[0])], None, None
+    for row, cells in zip(shown, grid[1:], strict=True):
         if row.op != op:
-            if op is not None:
-                found.add_section()
-            found.add_row(Text(row.op, "bold cyan"))
-            op, case = row.op, None
-        cells = [cell(row) for *_, cell in columns]
-        found.add_row("  " + row.case if row.case != case else "", *cells)
-        case = row.case
-    return found
+            lines.append(Text())
+        if (row.op, row.case) != (op, case):
+            op, case = row.op, row.case
+            lines.append(Text.assemble((op, "bold cyan"), " ", case))
+        lines.append(line(cells))
+    return Text("\n").join(lines)
 
 
 LEGEND = (
-    "error: largest absolute error against fp64; in refs: in units of the reference's own error",
-    "time: median of all batches; vs ref, vs torch: speed-up over the reference, PyTorch's fastest",
+    "error: largest absolute error against fp64; in refs: relative to the reference's",
+    "time: median of all batches; quartiles: half of the samples lie between them",
+    "vs ref, vs torch: speed relative to the reference and to PyTorch's fastest",
     "roof: share of the roofline, from the measured arithmetic peak and bandwidth",
     "*: selected by the dispatcher",
 )
+
+#: The machine counts as busy if the quartiles of a typical row are further apart, relative to its time.
+_QUIET_SPREAD = 0.15
+
+
+def busy(rows: Iterable[Row]) -> str | None:
+    """Says that the times are uncertain, if quartiles lie far apart."""
+    spreads = [(row.time.high - row.time.low) / row.time.median for row in rows if row.time]
+    if not spreads or (typical := median(spreads)) <= _QUIET_SPREAD:
+        return None
+    return (
+        f"the machine is busy: the quartiles of a typical time are {percent(typical)} apart. "
+        "The results are checked all the same; for reliable times, run this on an idle machine"
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """'right in all 30; 1.1 to 3.1 times PyTorch; worst: attention causal, 1.10x'.
+
+    Only our results count, and of the speeds those of the candidates that the dispatcher selects.
+    """
+    checked = sum(row.ok is not None and row.ours for row in rows)
+    right = f"right in all {checked}" if checked != 1 else "right"
+    found = [(row.vs_torch.value, row) for row in rows if row.chosen and row.vs_torch]
+    if not found:
+        return right
+    (low, worst), (high, _) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
+    if len(found) == 1:
+        return f"{right}; {three_digits(low)} times PyTorch"
+    return (
+        f"{right}; {three_digits(low)} to {three_digits(high)} times PyTorch; "
+        f"worst: {worst.op} {worst.case}, {times(low)}"
+    )
 
 
 # Notes.
@@ -183,37 +241,27 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return [f"{row.op} {row.case} on {row.candidate}: {row.reason}" for row in rows if row.failed]
 
 
-def fallbacks(rows: Sequence[Row]) -> list[str]:
-    """Cases that run on the reference or on PyTorch's ops, with the reasons."""
-    lines = []
-    for row in rows:
-        if row.chosen and row.candidate in _FALLBACKS:
-            others = [
-                f"{other.candidate}: {other.reason}"
-                for other in rows
-                if (other.op, other.case) == (row.op, row.case)
-                and other.candidate not in _FALLBACKS
-                and other.reason
-            ]
-            because = f", because {'; '.join(others)}" if others else ""
-            lines.append(f"{row.op} {row.case} runs on '{row.candidate}'{because}")
-    return lines
+def fallbacks(case: BenchmarkCase) -> list[str]:
+    """Ops of a case that run on the reference or on PyTorch's, with the reasons; alike ones together.
 
-
-def inside(
-    module: str, reasons: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]
-) -> list[str]:
-    """The same for ops inside a module (what `calls.record` found), alike ones together."""
+    Reasons are those of the backends for the device of the case, if there are any.
+    """
+    device = case.device.type
     found: dict[tuple[str, str], list[str]] = {}
-    for (op, backend), against in reasons.items():
+    for (op, backend), against in case.inside.items():
         if backend in _FALLBACKS:
-            told = "; ".join(
-                f"{name}: {', '.join(why)}"
-                for name, why in against.items()
-                if why and name not in _FALLBACKS
-            )
+            able = {
+                kernel.backend
+                for kernel in dispatch.kernels(op)
+                if not kernel.devices or device in kernel.devices
+            }
+            reasons = {name: why for name, why in against.items() if why and name not in _FALLBACKS}
+            near = {name: why for name, why in reasons.items() if name in able}
+            told = "; ".join(f"{name}: {', '.join(why)}" for name, why in (near or reasons).items())
             found.setdefault((backend, told), []).append(op)
-    return [
-        f"{', '.join(ops)} in {module} run on '{backend}'" + (f", because {told}" if told else "")
-        for (backend, told), ops in found.items()
-    ]
+    lines = []
+    for (backend, told), ops in found.items():
+        own = ops == [case.op]
+        place = f"{case.op} {case.case} runs" if own else f"{', '.join(ops)} in {case.op} run"
+        lines.append(f"{place} on '{backend}'" + (f", because {told}" if told else ""))
+    return lines

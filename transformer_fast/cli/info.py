@@ -26,9 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kernels", nargs="*", type=int, choices=AHEAD, metavar="SM",
-        help="compile the Triton kernels ahead of time, without a GPU, for these compute "
-        f"capabilities of {', '.join(map(str, AHEAD))} (90), and show what they need of "
-        "one (minutes)",
+        help="compile the Triton kernels without a GPU and show the resources they use. SM: one "
+        f"or more of {', '.join(map(str, AHEAD))} (default: 90). Takes minutes",
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class BenchmarkCase:
     #: Names of the candidates that others are measured against.
     reference: str = "reference"
     torch: tuple[str, ...] = ("torch",)
-    #: For modules: the (op, backend) that the dispatcher chose inside, and why not the others.
+    #: The (op, backend) that the dispatcher chose, in modules for each op, and why not the others.
     inside: Mapping[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
 

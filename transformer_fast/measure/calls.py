@@ -1,4 +1,4 @@
-"""Which backend a call is dispatched to, and a recorder of the calls that ran."""
+"""A recorder of the kernel calls that ran, and calls forced on a backend."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from typing import Any
 from .. import dispatch, fast_path
 from ..dispatch import FUSED, OPS, Kernel
 from ..testing import call_of
-
-
-def chosen(op: str, arguments: tuple[Any, ...]) -> str | None:
-    """The backend that the dispatcher chooses; None if it refuses the call."""
-    return dispatch.explain_call(call_of(op, arguments)).backend
 
 
 @dataclass

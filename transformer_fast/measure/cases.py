@@ -38,7 +38,7 @@ from .accuracy import (
     unchecked,
 )
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
-from .calls import chosen, forced, record
+from .calls import forced, record
 
 #: Tokens are bytes; these two come after them.
 PADDING = 256
@@ -161,7 +161,8 @@ def op_case(
     spec = OPS[op]
     wanted = {*backends, "reference"} - {"torch"}
     candidates = [_op_on(op, name, first) for name in BACKENDS if name in wanted]
-    choice = chosen(op, first)
+    explanation = dispatch.explain_call(call_of(op, first))
+    choice = explanation.backend
     # The same op in both cases; as the dispatcher's choice it is held to our error budget.
     as_choice = choice == "torch"
     candidates.append(_op_on(op, "torch", first) if as_choice else _op_of_torch(op, first))
@@ -182,6 +183,7 @@ def op_case(
         device=leading.device,
         chosen=choice,
         torch=("torch", "torch.compile"),
+        inside={} if choice is None else {(op, choice): explanation.reasons},
     )
 
 
