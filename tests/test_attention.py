@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as TF
 from harness import (
     CPU,
     CUDA,
@@ -33,12 +34,14 @@ from harness import (
 )
 from ops.attention import draw, options, tensors
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_fast import _native
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
+from transformer_fast.reference.attention import empty_output
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import (
@@ -1136,3 +1139,102 @@ def test_what_is_beyond_the_longest_is_left_out(backend):
     kept = torch.cat([torch.arange(n) < 4 for n in ROWS]).to(whole.device)
     torch.testing.assert_close(part, whole.masked_fill(~kept[:, None, None], 0.0))
     assert whole[~kept].any()
+
+
+#: Memory orders of queries, and the calls whose results PyTorch lays out by other rules.
+ORDERS = ("bhtd", "bthd", "tbhd", "hbtd", "thbd", "bhdt")
+LAID_OUT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.ones(9, 11, dtype=torch.bool).tril(2)},
+    "trained mask": {"attn_mask": torch.zeros(9, 11, requires_grad=True)},
+    "dropout": {"dropout_p": 0.1},
+    "fewer key heads": {"h": 2, "enable_gqa": True},
+    "values of another size": {"dv": 5},
+    "keys transposed": {"keys": "bhdt"},
+    "no keys": {"s": 0},
+    "no queries": {"t": 0},
+    "no batch": {"b": 0},
+    "no channels": {"d": 0},
+    "one query": {"t": 1},
+    "odd channels": {"d": 13},
+    "large": {"t": 65, "s": 150, "d": 24},
+    "expanded": {"expand": True},
+    "three dimensions": {"lead": lambda x: x[0]},
+    "five dimensions": {"lead": lambda x: x[None]},
+}
+
+
+def in_order(order: str, **sizes: int) -> Tensor:
+    x = torch.randn([sizes[letter] for letter in order])
+    return x.permute([order.index(letter) for letter in "bhtd"])
+
+
+def laid_out_calls(name: str) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    call = LAID_OUT[name]
+    sizes = {
+        "b": 2,
+        "h": 4,
+        "t": 9,
+        "s": 11,
+        "d": 8,
+        **{k: v for k, v in call.items() if len(k) == 1},
+    }
+    b, t, s, d = (sizes[letter] for letter in "btsd")
+    given = {key: x for key, x in call.items() if key in ("attn_mask", "is_causal", "dropout_p",
+                                                         "enable_gqa")}  # fmt: skip
+    calls = []
+    for order in ORDERS:
+        query = in_order(order, b=b, h=4, t=t, d=d)
+        if "expand" in call:
+            query = query[:1].expand(b, -1, -1, -1)
+        key = in_order(call.get("keys", "bhtd"), b=b, h=sizes["h"], t=s, d=d)
+        value = in_order("bthd", b=b, h=sizes["h"], t=s, d=call.get("dv", d))
+        calls.append((list(map(call.get("lead", lambda x: x), (query, key, value))), given))
+    packed = torch.randn(2, 9, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    return [*calls, (list(packed), {})] if name == "plain" else calls
+
+
+def strides_of(x: Tensor) -> list[int]:
+    """Strides that matter: of dimensions of size 1 nothing is ever read."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_the_output_has_the_strides_of_pytorchs(backend, name):
+    """With and without gradients, and of fake tensors, whose strides compiled programs rely on."""
+    for (query, key, value), given in laid_out_calls(name):
+        for grad in (False, True):
+            q, k, v = (x.detach().requires_grad_(grad) for x in (query, key, value))
+            expected = TF.scaled_dot_product_attention(q, k, v, **given)
+            try:
+                found = F.scaled_dot_product_attention(q, k, v, **given, backend=backend)
+            except NotImplementedError as refusal:
+                pytest.skip(str(refusal))
+            assert strides_of(found) == strides_of(expected), (query.stride(), grad)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            q, k, v = (mode.from_tensor(x) for x in (query, key, value))
+            fake = F.scaled_dot_product_attention(q, k, v, **given, backend=backend)
+        assert strides_of(fake) == strides_of(expected), query.stride()
+
+
+@EVERY
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_kernels_lay_their_output_out_as_they_are_asked(backend, contiguous):
+    target = backend.of("attention")
+    for order, size in (("bthd", 8), ("tbhd", 8), ("bthd", 5)):
+        query, key = in_order(order, b=2, h=2, t=3, d=8), in_order("bhtd", b=2, h=2, t=4, d=8)
+        arguments = on(target, arrange(query, key, key[..., :size]))
+        query, key, value = arguments[:3]
+        output, _ = run(target, (*arguments[:11], None, None, contiguous))
+        assert output.stride() == empty_output(query, key, value, contiguous).stride()
+        torch.testing.assert_close(output, run(target, arguments)[0])
+
+
+def test_packed_sequences_lie_in_rows():
+    rows, starts = torch.randn(4, 2, 8), torch.tensor([0, 4])
+    for value in (rows, rows[..., :5]):
+        for p in (0.0, 0.1):
+            found = F.varlen_attn(rows, rows, value, starts, starts, 4, 4, dropout_p=p)
+            assert found.is_contiguous()

@@ -2,7 +2,8 @@
 
 PyTorch's autograd stays in charge: it asks an operator for the output and for the log-sum-exp of
 every row of scores, and its own backward works with them. Shapes and layouts are those of
-PyTorch's meta functions, on which compiled programs rely. Rows that see nothing have the
+PyTorch's meta functions, on which compiled programs rely; our kernels' outputs have that of the
+query, as theirs. Rows that see nothing have the
 log-sum-exp with which each backward gives them zeros.
 """
 
@@ -78,7 +79,7 @@ class Override:
         batch, heads, length = lse.shape
         rows = lse.new_empty((batch, length, heads)).transpose(1, 2).copy_(lse)
         # PyTorch has 0 for rows that see nothing: their weights are exp(-inf - 0) in backward.
-        return _laid_out_like(query, output), rows.masked_fill_(rows == -math.inf, 0.0)
+        return output, rows.masked_fill_(rows == -math.inf, 0.0)
 
     def _scaled_dot_product_flash_attention(
         self,
@@ -102,7 +103,7 @@ class Override:
         output, lse = attend(backend, query, key, value, None, is_causal, scale)
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return (
-            _laid_out_like(query, output), lse, None, None, query.shape[2], key.shape[2], state,
+            output, lse, None, None, query.shape[2], key.shape[2], state,
             state.new_zeros(()), query.new_empty(0),
         )  # fmt: skip
 
@@ -158,7 +159,7 @@ class Override:
         output, lse = attend(backend, query, key, value, attn_bias, is_causal, scale)
         rows = lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)
         return (
-            _laid_out_like(query, output), rows, None, None, query.shape[2], key.shape[2],
+            output, rows, None, None, query.shape[2], key.shape[2],
             *_no_dropout(query), None,
         )  # fmt: skip
 
@@ -253,11 +254,6 @@ def attend(
     )
     lse = LOG_SUM_EXP[backend](query, mask, scale, row_max, row_sum)
     return output, torch.where(row_sum == 0.0, -math.inf, lse)
-
-
-def _laid_out_like(query: Tensor, output: Tensor) -> Tensor:
-    promised = torch.empty_like(query)
-    return output if promised.stride() == output.stride() else promised.copy_(output)
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:

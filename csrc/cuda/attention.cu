@@ -35,6 +35,17 @@ Tensor like_heads(const Tensor& like, int64_t size) {
   return torch::stable::transpose(made, 1, 2);
 }
 
+// The output's memory, as reference.empty_output() lays it out.
+Tensor empty_output(const Tensor& query, const Tensor& key, const Tensor& value, bool contiguous) {
+  const int64_t size = value.size(3);
+  const bool unit_strides = query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1;
+  if (!contiguous && unit_strides && query.numel() > 0 && key.size(2) > 0) {
+    if (query.size(3) == size) return torch::stable::empty_like(query);
+    if (query.stride(1) < query.stride(2)) return like_heads(query, size);
+  }
+  return empty(query, {query.size(0), query.size(1), query.size(2), size});
+}
+
 // In memory as the tensor is, heads inside or outside rows.
 Tensor gradient_like(const Tensor& tensor, bool wanted) {
   if (!wanted) return empty(tensor, {0});
@@ -140,13 +151,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> lengths, bool causal, double scale, double dropout_p,
     std::optional<Tensor> seed, bool need_weights, std::optional<Tensor> query_lengths,
-    int64_t longest_queries, int64_t longest_keys) {
+    int64_t longest_queries, int64_t longest_keys, bool contiguous) {
   check_no_query_lengths(query_lengths, longest_queries, longest_keys);
   lengths = readable(lengths);
   AttentionForwardArgs args{};
   args.call = describe(query, key, value, mask, lengths, causal, scale, dropout_p, seed);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2);
-  Tensor output = like_heads(query, value.size(3));
+  Tensor output = empty_output(query, key, value, contiguous);
   Tensor weights =
       need_weights ? empty(query, {batch, heads, queries, key.size(2)}) : empty(query, {0});
   Tensor row_max = empty(query, {batch, heads, queries}, ScalarType::Float);

@@ -80,6 +80,27 @@ def test_attention(name: str) -> None:
     assert not {"softmax", "matmul", "bmm", "einsum", "baddbmm", "exp"} & set(report.others)
 
 
+def _with_views(q: Tensor, k: Tensor, v: Tensor, by_hand: bool) -> tuple[Tensor, Tensor]:
+    """One that PyTorch lays out like the query, and contiguous ones."""
+    if by_hand:
+        found = torch.softmax(q @ k.mT / 4, -1) @ v
+        other = torch.einsum("bhts,bhsd->bthd", torch.softmax(q @ k.mT / 2, -1), v)
+        return found.view(-1, *found.shape[2:]), other.transpose(1, 2).view(-1, *found.shape[2:])
+    found = F.scaled_dot_product_attention(q, k, v)
+    other = F.scaled_dot_product_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v)
+    return found.view(-1, *found.shape[2:]), other.transpose(1, 2).view(*other.mT.shape[::3], -1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_views_of_attentions_results(by_hand: bool, grad: bool) -> None:
+    ours, reports = compiled(_with_views)
+    qkv = [torch.randn(2, 3, 33, 16, requires_grad=grad) for _ in range(3)]
+    for found, expected in zip(ours(*qkv, by_hand), _with_views(*qkv, by_hand), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert reports[0].counts["attention"] == 2
+
+
 @pytest.mark.parametrize("shape", [None, (T, 9), (1, 1, T, 9), (B, 1, 1, 9), (B, 1, T, 9)])
 @pytest.mark.parametrize("attend", [divided, einsum])
 def test_keys_of_another_number(attend: Any, shape: tuple[int, ...] | None) -> None:

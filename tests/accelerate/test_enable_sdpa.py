@@ -33,6 +33,7 @@ from transformer_fast import (
 )
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.functional.attention import LOG_SUM_EXP, TRAINING
+from transformer_fast.reference.attention import empty_output
 from transformer_fast.testing import GRADIENT_FACTOR
 
 needs_native = pytest.mark.skipif(_native.why_not is not None, reason=str(_native.why_not))
@@ -335,7 +336,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
         scores = scores if mask is None else scores + mask
         lse = scores.logsumexp(-1)
-        return scores.softmax(-1).nan_to_num() @ value, None, lse, lse.exp()
+        output = empty_output(query, key, value).copy_(scores.softmax(-1).nan_to_num() @ value)
+        return output, None, lse, lse.exp()
 
     monkeypatch.setitem(TRAINING.of, "triton", run)
     monkeypatch.setitem(LOG_SUM_EXP, "triton", lambda query, mask, scale, row_max, _: row_max)

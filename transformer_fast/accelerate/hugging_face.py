@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import functional
 from ..fast_path import LINEAR, plain
+from ..functional.attention import general_attention
 from ..nn import fusion
 from . import classes
 from .classes import Change, ClassChange
@@ -296,17 +297,17 @@ def attention(
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = None if position_bias is None else position_bias[..., :length]
     mask = _mask(attention_mask, position_bias, causal, query, key)
-    found = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout_p=dropout,
-        is_causal=causal and position_bias is None,
-        scale=scaling,
-        enable_gqa=key.shape[1] < query.shape[1],
-        need_weights=bool(kwargs.get("output_attentions")),
-    )
+    causal = causal and position_bias is None
+    rest = (dropout, causal, scaling, key.shape[1] < query.shape[1])
+    weights = bool(kwargs.get("output_attentions"))
+    if dropout:  # contiguous in the public function's result, whose heads are then copied to merge
+        found = general_attention(
+            query, key, value, mask, *rest, need_weights=weights, like_query=True
+        )
+    else:
+        found = functional.scaled_dot_product_attention(
+            query, key, value, mask, *rest, need_weights=weights
+        )
     output, weights = found if isinstance(found, tuple) else (found, None)
     return output.transpose(1, 2).contiguous(), weights
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._on_import import when_imported
+from ..reference.attention import empty_heads, empty_output
 
 
 class Rule(NamedTuple):
@@ -32,7 +33,8 @@ class Rule(NamedTuple):
 
     and behind those of a result
 
-        /x   the order of the dimensions in memory, if it is another
+        /x   the order of the dimensions in memory, if it is another; ``attention``: the memory of
+             `reference.attention.empty_output`
         :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider
         ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
@@ -218,13 +220,6 @@ def flops(rule: Rule, given: dict[str, Any]) -> int:
     return total
 
 
-def _like_heads(like: Tensor) -> Tensor:
-    """As (B, H, T, D), with heads and positions in memory as the tensor has them."""
-    if like.stride(1) < like.stride(2):
-        return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
-    return like.new_empty(like.shape)
-
-
 def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
     """Tensors of the shapes, strides and dtypes of the results of a call with these arguments."""
     lead = _lead(rule, given)
@@ -267,7 +262,11 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
             found = first.new_empty((0,))
         elif result.like:
             like = given[result.like]
-            found = like.new_empty(like.shape) if result.order is None else _like_heads(like)
+            of_heads = result.order is not None
+            found = empty_heads(like, like.shape[3]) if of_heads else like.new_empty(like.shape)
+        elif result.order == "attention":
+            operands = (given["query"], given["key"], given["value"])
+            found = empty_output(*operands, given["contiguous"])
         else:
             dims = result.dims.partition("=")[0].partition("+")[0]
             order = result.order or dims

@@ -65,6 +65,7 @@ def attend(
     query_lengths: Tensor | None = None,
     longest: tuple[int, int] | None = None,
     *,
+    contiguous: bool | None = None,
     backend: str | None = None,
     cached_by: tuple[Any, Any] = (None, ()),
     finish: Callable[[Any], Any] | None = None,
@@ -73,7 +74,8 @@ def attend(
 
     Unlike the public function it takes a mask together with ``is_causal`` (both hide), so that a
     padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None), or ``finish`` of
-    it. ``cached_by``: the call's cache key and its tensors.
+    it. ``contiguous``: see `reference.attention.empty_output`; None: any memory order will do.
+    ``cached_by``: the call's cache key and its tensors.
     """
     call = Call(
         "attention", (query, key, value), wants_grad(query, key, value, mask), dropout_p, None, mask,
@@ -83,7 +85,9 @@ def attend(
         query, key, value, mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
         need_weights,
     )  # fmt: skip
-    if query_lengths is not None:
+    if contiguous is not None:
+        arguments += (query_lengths, longest, contiguous)
+    elif query_lengths is not None:
         arguments += (query_lengths,) if longest is None else (query_lengths, longest)
     return call_cache.run(*cached_by, call, arguments, backend, finish)
 
@@ -185,8 +189,9 @@ def scaled_dot_product_attention(
         backend: None lets the dispatcher choose; a name never falls back.
 
     Returns:
-        (..., H, T, Dv), or that and the weights. A query that may attend to nothing gets zeros,
-        zero weights and zero gradients (torch: 0, NaN or the mean of V, by path).
+        (..., H, T, Dv), or that and the weights. A query that may attend to nothing gets zeros, zero
+        weights and zero gradients (torch: 0, NaN or the mean of V, by path). Strides are PyTorch's:
+        those of query, or contiguous where PyTorch has no fused kernel (on the CPU with dropout).
 
     Raises:
         RuntimeError, TypeError, ValueError: arguments that do not fit (torch's wording where it
@@ -231,8 +236,33 @@ def scaled_dot_product_attention(
                 return run(  # type: ignore[no-any-return]
                     query, key, value, None, None, is_causal, scale, 0.0, None, enable_gqa, False
                 )[0]
+    return general_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
+        query_lengths, need_weights, backend,
+    )  # fmt: skip
+
+
+def general_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    need_weights: bool = False,
+    backend: str | None = None,
+    like_query: bool = False,
+) -> Any:
+    """`scaled_dot_product_attention` without its fast path.
+
+    ``like_query``: kernels' output lies in memory like the query also where PyTorch's is contiguous.
+    """
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
-    others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
+    others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend, like_query)
     remembered, again = call_cache.look_up("attention", tensors, others)
     if again is not None:
         return again(*tensors)
@@ -250,11 +280,25 @@ def scaled_dot_product_attention(
     if lead is None:
         finish = None if need_weights else _output
         return attend(  # type: ignore[no-any-return]
-            *checked, backend=backend, cached_by=(remembered, tensors), finish=finish
-        )
-    output, weights = attend(*checked, backend=backend)
+            *checked,
+            contiguous=None if like_query else _is_unfused(query, value, attn_mask, dropout_p),
+            backend=backend, cached_by=(remembered, tensors), finish=finish,
+        )  # fmt: skip
+    output, weights = attend(*checked, contiguous=True, backend=backend)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
+
+
+def _is_unfused(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether PyTorch has no fused kernel for the call, for reasons `reference.attention.empty_output`
+    does not look at: its result is then contiguous."""
+    return query.shape[-1] != value.shape[-1] or (
+        query.is_cpu
+        and (
+            dropout_p != 0.0
+            or (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+        )
+    )
 
 
 def varlen_attn(
@@ -343,14 +387,15 @@ _TENSORS = (
     " grad_weights:bhts output:bhte weights:bhts row_max:bht row_sum:bht"
 )
 INFERENCE = Operator(
-    f"attention({_CALL}, bool need_weights) -> (Tensor output, Tensor weights)",
-    Rule(_TENSORS, "bhte/bthe bhts?need_weights", by="bh", products="bhtsd bhtse"),
+    f"attention({_CALL}, bool need_weights, bool contiguous=False)"
+    " -> (Tensor output, Tensor weights)",
+    Rule(_TENSORS, "bhte/attention bhts?need_weights", by="bh", products="bhtsd bhtse"),
 )
 TRAINING = Operator(
-    f"attention_training({_CALL}, bool need_weights, {_LENGTHS})"
+    f"attention_training({_CALL}, bool need_weights, {_LENGTHS}, bool contiguous=False)"
     " -> (Tensor output, Tensor weights, Tensor row_max, Tensor row_sum)",
     Rule(
-        _TENSORS, "bhte/bthe BhTs?need_weights BhT:float32 BhT:float32", by="bh",
+        _TENSORS, "bhte/attention BhTs?need_weights BhT:float32 BhT:float32", by="bh",
         products="bhtsd bhtse",
     ),
 )  # fmt: skip
@@ -391,6 +436,7 @@ def attention_on(
         need_weights: bool,
         query_lengths: Tensor | None = None,
         longest: tuple[int, int] | None = None,
+        contiguous: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if scale is None:
             scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
@@ -399,21 +445,29 @@ def attention_on(
             need_weights,
         )  # fmt: skip
         if query_lengths is not None and by_padding is not None:
-            return by_padding(*call[:-1], enable_gqa, need_weights, query_lengths, longest)
-        found = AttentionFunction.recorded(backend, *call, query_lengths, longest)
+            return by_padding(
+                *call[:-1], enable_gqa, need_weights, query_lengths, longest, contiguous
+            )
+        found = AttentionFunction.recorded(backend, *call, query_lengths, longest, contiguous)
         if found is not None:
             return found  # type: ignore[no-any-return]
-        if query_lengths is not None:
-            call += _lengths(query_lengths, longest)  # type: ignore[assignment]
-        output, weights, *_ = (INFERENCE.of.get(backend) or TRAINING.of[backend])(*call)
+        if backend in INFERENCE.of:
+            output, weights = INFERENCE.of[backend](*call, bool(contiguous))
+        else:
+            rest = _rest(query_lengths, longest, contiguous)
+            output, weights, *_ = TRAINING.of[backend](*call, *rest)
         return output, weights if need_weights else None
 
     by_padding = None if query_lengths else reference.taking_query_lengths(run)
     return run
 
 
-def _lengths(query_lengths: Tensor | None, longest: tuple[int, int] | None) -> tuple[Any, ...]:
-    """The operators' last arguments. Backends that take no query lengths are given none."""
+def _rest(
+    query_lengths: Tensor | None, longest: tuple[int, int] | None, contiguous: bool | None = None
+) -> tuple[Any, ...]:
+    """The operators' last arguments, as far as they are not the defaults."""
+    if contiguous:
+        return query_lengths, *(longest or (-1, -1)), True
     if query_lengths is None:
         return ()
     return (query_lengths,) if longest is None else (query_lengths, *longest)
@@ -436,10 +490,11 @@ class AttentionFunction(Function):
         need_weights: bool,
         query_lengths: Tensor | None = None,
         longest: tuple[int, int] | None = None,
+        contiguous: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         output, weights, row_max, row_sum = TRAINING.of[backend](
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights, *_lengths(query_lengths, longest),
+            need_weights, *_rest(query_lengths, longest, contiguous),
         )  # fmt: skip
         if not need_weights:
             weights = None
@@ -452,8 +507,8 @@ class AttentionFunction(Function):
             query, key, value, attn_mask, key_lengths, seed, output, weights, row_max, row_sum,
             query_lengths,
         )  # fmt: skip
-        # Kernels give a view, of memory in the order (B, T, H, Dv). Autograd lets nobody write into
-        # views that were made in a function; this is the same memory, with the same version.
+        # Some kernels give a view. Autograd lets nobody write into views that were made in a function;
+        # this is the same memory, with the same version.
         return output.detach(), weights
 
     @staticmethod
@@ -461,7 +516,7 @@ class AttentionFunction(Function):
         ctx: Any, grad: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Any, ...]:
         if grad is None and grad_weights is None:
-            return (None,) * 13
+            return (None,) * 14
         saved = ctx.saved_tensors
         query, key, value, mask, lengths, seed, output, weights, *rows, query_lengths = saved
         row_max, row_sum = rows
@@ -476,12 +531,12 @@ class AttentionFunction(Function):
                 return both if ctx.need_weights else both[0]
 
             grads = (grad, grad_weights) if ctx.need_weights else (grad,)
-            return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 8
+            return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 9
         found = gradients(
             BACKWARD.of[ctx.backend], torch.zeros_like(output) if grad is None else grad,
             grad_weights, query, key, value, mask, lengths, ctx.is_causal, ctx.scale,
             ctx.dropout_p, seed, output, weights, row_max, row_sum, *wants,
-            *_lengths(query_lengths, ctx.longest),
+            *_rest(query_lengths, ctx.longest),
         )  # fmt: skip
         dquery, dkey, dvalue, dmask = only(wants, found)
-        return None, dquery, dkey, dvalue, dmask, *(None,) * 8
+        return None, dquery, dkey, dvalue, dmask, *(None,) * 9

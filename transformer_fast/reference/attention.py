@@ -17,7 +17,9 @@ Decided here, for every backend:
   has beyond those is left out, and rows of no sequence are no queries;
 - a query that sees nothing gets output 0, weights 0 and gradients 0;
 - what stands at hidden places (NaN, inf) never reaches the output of a query it is hidden from;
-- half types are computed in fp32 and rounded once, at the end.
+- half types are computed in fp32 and rounded once, at the end;
+- kernels' output has the memory of `empty_output`, with the last argument, ``contiguous``; the
+  output of composed ops only if that is not None.
 """
 
 from __future__ import annotations
@@ -33,6 +35,56 @@ from torch import Tensor
 from .dropout import dropout
 
 __all__ = ["attention", "taking_query_lengths", "values_are_known", "visible_places"]
+
+
+def empty_output(query: Tensor, key: Tensor, value: Tensor, contiguous: bool = False) -> Tensor:
+    """An uninitialised output (B, H, T, Dv), with the strides that PyTorch's attention returns.
+
+    PyTorch's fused kernels return ``empty_like(query)``, so that heads that were split off by a
+    view are merged by a view. Its unfused attention, which runs where channels are not adjacent
+    and of empty tensors, returns a contiguous one. ``contiguous``: another reason for that, of
+    which the operators' arguments do not tell. Values of another size than queries have no fused
+    kernel; without ``contiguous`` their heads and positions are in the query's order.
+    """
+    adjacent = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    if contiguous or not adjacent or _is_zero(query.numel() * key.shape[-2]):
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+    if query.shape[-1] == value.shape[-1]:
+        return torch.empty_like(query)
+    return empty_heads(query, value.shape[-1])
+
+
+def _is_zero(size: int | torch.SymInt) -> bool:
+    """False if the size depends on data (a symbol without a value)."""
+    if isinstance(size, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return bool(guard_or_false(size == 0))
+    return size == 0
+
+
+def empty_heads(like: Tensor, size: int) -> Tensor:
+    """An uninitialised (B, H, T, size), with heads and positions in memory as the tensor has them."""
+    batch, heads, length, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, length, heads, size)).transpose(1, 2)
+    return like.new_empty((batch, heads, length, size))
+
+
+def _laid_out(
+    output: Tensor, query: Tensor, key: Tensor, value: Tensor, contiguous: bool
+) -> Tensor:
+    """The output with the strides of `empty_output`; copied, differentiably, if it has others."""
+    if contiguous:
+        return output.contiguous()
+    if query.is_contiguous() and output.is_contiguous():
+        return output
+    strides = empty_output(query, key, value).stride()
+    if output.stride() == strides:
+        return output
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(4)]
+    return output.permute(order).contiguous().permute(back)
 
 
 def visible_places(
@@ -62,31 +114,43 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def taking_query_lengths(attention: Attention) -> Attention:
-    """``attention`` with ``query_lengths`` and ``longest`` as further arguments, for one that knows none.
+    """``attention`` with three more arguments, ``query_lengths``, ``longest`` and ``contiguous``.
 
-    Rows beyond are 0 on the way in and on the way out, and so are their gradients. Packed sequences
-    are padded, and the result is packed again.
+    Rows beyond a query length are 0 on the way in and on the way out, and so are their gradients.
+    Packed sequences are padded, and the result is packed again.
     """
 
     @functools.wraps(attention)
     def run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-        if len(arguments) == 13:
-            if arguments[12] is not None:
-                return of_padded(run, *arguments), None
-            arguments = arguments[:12]
-        if len(arguments) == 11 or arguments[11] is None:
-            return attention(*arguments[:11])
-        query, *rest, query_lengths = arguments
-        query_lengths = query_lengths.to(query.device)
-        # Counted so that with DTensors it is one, too.
-        position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
-        beyond = (position >= query_lengths[:, None])[:, None, :, None]
-        output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
-        if weights is not None:
-            weights = weights.masked_fill(beyond, 0.0)
-        return output.masked_fill(beyond, 0.0), weights
+        given, more = arguments[:11], arguments[11:]
+        query_lengths, longest, contiguous = more + (None,) * (3 - len(more))
+        weights: Tensor | None = None
+        if longest is not None:
+            output = of_padded(run, *given, query_lengths, longest)  # type: ignore[call-arg]
+        elif query_lengths is None:
+            output, weights = attention(*given)
+        else:
+            output, weights = _of_real(attention, query_lengths, *given)
+        if contiguous is not None:
+            query, key, value = given[:3]
+            output = _laid_out(output, query, key, value, contiguous)
+        return output, weights
 
     return run
+
+
+def _of_real(
+    attention: Attention, query_lengths: Tensor, query: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The results of ``attention`` of queries before their lengths, and zeros behind."""
+    query_lengths = query_lengths.to(query.device)
+    # Counted so that with DTensors it is one, too.
+    position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
+    beyond = (position >= query_lengths[:, None])[:, None, :, None]
+    output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
+    if weights is not None:
+        weights = weights.masked_fill(beyond, 0.0)
+    return output.masked_fill(beyond, 0.0), weights
 
 
 def of_padded(

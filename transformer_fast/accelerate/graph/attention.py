@@ -18,7 +18,7 @@ from . import run_time
 from .editor import Editor
 from .modes import Modes
 from .nodes import dtype, is_number, is_single, only_user, rank, shape
-from .ops import Op, calls, constant, is_view, mutates, permutation, read
+from .ops import Op, calls, constant, is_copy, is_view, mutates, permutation, read
 
 #: A fill as low as this hides: exp of the difference to any usual score is 0.
 _HIDES = -9000.0
@@ -476,14 +476,16 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
         function = torch.div if divides else torch.mul
         query = editor.call(point, function, query, factor, like=query)
     hidden, added = _masks(editor, scores, softmax, point)
+    permuted = result_order != tuple(sorted(result_order))
+    contiguous = not _is_copied(product, permuted)
 
     def attend(p: float, need_weights: bool) -> Node:
-        arguments = (query, key, value, hidden, added, scale, p, need_weights)
+        arguments = (query, key, value, hidden, added, scale, p, need_weights, contiguous)
         return editor.call(point, run_time.attention, *arguments, like=product)
 
     both = attend(dropout_p, bool(seen_later))
     output = editor.item(both, 0, product)
-    if result_order != tuple(sorted(result_order)):
+    if permuted:
         output = editor.call(output.next, torch.permute, output, result_order, like=product)
     product.replace_all_uses_with(output)
     if seen_later:
@@ -497,6 +499,19 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
             user.replace_input_with(softmax, shown)
     editor.remove(nodes)
     editor.found("attention", product)
+
+
+def _is_copied(output: Node, permuted: bool) -> bool:
+    """Whether all users of an attention's output permute it and copy it, to merge the heads: its
+    memory may then be in any order. ``permuted``: it is already, relative to (B, H, T, Dv)."""
+    for user in output.users:
+        op = read(user)
+        if op is not None and op.name in ("transpose", "permute"):
+            if not all(is_copy(one) for one in user.users):
+                return False
+        elif not (permuted and is_copy(user)):
+            return False
+    return True
 
 
 def _is_over_keys(softmax: Node, op: Op) -> bool:

@@ -268,6 +268,11 @@ def is_view(node: Node) -> bool:
     return node.op == "call_method" and str(node.target) in _VIEWS
 
 
+def is_copy(node: Node) -> bool:
+    """Whether the call is of a method that copies a tensor whose memory is in another order."""
+    return node.op == "call_method" and node.target in ("contiguous", "reshape", "flatten")
+
+
 def mutates(node: Node) -> bool:
     """Whether the call writes into one of its arguments."""
     if node.op == "call_method":

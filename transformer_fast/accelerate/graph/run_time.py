@@ -106,11 +106,13 @@ def attention(
     scale: float,
     dropout_p: float,
     need_weights: bool,
+    contiguous: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """``dropout(softmax(masked_fill(scale Q K^T + added, hidden)))``, times V, and the weights.
 
     query (..., T, D), key (..., S, D), value (..., S, Dv) of rank 2, 3 or 4; keys and values may be
-    the same for several batches or heads (size 1).
+    the same for several batches or heads (size 1). ``contiguous``: the output is, as a product is;
+    else it may lie in memory in any order.
     """
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     rank = query.dim()
@@ -132,8 +134,9 @@ def attention(
         if added is not None:
             mask = added if mask is None else torch.where(mask, added, -math.inf)
     output, weights = attend(
-        query, key, value, mask, None, is_causal, scale, dropout_p, need_weights
-    )
+        query, key, value, mask, None, is_causal, scale, dropout_p, need_weights,
+        contiguous=contiguous or None,
+    )  # fmt: skip
     if rank < 4:
         dims = (0, 1) if rank == 2 else (1,)
         output = output.squeeze(dims)

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...reference.attention import empty_heads, empty_output
 from . import config
 from .arithmetic import divide, dot, narrow, product, store
 from .attention_decode import attention_decode, decodes
@@ -419,22 +420,13 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
     return weights
 
 
-def like_heads(query: Tensor, size: int, packed: bool = False) -> Tensor:
-    """An empty (B, H, T, size); in memory (B, T, H, size), so that joining the heads is free.
+def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
+    """An empty tensor with heads and positions in memory as the tensor has them.
 
     ``packed``: full of zeros, for the rows that no sequence has.
     """
-    batch, heads, length, _ = query.shape
-    strides = (length * heads * size, size, heads * size, 1)
-    found = query.new_empty_strided((batch, heads, length, size), strides)
+    found = empty_heads(tensor, tensor.shape[-1])
     return found.zero_() if packed else found
-
-
-def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
-    """An empty tensor with heads and positions in memory as the tensor has them."""
-    if tensor.stride(1) < tensor.stride(2):
-        return like_heads(tensor, tensor.shape[-1], packed)
-    return tensor.new_zeros(tensor.shape) if packed else tensor.new_empty(tensor.shape)
 
 
 def attention_forward(
@@ -448,29 +440,33 @@ def attention_forward(
     dropout_p: float,
     seed: Tensor | None,
     need_weights: bool,
-    *packed: Any,
+    query_lengths: Tensor | None = None,
+    longest_queries: int = -1,
+    longest_keys: int = -1,
+    contiguous: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm.
-
-    ``packed``: the last arguments of `make_problem`.
-    """
+    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm."""
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, *packed
-    )
-    output, shift, norm = _forward(problem)
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
+        longest_queries, longest_keys,
+    )  # fmt: skip
+    output = empty_output(query, key, value, contiguous)
+    if problem.packed:
+        output.zero_()  # rows of no sequence
+    shift, norm = _forward(problem, output)
     weights = attention_weights(problem, shift, norm) if need_weights else None
     return output, weights, shift, norm
 
 
-def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(problem: Problem, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Fills ``output``; returns shift and norm."""
     batch, heads, queries, keys = problem.sizes
     q, v = problem.query, problem.value
-    output = like_heads(q, v.shape[-1], problem.packed)
     shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     norm = torch.empty_like(shift)
     if decodes(problem):
         attention_decode(problem, output, shift, norm)
-        return output, shift, norm
+        return shift, norm
     tile = problem.tile("attention_forward")
     lists = problem.lists(tile)
     problem.launch(
@@ -483,4 +479,4 @@ def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         lists=lists,
         BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
     )
-    return output, shift, norm
+    return shift, norm

@@ -87,6 +87,19 @@ void run_attention(AttentionArgs args) {
 
 namespace {
 
+// The output's memory, as reference.empty_output() lays it out: like the query where PyTorch's
+// fused kernel would run, which returns empty_like(query).
+Tensor empty_output(const Tensor& query, const Tensor& key, const Tensor& value, bool contiguous) {
+  const int64_t b = query.size(0), h = query.size(1), t = query.size(2), d = value.size(3);
+  const bool unit_strides = query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1;
+  if (contiguous || !unit_strides || query.numel() == 0 || key.size(2) == 0)
+    return empty_tensor(query, {b, h, t, d});
+  if (query.size(3) == d) return torch::stable::empty_like(query);
+  if (query.stride(1) < query.stride(2))
+    return torch::stable::transpose(empty_tensor(query, {b, t, h, d}), 1, 2);
+  return empty_tensor(query, {b, h, t, d});
+}
+
 struct Attended {
   Tensor output, weights;
   std::optional<Tensor> row_max, row_sum;  // saved for the backward
@@ -94,7 +107,8 @@ struct Attended {
 
 Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tensor>& mask,
                 const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
-                double dropout_p, const std::optional<Tensor>& seed, bool need_weights, bool keep) {
+                double dropout_p, const std::optional<Tensor>& seed, bool need_weights,
+                bool contiguous, bool keep) {
   const char* op = "attention";
   const ScalarType type = is_reduced_float(query) ? query.scalar_type() : ScalarType::Float;
   check_type(op, "query", query, type, "query");
@@ -110,6 +124,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
                   "attention: the shapes of query, key and value do not fit");
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
                   "attention: the number of query heads must be a multiple of that of key heads");
+  Tensor output = empty_output(query, key, value, contiguous);
   if (is_reduced_float(query) || uses_bf16x3(kBf16x3RowsPerQuery * queries)) {
     query = with_unit_stride(query);
     key = with_unit_stride(key);
@@ -118,9 +133,6 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   AttentionArgs args{};
   std::vector<int64_t> lengths;
   set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
-  // Memory order (B, T, H, Dv): merging the heads needs no copy.
-  Tensor output =
-      torch::stable::transpose(empty_tensor(query, {batch, queries, heads, value_size}), 1, 2);
   std::optional<Tensor> row_max, row_sum;
   if (keep) {
     row_max = empty_float_tensor(query, {batch, heads, queries});
@@ -145,9 +157,10 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
 std::tuple<Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
                                      std::optional<Tensor> mask, std::optional<Tensor> key_lengths,
                                      bool is_causal, double scale, double dropout_p,
-                                     std::optional<Tensor> seed, bool need_weights) {
+                                     std::optional<Tensor> seed, bool need_weights,
+                                     bool contiguous) {
   const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
-                                seed, need_weights, false);
+                                seed, need_weights, contiguous, false);
   return {found.output, found.weights};
 }
 
@@ -155,10 +168,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> key_lengths, bool is_causal, double scale, double dropout_p,
     std::optional<Tensor> seed, bool need_weights, std::optional<Tensor> query_lengths,
-    int64_t longest_queries, int64_t longest_keys) {
+    int64_t longest_queries, int64_t longest_keys, bool contiguous) {
   check_no_query_lengths("attention", query_lengths, longest_queries, longest_keys);
   const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
-                                seed, need_weights, true);
+                                seed, need_weights, contiguous, true);
   return {found.output, found.weights, *found.row_max, *found.row_sum};
 }
 
