@@ -477,7 +477,7 @@ def test_unknown_names_are_told_by_their_parts() -> None:
         models.load_weights(model, renamed)
     first, _, line, lacking = str(error.value).splitlines()
     assert first == (
-        "32 parameters were not recognised, for example encoder.encodr_layrs.0.mha.Wa.weight, "
+        "32 parameters were not recognised, for example encoder.encodr_layrs.0.mha.W_qu.weight, "
         "encoder.encodr_layrs.0.mha.wk.weight, encoder.encodr_layrs.0.mha.wv.weight"
     )
     assert line == r'rename them, e.g. names={r"\bencodr_layrs\b": "layers", r"\bW_qu\b": "w_q"}'
@@ -496,9 +496,9 @@ def test_weights_that_cannot_be_loaded() -> None:
         ValueError, match=r"^1 parameters.*encoder\.gate\.weight\nunknown parts: gate\n"
     ):
         models.load_weights(model, theirs | {"encoder.gate.weight": gate})
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' is not the only one for 'output\."):
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is the second parameter for 'output\."):
         models.load_weights(model, theirs | {"lm_head.weight": gate})
-    with pytest.raises(ValueError, match=r"w_q\.weight' is not the only one for .*in_proj_weight"):
+    with pytest.raises(ValueError, match=r"w_q\.weight' is the second parameter for .*in_proj_weight"):
         models.load_weights(model, theirs | {"encoder.enc_layers.0.mha.w_q.weight": gate})
     with pytest.raises(
         ValueError, match=r"embedding\.table\.weight' is one parameter with another"

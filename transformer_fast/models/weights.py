@@ -124,7 +124,9 @@ def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Containe
         pairs = ", ".join(f'r"\\b{p}\\b": "{(ours or ["..."])[0]}"' for p, ours in parts.items())
         lines += [f"unknown parts: {', '.join(parts)}", f"rename them, e.g. names={{{pairs}}}"]
     empty = (name for name in wanted if name not in filled)
-    modules = [*dict.fromkeys(re.sub(r"\.\d+\.|[._]\w+$", _short, name) for name in empty)]
+    modules = [
+        *dict.fromkeys(re.sub(r"\.\d+\.|[._](?:weight|bias)$", _short, name) for name in empty)
+    ]
     if modules:
         more = ", ..." if len(modules) > 12 else ""
         lines.append(f"parts of the model without values: {', '.join(modules[:12])}{more}")
