@@ -2,7 +2,7 @@
 #
 #   make compare   parity and speed of every kernel against the reference, here; on a GPU the proof
 #                  that its kernels are selected by
-#   make test      what shows that this machine can be trusted, some three minutes of two cores;
+#   make test      the tests that show the kernels are correct here, some three minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every test (emulators, fuzzing, several processes, the tools' own), a sanitized
 #                  part and the small benchmarks; compiles the CUDA kernels where nvcc is found

@@ -182,11 +182,10 @@ def rates(row: Row) -> str:
 
 
 def work(finding: Finding) -> str:
-    """'attention (4,8,1024,64), and its gradients, bfloat16'."""
+    """'attention (4,8,1024,64) with gradients, bfloat16'."""
     kind, _, dtype = finding.suite.partition(", ")
-    parts = [f"{finding.chosen.op} {finding.chosen.case}"]
-    parts += ["and its gradients"] if kind == "backward" else []
-    return ", ".join([*parts, dtype] if dtype else parts)
+    gradients = " with gradients" if kind == "backward" else ""
+    return f"{finding.chosen.op} {finding.chosen.case}{gradients}" + (f", {dtype}" if dtype else "")
 
 
 def _rival(finding: Finding) -> str:

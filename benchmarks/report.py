@@ -42,15 +42,15 @@ from .findings import (
 )
 
 LEGEND = (
-    "Every figure is the median of samples taken in rounds, in which all candidates of a case run "
-    "in shuffled order in one process, on fresh inputs, after their results were checked against "
-    "fp64. Ratios carry the 95 % interval of a bootstrap over rounds. *on*: what the dispatcher "
-    "chooses. *roof*: share of the speed that the arithmetic peak and the bandwidth, measured "
-    "beside the case, would allow for the work that masks leave to do. On AMX an fp32 product can "
-    "be made of six products of bfloat16 pieces on tiles, with fp32's precision: 100 % is then "
-    "still the peak of fp32's multiply-adds, which may be exceeded, and in parentheses stands the "
-    "share of a sixth of the tiles' rate. *MiB*: peak memory of a "
-    "call beyond what was there before. *error in refs*: largest error against fp64 in units of "
+    "Every figure is the median of samples taken in rounds. In each round all candidates of a case "
+    "run in shuffled order in one process, on fresh inputs, after their results were checked against "
+    "fp64. Ratios carry the 95 % interval of a bootstrap over rounds. *on*: the backend that the "
+    "dispatcher chooses. *roof*: share of the speed that the arithmetic peak and the bandwidth, "
+    "measured beside the case, would allow for the unmasked work. On AMX an fp32 product can be made "
+    "of six products of bfloat16 pieces on tiles, with fp32's precision: 100 % is then "
+    "still the peak of fp32's multiply-adds, which may be exceeded; the figure in parentheses is the "
+    "share of a sixth of the tiles' rate. *MiB*: peak memory of a call, less what was in use "
+    "before. *error in refs*: largest error against fp64 in units of "
     "the reference's own."
 )
 
@@ -66,6 +66,12 @@ class Machine:
     @property
     def about(self) -> dict[str, Any]:
         return next(iter(self.suites.values()))["machine"]
+
+    @property
+    def title(self) -> str:
+        """'AMD EPYC (Zen 5), avx512_bf16, 2 threads'."""
+        isa = self.about["isa"] or "no native module"
+        return f"{machine.cpu(self.about)}, {isa}, {form.count(self.about['threads'], 'thread')}"
 
     @cached_property
     def ordinary(self) -> list[tuple[str, dict[str, Any], list[Finding]]]:
@@ -107,19 +113,22 @@ def all_findings(one: Machine) -> list[Finding]:
     return [finding for name, _, found in one.ordinary if name != "overhead" for finding in found]
 
 
+def mean_vs_torch(one: Machine) -> float | None:
+    """Geometric mean over the machine's cases of the speed-up over PyTorch's best."""
+    found = all_findings(one)
+    ratios = [f.chosen.vs_torch.value for f in found if f.chosen.vs_torch is not None]
+    return geometric_mean(ratios) if ratios else None
+
+
 def headline(one: Machine) -> str:
-    """How the machine's cases went, in a sentence."""
+    """How the machine's cases went, in two sentences."""
     found = all_findings(one)
     if not found:
         return "Only how time grows with size was measured."
-    lost = losses(found)
-    ratios = [f.chosen.vs_torch.value for f in found if f.chosen.vs_torch is not None]
-    parts = [f"{form.count(len(found), 'case')} timed"]
-    if ratios:
-        mean = form.times(geometric_mean(ratios))
-        parts.append(f"on average {mean} as fast as PyTorch's best (geometric mean)")
-    parts.append(f"another is faster in {len(lost)}")
-    return ", ".join(parts) + "."
+    told, mean = f"{form.count(len(found), 'case')} timed", mean_vs_torch(one)
+    if mean is not None:
+        told += f": on average {form.times(mean)} the speed of PyTorch's best (geometric mean)"
+    return f"{told}. In {len(losses(found))} of them something else was faster."
 
 
 #: Peers with threads of their own and calls of milliseconds.
@@ -194,7 +203,7 @@ def _svg(figure: Figure) -> str:
 
 
 def speed_ups(found: Sequence[Finding], title: str) -> str:
-    """How many times as fast as PyTorch's best, case by case, with 95 % intervals."""
+    """A plot of the speed-ups over PyTorch's best, case by case, with 95 % intervals."""
     shown = [(one.chosen, one.chosen.vs_torch) for one in reversed(found) if one.chosen.vs_torch]
     if not shown:
         return ""
@@ -216,7 +225,7 @@ def speed_ups(found: Sequence[Finding], title: str) -> str:
         axes.minorticks_off()
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.set_xlabel("times as fast as PyTorch's best, with 95 % interval")
+        axes.set_xlabel("times the speed of PyTorch's best, with 95 % interval")
         axes.set_title(title, loc="left")
         return _svg(figure)
 
@@ -282,7 +291,7 @@ def scaling(rows: Sequence[Row], title: str) -> str:
             _draw_lines(bottom, timed, lambda row: row.vs_torch, 3)
             bottom.set_yscale("log", base=2)
             bottom.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
-            bottom.set_ylabel("times as fast\nas PyTorch")
+            bottom.set_ylabel("times the speed\nof PyTorch")
         sizes = sorted({float(row.case) for row in timed})
         bottom.set_xscale("log", base=2)
         bottom.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
@@ -328,7 +337,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
             yield f"### {name}"
             line = machine.line(suite["machine"])
             yield "" if line == one.line else f"Taken at another time: {line}"
-            svg = speed_ups(cases, f"{name}: {one.slug}")
+            svg = speed_ups(cases, f"{name}: {one.title}")
             yield _picture(svg, "speed-ups", file(name))
             yield table(cases, SUMMARY)
         for name, suite in one.suites.items():

@@ -21,9 +21,9 @@ PLOTS = ROOT / "build" / "plots"
 
 
 def _title(one: report.Machine) -> str:
-    """'AMD EPYC, avx512_bf16' of the machine's line."""
-    cpu, _, isa, *_ = one.line.split(" · ")
-    return f"{cpu}, {isa.partition(',')[0]}"
+    """'AMD EPYC (Zen 5), avx512_bf16, 2 threads', and the date if another page has that title."""
+    shared = sum(other.title == one.title for other in MACHINES) > 1
+    return f"{one.title}, {one.about['date'][:10]}" if shared else one.title
 
 
 def _page(one: report.Machine) -> str:

@@ -552,8 +552,11 @@ def test_the_readme_gets_its_figures_from_results(results):
     text = readme.figures(results)
     assert "| linear a\\|b | 10.0 ms | 2.00x" in text
     assert "2 cases timed" in text
-    assert "another is faster in 1." in text
-    assert "as fast as the fastest other software" in readme.headline_part(results)
+    assert "In 1 of them something else was faster." in text
+    told = readme.headline_part(results)
+    assert "2 cases" in told
+    assert "the speed of the best alternative in each of 2 cases\n  (PyTorch)" in told
+    assert "slowest case: 0.33 times PyTorch's speed (linear <lost>)" in told
     assert "make figures" in readme.figures(results / "nothing")
     with pytest.raises(ValueError, match="no place for"):
         readme.generated("# nothing here")
@@ -576,7 +579,7 @@ def test_an_instruction_set_of_its_own_is_another_machine(results):
     assert set(second.suites) == {"ops"}
     text = readme.figures(results)
     assert text.index("linear a\\|b") < text.index("held to avx2, PyTorch to avx2")
-    assert "1 case timed, on average 3.00x" in text
+    assert "1 case timed: on average 3.00x" in text
     assert "| linear held" not in text
 
 
@@ -588,7 +591,7 @@ def test_scaling_alone_is_a_report_and_no_table(tmp_path):
     assert main(["report", "--results", str(tmp_path)]) == 0
     assert "Only how time grows" in (tmp_path / "report.md").read_text()
     picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
-    for text in ("linear: time by rows", ">torch<", "as PyTorch", ">1 ms<"):
+    for text in ("linear: time by rows", ">torch<", "of PyTorch", ">1 ms<"):
         assert text in picture, text
     assert "make figures" in readme.figures(tmp_path)
 

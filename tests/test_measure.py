@@ -242,7 +242,7 @@ def test_padding_and_teacher_forcing():
 def test_machine_line():
     about = machine.describe()
     line = machine.line(about)
-    assert about["cpu"] in line
+    assert machine.cpu(about) in line
     assert f"torch {torch.__version__}" in line
     assert machine.differences(about, dict(about)) == []
     (difference,) = machine.differences(about, about | {"threads": -1})
@@ -275,6 +275,29 @@ def test_a_name_without_a_number_is_not_the_processors(name, told, monkeypatch):
     one = f"cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nstepping\t: 1\n"
     monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: one + "\n" + one)
     assert machine.cpu_model() == told
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({"cpu": "AMD EPYC, family 25, model 17"}, "AMD EPYC (Zen 4)"),
+        ({"cpu": "AMD EPYC, family 26, model 2"}, "AMD EPYC (Zen 5)"),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor @ 2.70GHz, family 6, model 143"},
+            "Intel Xeon @ 2.70GHz (Sapphire Rapids)",
+        ),
+        ({"cpu": "AMD EPYC, family 99, model 1"}, "AMD EPYC, family 99, model 1"),
+        # Results without family and model.
+        ({"cpu": "AMD EPYC", "peaks": {"fp32": 485.0}}, "AMD EPYC (Zen 5)"),
+        ({"cpu": "AMD EPYC", "peaks": {"fp32": 233.0}}, "AMD EPYC (Zen 4)"),
+        ({"cpu": "AMD EPYC", "isa": "avx2", "peaks": {"fp32": 244.0}}, "AMD EPYC"),
+        ({"cpu": "AMD EPYC"}, "AMD EPYC"),
+        ({"cpu": "AMD EPYC 9354", "peaks": {"fp32": 485.0}}, "AMD EPYC 9354"),
+    ],
+)
+def test_the_generation_of_the_cpu_is_named(about, told):
+    whole = {"isa": "avx512_bf16", "cpu_isa": "avx512_bf16", "threads": 2}
+    assert machine.cpu(whole | about) == told
 
 
 def test_one_instruction_set_of_several_is_another_machine():

@@ -245,9 +245,9 @@ def sections() -> dict[str, list[str]]:
 
 #: What a section's code prints, each way in with something that shows it went in.
 SHOWN = {
-    "transformer_fast": "torch.Size([2, 10, 512])",
-    "Accelerate a model that exists": "modules replaced, 0 left unchanged",
-    "Code that somebody wrote by hand": "rewritten: 1 attention.",
+    "transformer_fast": "transformer_fast.nn.transformer_layers: ",
+    "Accelerate an existing model": "modules replaced, 0 left unchanged",
+    "Hand-written code": "rewritten: 1 attention.",
     "Whole models, and decoding": "torch.Size([2, ",
     "The ops themselves": "attention runs on '",
     "docs/guides/accelerate.md: Accelerate a model": "modules replaced, 0 left unchanged",
@@ -269,13 +269,10 @@ def test_what_the_build_needs_is_told():
     tomllib = pytest.importorskip("tomllib")
     requires = tomllib.loads(text_of("pyproject.toml"))["build-system"]["requires"]
     (paragraph,) = [p for p in text_of("README.md").split("\n\n") if "--no-build-isolation" in p]
-    assert "`pip install .`" in paragraph
     for requirement in requires:
-        name, _, version = requirement.partition(">=")
-        assert name == "wheel" or f"`{name}`" in paragraph  # setuptools has wheel's part since 70.1
-        assert name != "setuptools" or f"`setuptools` {version} or later" in " ".join(
-            paragraph.split()
-        )
+        name, _, _ = requirement.partition(">=")
+        told = requirement if name == "setuptools" else name
+        assert name == "wheel" or f"`{told}`" in paragraph  # setuptools has wheel's part since 70.1
 
 
 # Libraries other than ours have warnings of their own.

@@ -87,7 +87,7 @@ def _facts() -> Table:
         ("transformer_fast", about["transformer_fast"] + commit),
         ("python", f"{about['python']}, {about['system']}, {sys.executable}"),
         ("torch", about["torch"]),
-        ("CPU", about["cpu"]),
+        ("CPU", machine.cpu(about)),
         ("threads", f"{about['threads']} of {form.count(about['logical_cpus'] or 1, 'CPU')}"),
         *_native_lines(),
         ("GPU", gpu_state()),

@@ -35,6 +35,53 @@ def cpu_model() -> str:
     return ", ".join([name, *dict.fromkeys(numbers)]) if hidden else name
 
 
+#: Generations of server CPUs: vendor, family, models (None: all), name.
+_GENERATIONS: tuple[tuple[str, int, range | None, str], ...] = (
+    ("AMD", 23, range(16), "Zen"),
+    ("AMD", 23, range(48, 64), "Zen 2"),
+    ("AMD", 25, range(16), "Zen 3"),
+    ("AMD", 25, range(16, 32), "Zen 4"),
+    ("AMD", 25, range(160, 176), "Zen 4c"),
+    ("AMD", 26, None, "Zen 5"),
+    ("Intel", 6, range(85, 86), "Skylake or Cascade Lake"),
+    ("Intel", 6, range(106, 109), "Ice Lake"),
+    ("Intel", 6, range(143, 144), "Sapphire Rapids"),
+    ("Intel", 6, range(207, 208), "Emerald Rapids"),
+    ("Intel", 6, range(173, 175), "Granite Rapids"),
+)
+#: fp32 Gflop/s of a thread that only 512-bit units reach: Zen 4 would need a clock of 5 GHz.
+_WIDE_UNITS = 160.0
+
+
+def generation(machine: dict[str, Any]) -> str | None:
+    """'Zen 4', 'Sapphire Rapids', ...: the CPU's generation, by its family and model; None: unknown.
+
+    Results from before family and model were recorded: AVX-512-BF16 at AMD's is Zen 4, or Zen 5 if the
+    measured peak needs 512-bit units; AMX is Sapphire Rapids or later.
+    """
+    name = machine["cpu"]
+    numbers = re.search(r"family (\d+), model (\d+)", name)
+    if numbers is not None:
+        family, model = map(int, numbers.groups())
+        for vendor, of_family, models, known in _GENERATIONS:
+            if vendor in name and family == of_family and (models is None or model in models):
+                return known
+        return None
+    isa = machine.get("cpu_isa") or machine["isa"]
+    peak = (machine.get("peaks") or {}).get("fp32")
+    if name == "AMD EPYC" and machine["isa"] == isa == "avx512_bf16" and peak is not None:
+        return "Zen 5" if peak > _WIDE_UNITS * machine["threads"] else "Zen 4"
+    return "Sapphire Rapids or later" if "Intel" in name and isa == "amx" else None
+
+
+def cpu(machine: dict[str, Any]) -> str:
+    """The CPU's name for people: 'AMD EPYC (Zen 4)' where the generation is known."""
+    known = generation(machine)
+    if known is None:
+        return str(machine["cpu"])
+    return re.sub(r"\(R\)|\(TM\)| Processor|, family.*", "", machine["cpu"]) + f" ({known})"
+
+
 def governor() -> str | None:
     """The policy for the clock rate, where the system tells it."""
     path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -99,7 +146,7 @@ def line(machine: dict[str, Any]) -> str:
         isa = f"held to {isa}, {theirs} (the CPU has {machine['cpu_isa']})"
     parts = [
         machine["gpu"],
-        machine["cpu"],
+        cpu(machine),
         f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread",
         isa,
         f"governor {machine['governor']}" if machine["governor"] else None,
