@@ -160,10 +160,110 @@ def test_tensor_subclasses() -> None:
     assert report["norm1"].outcome == "swapped"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
-def test_dynamically_quantised() -> None:
+def _quantisable() -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.Linear(M, F), torch.nn.ReLU(), torch.nn.Linear(F, M), torch.nn.LayerNorm(M)
+    ).eval()
+
+
+def _statically(model: torch.nn.Module) -> torch.nn.Module:
+    stubs = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()
+    whole = torch.nn.Sequential(stubs[0], model[:3], stubs[1], model[3])
+    whole.qconfig, whole[3].qconfig = torch.ao.quantization.get_default_qconfig("x86"), None
+    torch.ao.quantization.prepare(whole, inplace=True)(_x())
+    return torch.ao.quantization.convert(whole)
+
+
+def _by_fx(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.ao.quantization import quantize_fx
+
+    mapping = torch.ao.quantization.get_default_qconfig_mapping("x86")
+    prepared = quantize_fx.prepare_fx(model, mapping, (_x(),))
+    prepared(_x())
+    return quantize_fx.convert_fx(prepared)
+
+
+def _in_training(model: torch.nn.Module) -> torch.nn.Module:
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    return torch.ao.quantization.prepare_qat(model.train())
+
+
+#: Ways to quantise a model, and how many of its modules are quantised then.
+QUANTISE: dict[str, tuple[Any, int]] = {
+    "dynamic": (
+        lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}), 2
+    ),
+    "static": (_statically, 2),
+    "fx": (_by_fx, 3),
+    "in training": (_in_training, 4),
+}  # fmt: skip
+
+quantising = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:Please use quant_min",
+    "ignore:must run observer",
+)
+
+
+@pytest.fixture
+def engine() -> str:
     if torch.backends.quantized.engine == "none":
         pytest.skip("this build of torch has no quantised kernels")
+    return torch.backends.quantized.engine
+
+
+@quantising
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", QUANTISE)
+def test_quantised_first(name: str) -> None:
+    """Quantised modules stay; the others are replaced, unless a conversion is still to come."""
+    quantise, count = QUANTISE[name]
+    theirs = quantise(_quantisable()).eval()
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    reasons = [e.reason for e in report.left]
+    assert reasons == count * [reasons[0]], str(report)
+    assert reasons[0].startswith("it is quantised" if name != "in training" else "it is prepared")
+    assert "hand-written" not in str(report)
+    assert [e.kind for e in report.swapped] == ["LayerNorm"] * (name in ("dynamic", "static"))
+    x = _x()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
+@quantising
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", QUANTISE)
+def test_accelerated_before_quantisation(name: str) -> None:
+    """No module is converted then, of which PyTorch says nothing."""
+    model = _quantisable()
+    accelerate(model)
+    quantise, count = QUANTISE[name]
+    with pytest.warns(UserWarning, match=r"call transformer_fast.restore\(model\)") as warned:
+        quantise(model)
+    (place,) = {w.filename for w in warned if "restore" in str(w.message)}
+    assert place == __file__
+    restore(model)
+    model.__dict__.pop("qconfig", None)
+    for module in model:
+        module.__dict__.pop("qconfig", None)
+    assert len(accelerate(quantise(model)).left) == count
+
+
+def test_ours_warn_of_quantisation() -> None:
+    norm = nn.LayerNorm(M)
+    assert not hasattr(norm, "qconfig")
+    with pytest.warns(UserWarning, match=r"modules of transformer_fast.nn: build the model from"):
+        norm.qconfig = "any"
+    assert norm.qconfig == copy.deepcopy(norm).qconfig == "any"
+    del norm.qconfig
+    assert not hasattr(norm, "qconfig")
+
+
+@quantising
+@pytest.mark.usefixtures("engine")
+def test_dynamically_quantised_layers() -> None:
     theirs = encoder_layer(dropout=0.0).eval()
     torch.ao.quantization.quantize_dynamic(theirs, {torch.nn.Linear}, inplace=True)
     ours = copy.deepcopy(theirs)

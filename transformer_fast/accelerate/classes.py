@@ -194,6 +194,17 @@ def parametrised(module: torch.nn.Module) -> str | None:
     return f"its {names} is parametrised; call accelerate before register_parametrization"
 
 
+def quantised(module: torch.nn.Module) -> str | None:
+    """That torch.ao.quantization has converted the module, or prepared it for that."""
+    path = type(module).__module__.split(".")
+    is_prepared = path[:3] == ["torch", "ao", "nn"]
+    if is_prepared and "quantized" in path:
+        return "it is quantised"
+    if is_prepared or getattr(module, "qconfig", None) is not None:
+        return "it is prepared for quantisation; call accelerate after it is converted"
+    return None
+
+
 def replaced_forward(module: torch.nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which a new class would not change"

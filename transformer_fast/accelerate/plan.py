@@ -72,6 +72,9 @@ def make_plan(
                 read |= _read_by(module, known[0] if known else None)
             continue
         found = _find(name, module, refused, cache)
+        quantised = classes.quantised(module)
+        if quantised is not None and (found is not None or hasattr(module, "weight")):
+            found = quantised
         if found is None:
             continue
         if not isinstance(found, str) and filter_fn is not None and not filter_fn(module, name):
@@ -174,8 +177,11 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    is_restored = report.verified is False
-    if report.weights_swapped < report.weights_left.total() and not (remarks or is_restored):
+    # Then the report has told the reason already.
+    is_told = report.verified is False or any(
+        classes.quantised(model.get_submodule(entry.name)) for entry in report.left
+    )
+    if report.weights_swapped < report.weights_left.total() and not (remarks or is_told):
         remarks.append(f"Most of the model's matrix multiplications are unchanged. {_ADVICE}")
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")

@@ -49,8 +49,10 @@ def accelerate(
 
     A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
     the model as it was before, so that it loads without this library; accelerate it again there.
-    Call it before ``fully_shard``, ``parametrize`` or quantisation; DistributedDataParallel and
-    ``torch.compile`` may come before or after.
+    Quantise the model first and then call `accelerate`, for the modules that are not quantised:
+    `torch.ao.quantization` does not convert replaced modules, and they warn of it. Call it before
+    ``fully_shard`` and ``parametrize``; DistributedDataParallel and ``torch.compile`` may come
+    before or after.
 
     Args:
         model: any module, on any device.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from ..nn.drop_in import warn_user
 from .classes import Change, undone
 from .report import Report
 
@@ -64,7 +63,7 @@ def verify_changes(
         advice = _ADVICE_NOT_FINITE if all(_NOT_FINITE in p for p in problems) else _ADVICE
         report.notes += [f"Verify: {problem}." for problem in problems]
         report.notes.append(f"The model was restored. {advice}")
-        _warn(f"accelerate restored the model: {'; '.join(problems)}. {advice}")
+        warn_user(f"accelerate restored the model: {'; '.join(problems)}. {advice}")
 
 
 _NOT_FINITE = "of the original model are NaN or infinite everywhere"
@@ -73,18 +72,6 @@ _ADVICE = (
     "To accelerate the rest of the model, leave modules out with filter_fn; if the difference is "
     "acceptable, call accelerate without verify."
 )
-
-
-def _warn(message: str) -> None:
-    """Warns at the first line outside of this package that led here."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
-def _is_internal(module: str) -> bool:
-    return module.split(".")[0] in ("transformer_fast", "contextlib")
 
 
 def _inputs(example: Any) -> Inputs:

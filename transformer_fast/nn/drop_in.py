@@ -4,6 +4,8 @@ their class, and the calls that `torch.nn` runs: of nested tensors, in torch.fx,
 from __future__ import annotations
 
 import copyreg
+import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -29,12 +31,54 @@ def recorded_classes(module: torch.nn.Module) -> tuple[type, type] | None:
     return type(module).__dict__.get(RECORD) if record is None else record
 
 
+class _QConfig:
+    """The attribute ``qconfig``, which `torch.ao.quantization` assigns before it converts modules.
+
+    It looks modules up by their exact class, and skips ours without a word. The value is kept in
+    the instance, so that the attribute is missing until it is assigned.
+    """
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
+        try:
+            return vars(module)["qconfig"]
+        except (KeyError, TypeError):
+            raise AttributeError("qconfig") from None
+
+    def __set__(self, module: torch.nn.Module, value: Any) -> None:
+        vars(module)["qconfig"] = value
+        if recorded_classes(module) is not None:
+            of, first = "that accelerate replaced", "call transformer_fast.restore(model)"
+        else:
+            of, first = "of transformer_fast.nn", "build the model from torch.nn"
+        warn_user(
+            f"torch.ao.quantization does not convert modules {of}: {first}, quantise it, and then "
+            "accelerate the modules that are not quantised"
+        )
+
+    def __delete__(self, module: torch.nn.Module) -> None:
+        vars(module).pop("qconfig", None)
+
+
+def warn_user(message: str) -> None:
+    """Warns at the first line that led here and is not in this package, torch or contextlib."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_internal(module: str) -> bool:
+    return module.split(".")[0] in ("contextlib", "torch", "transformer_fast", "typing_extensions")
+
+
 class DropIn(torch.nn.Module):
     """Base of the classes that `accelerate` assigns to existing modules.
 
     Such a module is copied as it is, but pickled as what it was before: a pickle has to load where
     this library is not installed. On all other instances this has no effect.
     """
+
+    qconfig = _QConfig()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
