@@ -148,6 +148,19 @@ class Remote:
         return self._made.call(*arguments)
 
 
+def beyond_attention(arguments: Arguments) -> str | None:
+    """What a call of attention has beside masks and causality, none of which other software supports, as
+    a sentence, or None."""
+    named = OPS["attention"].named(arguments)
+    if named["dropout_p"]:
+        return "it has no dropout"
+    if named["need_weights"]:
+        return "it gives no weights"
+    if named.get("query_lengths") is not None or named.get("longest") is not None:
+        return "it takes no query lengths"
+    return None
+
+
 class TorchCompile(Peer):
     """torch.compile of what a user of PyTorch would write."""
 
@@ -254,7 +267,7 @@ class InductorTuned(Frozen):
 
 
 class Zentorch(Frozen):
-    """AMD's plugin for torch.compile."""
+    """AMD's plugin for torch.compile, and its attention."""
 
     name, packages = "zentorch", ("zentorch",)
     settings: ClassVar[dict[str, Any]] = {
@@ -280,6 +293,27 @@ class Zentorch(Frozen):
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
         importlib.import_module("zentorch")
         return super().hand_written(model, adapt)
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        if op != "attention":
+            return None
+        query, _, _, mask, lengths, causal, *_, gqa, _ = arguments[:11]
+        if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.bfloat16):
+            return "it takes float32 and bfloat16 on the CPU"
+        if lengths is not None or (mask is not None and mask.dtype != query.dtype):
+            return "it takes masks in the dtype of the query, no bool masks and no key lengths"
+        if gqa or (causal and mask is not None):
+            return "it takes no grouped heads, and no mask beside causality"
+        if (reason := beyond_attention(arguments)) is not None:
+            return reason
+        importlib.import_module("zentorch")
+        attend = torch.ops.zentorch.zentorch_sdpa
+
+        def run(*given: Any) -> tuple[Tensor, None]:
+            query, key, value, mask, _, causal, scale, *_ = given
+            return attend(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0], None
+
+        return run
 
 
 class OneDnnPrepacked(Peer):
@@ -392,8 +426,41 @@ class _Session:
         return torch.from_numpy(self.session.run(None, feeds)[0])
 
 
+def _attention_graph(arguments: Arguments) -> bytes:
+    """ONNX Runtime's MultiHeadAttention for these shapes: query (B, T, H * D), key and value
+    (B, H, S, D), then int32 key lengths (B,) or a bias (B or 1, H or 1, T, S), if there are any."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    query, key, value, mask, lengths, causal, scale, *_ = arguments
+    batch, heads, length, size = query.shape
+    inputs = {
+        "query": (batch, length, heads * size), "key": key.shape, "value": value.shape,
+        "lengths": None if lengths is None else lengths.shape,
+        "bias": None if mask is None else (*mask.shape[:2], length, key.shape[2]),
+    }  # fmt: skip
+    given = {name: shape for name, shape in inputs.items() if shape is not None}
+    # The fourth input, a bias of the projections, is left out: omitted inputs have empty names.
+    order = ("query", "key", "value", "", "lengths", "bias")
+    names = [name if name in given else "" for name in order]
+    node = helper.make_node(
+        "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads,
+        unidirectional=int(causal), **({} if scale is None else {"scale": float(scale)}),
+    )  # fmt: skip
+
+    def described(name: str, shape: Sequence[int]) -> Any:
+        kind = TensorProto.INT32 if name == "lengths" else TensorProto.FLOAT
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    output = described("output", (batch, length, heads * value.shape[-1]))
+    ends = [described(name, shape) for name, shape in given.items()], [output]
+    opsets = helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)
+    graph = helper.make_graph([node], "attention", *ends)
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
 class OnnxRuntime(OnGraphs):
-    """All graph optimisations on."""
+    """All graph optimisations on; of attention its MultiHeadAttention."""
 
     name, packages = "ONNX Runtime", ("onnx", "onnxscript", "onnxruntime")
     dtypes, runner = (torch.float32,), _Session
@@ -403,6 +470,32 @@ class OnnxRuntime(OnGraphs):
         if why is None and (name := named_isa()) is not None:
             return f"it cannot be held to {name}"
         return why
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        if op != "attention":
+            return super().op(op, arguments)
+        query, key, _, mask, _, causal, _, _, _, gqa, _ = arguments[:11]
+        if query.device.type != "cpu" or query.dtype != torch.float32:
+            return "the graph given to it is for float32 on the CPU"
+        if mask is not None and mask.dtype == torch.bool:
+            return "it takes float masks and key lengths, no bool masks"
+        if gqa or (causal and query.shape[2] != key.shape[2]):
+            return "it takes no grouped heads, and aligns causality at the last key"
+        if (reason := beyond_attention(arguments)) is not None:
+            return reason
+        session = self.runner(_attention_graph(arguments), query.dtype)
+
+        def run(*given: Any) -> tuple[Tensor, None]:
+            query, key, value, mask, lengths, *_ = given
+            batch, heads, length, _ = query.shape
+            inputs = [query.transpose(1, 2).reshape(batch, length, -1), key, value]
+            if lengths is not None:
+                inputs.append(lengths.int())
+            if mask is not None:
+                inputs.append(mask.expand(*mask.shape[:2], length, key.shape[2]))
+            return session(*inputs).view(batch, length, heads, -1).transpose(1, 2), None
+
+        return run
 
 
 class _Request:
@@ -620,12 +713,8 @@ class FlexAttention(Peer):
             return None
         if arguments[0].device.type != "cuda":
             return "it is measured on cuda tensors"
-        if arguments[7]:
-            return "it has no dropout"
-        if arguments[10]:
-            return "it gives no weights"
-        if arguments[11] is not None:
-            return "it takes no query lengths"
+        if (reason := beyond_attention(arguments)) is not None:
+            return reason
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         compiled = torch.compile(flex_attention, dynamic=False)

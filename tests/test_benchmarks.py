@@ -375,6 +375,44 @@ def test_flex_attention_means_the_same(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [T, S])
+@pytest.mark.parametrize("name", CASES)
+def test_peers_of_attention_mean_the_same(name: str, size: int) -> None:
+    """A call of shape (2, 3, 40, 16) on ``size`` keys. ONNX Runtime aligns causality at the last key."""
+    options = {
+        key: value[..., :size] if key == "mask" else value.clamp(max=size)
+        for key, value in CASES[name].items()
+        if key != "causal"
+    }
+    arguments = given(**options, causal="causal" in name, size=size)
+    expected, ran = attention(*arguments)[0], set()
+    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
+        (offered,) = peers.candidates([peer], "op", "attention", arguments)
+        assert offered.run is not None or offered.reason
+        if offered.run is not None:
+            ran.add(peer.name)
+            torch.testing.assert_close(offered.run(*arguments)[0], expected)
+    able = {
+        "zentorch": name in ("plain", "causal", "float mask"),
+        "ONNX Runtime": name != "bool mask" and ("causal" not in name or size == T),
+    }
+    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
+        assert (peer.name in ran) == (peer.why_not() is None and able[peer.name])
+
+
+@pytest.mark.parametrize("name", ["zentorch", "onnx_runtime"])
+def test_what_peers_of_attention_do_not_support_has_a_reason(name: str) -> None:
+    plain = given()
+    for place, value, said in (
+        (7, 0.1, "no dropout"),
+        (9, True, "no grouped heads"),
+        (10, True, "no weights"),
+    ):
+        arguments = (*plain[:place], value, *plain[place + 1 :])
+        offered = PEERS[name].op("attention", arguments)
+        assert said in offered
+
+
 def test_on_the_cpu_they_say_why_not() -> None:
     both = peers.load(["liger", "flex_attention"])
     assert both == [PEERS["flex_attention"], PEERS["liger"]]
