@@ -263,7 +263,7 @@ def test_inductor_is_not_used_where_a_block_takes_gradients() -> None:
         assert why_not(module, given) is None
         [first, *_] = [node for node in module.graph.nodes if node.op != "placeholder"]
         block = _with_block(module, first, BORDERS["enable_grad"])
-        assert "gradients" in str(why_not(block, given))
+        assert "training" in str(why_not(block, given))
 
 
 def test_bodies_of_operators_that_set_a_mode() -> None:

@@ -182,7 +182,7 @@ def _peel_factor(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Sc
                 raise NotAttentionError("a tensor scales its scores while they are reshaped")
             found.factors.append((factor, divides))
             return found
-    raise NotAttentionError("its scores are multiplied by more than a number")
+    raise NotAttentionError("its scores are multiplied by a tensor")
 
 
 def _is_the_same_for_all_keys(factor: Any, scores: Node) -> bool:
@@ -196,7 +196,7 @@ def _is_the_same_for_all_keys(factor: Any, scores: Node) -> bool:
 
 
 def _peel_added(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
-    reason = NotAttentionError("its scores are a sum of unknown things")
+    reason = NotAttentionError("its scores are a sum of unrecognised terms")
     for scores, added in _sides(op, both=op.name == "add"):
         if shape(scores) != shape(node) or not isinstance(added, Node):
             continue
@@ -233,7 +233,9 @@ def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scor
         if (rank(condition) or 0) > (rank(node) or 0):
             continue
         if not number * after <= _HIDES:
-            raise NotAttentionError(f"its scores are filled with {number:g}, which does not hide")
+            raise NotAttentionError(
+                f"its scores are filled with {number:g}, which does not mask them out"
+            )
         found = peel(scores, after, order)
         if found.factors and after < 0:
             break
@@ -242,7 +244,7 @@ def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scor
             raise NotAttentionError("its scores are filled with several values")
         found.fills.append((found.mask(condition, order), hides, number * after))
         return found
-    raise NotAttentionError("what its scores are filled with is not known while compiling")
+    raise NotAttentionError("the fill value of its scores is not known at compile time")
 
 
 def _filled_with(x: Any) -> float | None:
@@ -445,7 +447,7 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     if op["dtype"] not in (None, dtype(softmax), torch.float32):
         raise NotAttentionError(f"it is computed in {op['dtype']}")
     if not _is_over_keys(softmax, op):
-        raise NotAttentionError("it is not taken over the last dimension")
+        raise NotAttentionError("it is not over the last dimension")
     if rank(softmax) not in (2, 3, 4):
         raise NotAttentionError("its scores have neither 2, 3 nor 4 dimensions")
     scores = peel(op["input"], 1.0)
@@ -469,7 +471,7 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     seen_later = [u for u in weights.users if u is not product]
     seen_before = [u for u in softmax.users if u not in nodes] if dropped else []
     if point is product and (seen_later or seen_before):
-        raise NotAttentionError("its weights are shown before its values are known")
+        raise NotAttentionError("its weights are used before its values are computed")
     scale = scores.scale * _scale_on_the_way(editor, scores.product, product)
     query, key, value = (each.put(editor, point) for each in operands)
     for factor, divides in scores.factors:
@@ -535,15 +537,15 @@ def _downwards(softmax: Node, nodes: set[Node], scores: Scores) -> tuple[Node, f
         if not step:
             return weights, dropout_p, dropped
         if len(step) > 1 or (weights is not softmax and len(weights.users) > 1):
-            raise NotAttentionError("its weights go several ways")
+            raise NotAttentionError("its weights have several users")
         user, op = step[0]
         if op.name == "dropout":
             p, training = op.args.get("p", 0.5), op.args.get("training", True)
             if not is_number(p) or not isinstance(training, bool) or dropped:
-                raise NotAttentionError("its dropout is not known while compiling")
+                raise NotAttentionError("its dropout probability is not known at compile time")
             dropout_p, dropped = float(p), True
         elif len(weights.users) > 1:
-            raise NotAttentionError("its weights go several ways")
+            raise NotAttentionError("its weights have several users")
         elif op.name in ("masked_fill", "where"):
             _hide_again(op, weights, scores)
         nodes.add(user)
@@ -568,7 +570,7 @@ def _hide_again(op: Op, weights: Node, scores: Scores) -> None:
             if mask == Mask(condition, None) and hid == hides:
                 scores.fills[0] = (mask, hid, -math.inf)
                 return
-    raise NotAttentionError("its weights are filled where its scores are not")
+    raise NotAttentionError("its weights are masked where its scores are not")
 
 
 def _check_tensors(operands: list[Node], modes: Modes) -> None:

@@ -59,7 +59,7 @@ def compile_backend(
     Options of ``torch.compile(..., options={...})``:
         inner: what compiles the rewritten graph: name or function of another backend, or None for
             nothing. By default inductor, for inference on a CPU where a C++ compiler is found, unless
-            masks are looked at while the program runs.
+            the program has attention masks, whose values are read at run time.
         report: a function that is given each `GraphReport`.
 
     What was done: `transformer_fast.compile_reports`, and the log at level INFO.
@@ -71,7 +71,9 @@ def compile_backend(
     report = rewrite(module)
     if inner is compile_rest:
         reason = why_not(module, example_inputs)
-        report.rest = "compiled by inductor" if reason is None else f"as written, since {reason}"
+        report.rest = (
+            "compiled by inductor" if reason is None else f"left to eager PyTorch ({reason})"
+        )
         inner = compile_rest if reason is None else None
     remember(report)
     _log.info("%s", report)
@@ -90,12 +92,12 @@ def _options(
     options: dict[str, Any] | None, mode: str | None
 ) -> tuple[Callable[..., Any] | None, Callable[[GraphReport], Any] | None]:
     if mode is not None:
-        raise ValueError(f'backend "transformer_fast" has no modes, and mode={mode!r} was given')
+        raise ValueError(f'backend "transformer_fast" takes no mode, but got mode={mode!r}')
     given = dict(options or {})
     inner, tell = given.pop("inner", INNER), given.pop("report", None)
     if given:
         raise ValueError(
-            f'backend "transformer_fast" has the options inner and report, not {", ".join(given)}'
+            f'backend "transformer_fast" takes the options inner and report, not {", ".join(given)}'
         )
     if isinstance(inner, str):
         inner = torch._dynamo.lookup_backend(inner)
@@ -140,13 +142,13 @@ def _tell_of_the_rest(editor: Editor) -> None:
     """Calls that do what our ops do, and that stay nevertheless."""
     for node in editor.graph.nodes:
         if node.target is torch._native_multi_head_attention:
-            reason = "it is a module of torch.nn, which transformer_fast.accelerate(model) swaps"
+            reason = "it is a torch.nn module, which transformer_fast.accelerate(model) replaces"
             editor.left("attention", node, reason)
         op = read(node)
         if op is not None and op.name in ("matmul", "addmm"):
             weight = op["mat2" if op.name == "addmm" else "other"]
             if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
-                reason = "it is a product with a (in, out) matrix, and our kernels read (out, in)"
+                reason = "its weight is stored as (in, out), and the kernels read (out, in)"
                 editor.left("linear", node, reason)
 
 
@@ -184,6 +186,11 @@ def rewrite_calls_of_torchs(editor: Editor) -> None:
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         elif node.target is not F.scaled_dot_product_attention:
             continue
+        else:
+            reason = editor.refusal(node, function, *args, **kwargs)
+            if reason is not None:
+                editor.left(op, node, reason)
+                continue
         node.target, node.args, node.kwargs = function, args, kwargs
         editor.found(op, node)
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
+from ...dispatch import checked_call
 from .memory import NO_MEMORY, Memory, between
 from .modes import GraphModes
 from .nodes import only_user, value
@@ -29,9 +35,24 @@ class Editor:
         known = [n for n in inputs if isinstance(n, Node)]
         parts = [n for n in between(set(known), last) if not _is_same_in_all_modes(n)]
         if not self.modes.same([*parts, last, point]):
-            return "a torch.no_grad, autocast or similar block begins or ends between its parts"
+            return "a torch.no_grad, autocast or similar block begins or ends between its ops"
         if not self.memory.may_replace(last, known, point):
-            return "something is written in place between its parts"
+            return "a tensor is modified in place between its ops"
+        return None
+
+    def refusal(
+        self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> str | None:
+        """Why a public function of this library raises for a call in place of ``node``, or None."""
+        fake = FakeTensorMode()
+        try:
+            with ExitStack() as modes:
+                for device, enabled, to in self.modes.at(node).autocast:
+                    modes.enter_context(torch.autocast(device, to, enabled))
+                given = map_arg((args, kwargs), lambda n: _example(n, fake))
+                checked_call(function, *given[0], **given[1])
+        except Exception as error:
+            return f"transformer_fast.functional.{function.__name__} does not take it: {error}"
         return None
 
     def call(
@@ -112,6 +133,21 @@ class Editor:
 
     def left(self, op: str, node: Node, reason: str) -> None:
         self.report.left.append(Found(op, where(node), reason))
+
+
+def _example(node: Node, fake: FakeTensorMode) -> Any:
+    """A value like the node's. Dynamic sizes become numbers, since comparing them would add guards."""
+    found = value(node)
+    if not isinstance(found, Tensor):
+        return _number(found)
+    with fake:
+        sizes = [_number(size) for size in found.shape]
+        return torch.empty(sizes, dtype=found.dtype, device=found.device)
+
+
+def _number(x: Any) -> Any:
+    is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return x.node.hint if is_symbol else x
 
 
 def _is_same_in_all_modes(node: Node) -> bool:

@@ -192,6 +192,7 @@ def rewrite_feed_forward(editor: Editor) -> None:
             continue
         inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
         reason = editor.obstacle(node, inputs)
+        reason = reason or editor.refusal(node, functional.feed_forward, *inputs, activation=name)
         if reason is not None:
             editor.left("feed_forward", node, reason)
             continue
@@ -242,6 +243,10 @@ def rewrite_linear(editor: Editor) -> None:
             continue
         user = only_user(node)
         found = activation_of(user)
+        reason = editor.refusal(node, functional.linear, op["input"], weight, op["bias"])
+        if reason is not None:
+            editor.left("linear", node, reason)
+            continue
         if user is not None and found is not None and editor.modes.same([node, user]):
             activation, last = found[0], user
         new = editor.call(

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _LOOK_AT_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
 #: Largest difference to the graph as it is written, relative to the largest value.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+_FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
+
 #: The function that gives ``.data`` in captured graphs.
 _DATA = "_get_data_attr"
 
@@ -35,8 +37,8 @@ _DATA = "_get_data_attr"
 def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The graph as inductor compiles it, with calls of our operators in it.
 
-    What stands between our calls (rotary embeddings, gates, sums) is fused so. Where inductor fails, or
-    its first result is not that of the graph, the graph runs as it is. `why_not` is to be asked before.
+    It fuses the ops between our calls (rotary embeddings, gates, sums). If inductor fails, or its first
+    result differs from that of the graph, the graph runs in eager mode. Call `why_not` before.
     """
     try:
         lifted = lift(module, example_inputs)
@@ -47,7 +49,7 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     except torch._dynamo.exc.RestartAnalysis:  # Dynamo then captures the graph anew
         raise
     except Exception as error:
-        _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
+        _log.warning(_FAILED, error)
         return module.forward
 
 
@@ -77,14 +79,14 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
     """Why inductor does not compile the rest, as a sentence, or None."""
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     if any(not x.is_cpu for x in tensors):
-        return "it is measured on CPUs only"
+        return "inductor is used for CPU tensors only"
     with_gradients = GraphModes(module.graph).any(lambda modes: modes.grad)
     if with_gradients and any(x.requires_grad for x in tensors):
-        return "gradients are wanted, and those of our ops are taken call by call"
+        return "inductor is not used in training"
     if any(node.target in _LOOK_AT_VALUES for node in module.graph.nodes):
-        return "masks are looked at while the program runs"
+        return "inductor is not used with attention masks, whose values are read at run time"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
-        return "there is no C++ compiler"
+        return "inductor needs a C++ compiler, and none was found"
     return None
 
 
@@ -123,13 +125,20 @@ class _Checked:
             and torch.equal(random, torch.get_rng_state())
             and all(map(_is_same, [_state_of(x) for x in inputs], before))
         )
-        if repeatable and all(map(_agree, self._run_compiled(*inputs), expected)):
+        self.run = self.module.forward
+        if repeatable and self._agrees(inputs, expected):
             self.run = self._run_compiled if self.constants or self.viewed else self.compiled
-        else:
-            if repeatable:
-                _log.warning("inductor gives another result, so the rest runs as it is written")
-            self.run = self.module.forward
         return expected
+
+    def _agrees(self, inputs: Sequence[Any], expected: Sequence[Any]) -> bool:
+        try:
+            if all(map(_agree, self._run_compiled(*inputs), expected)):
+                return True
+        except Exception as error:
+            _log.warning(_FAILED, error)
+        else:
+            _log.warning("inductor's result is wrong; the remaining ops run in eager mode")
+        return False
 
     def _run_compiled(self, *inputs: Any) -> Any:
         if self.constants is not None:

@@ -50,7 +50,11 @@ def rewrite_norms(editor: Editor) -> None:
             parameters = inspect.signature(NORMS[op.name].pytorch).parameters.values()
             arguments = [op.args.get(each.name, each.default) for each in parameters]
             ours = getattr(functional, op.name)
-            editor.replace(node, editor.call(node, ours, *arguments, like=node))
+            reason = editor.refusal(node, ours, *arguments)
+            if reason is None:
+                editor.replace(node, editor.call(node, ours, *arguments, like=node))
+            else:
+                editor.left(op.name, node, reason)
         elif (norm := _standardised(op)) is not None:
             _replace(editor, node, norm)
 

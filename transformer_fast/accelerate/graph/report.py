@@ -22,7 +22,7 @@ class Found:
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
-        return f"{self.op}{place}" + (f" left as it is: {self.reason}" if self.reason else "")
+        return f"{self.op}{place}" + (f" left unchanged: {self.reason}" if self.reason else "")
 
 
 @dataclass
@@ -47,7 +47,7 @@ class GraphReport:
         lines += [f"  {found}" for found in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
-            lines.append(f"  {self.rest or 'as written'}: {names}.")
+            lines.append(f"  {self.rest or 'left to eager PyTorch'}: {names}.")
         return "\n".join(lines)
 
 
