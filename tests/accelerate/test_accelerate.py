@@ -294,6 +294,7 @@ def test_import_is_light_and_the_name_is_the_function() -> None:
         "assert callable(transformer_fast.accelerate)\n"
         "from transformer_fast.accelerate import Report\n"
         "assert callable(transformer_fast.accelerate)\n"
+        "assert transformer_fast.accelerate.Report is Report\n"
         "assert not {'transformer_fast.nn', 'transformers', 'torch._dynamo'} & set(sys.modules)\n",
     )
 

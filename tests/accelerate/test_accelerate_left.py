@@ -314,7 +314,7 @@ def test_registered_converters() -> None:
 
     register_converter(HandWritten, lambda module: "not on a Sunday")
     assert accelerate(ours)["2"].reason == "not on a Sunday"
-    register_converter(HandWritten, None)
+    accelerate.register_converter(HandWritten, None)  # as the API page names it
     assert not accelerate(ours).left
 
 
@@ -412,7 +412,7 @@ def test_layers_of_two_dtypes_under_autocast(name: str) -> None:
 def test_wrong_registrations() -> None:
     with pytest.raises(TypeError, match=r"cls must be a subclass of torch\.nn\.Module"):
         register_converter(int, lambda module: "")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must give a subclass of it or a sentence"):
+    with pytest.raises(TypeError, match="must return a subclass of it or a reason"):
         register_converter(HandWritten, torch.nn.LayerNorm)
     with pytest.raises(TypeError, match="must be a subclass of HandWritten or a function"):
         register_converter(HandWritten, 3)  # type: ignore[arg-type]

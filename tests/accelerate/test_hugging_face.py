@@ -332,6 +332,28 @@ def test_pickles_load_without_this_library(name: str, tmp_path: Path) -> None:
     assert set(_attentions(copied)) == {"sdpa"}
 
 
+@pytest.mark.parametrize("name", ["bert", "Qwen3ForCausalLM"])
+def test_attention_that_is_set_after_accelerate_stays(name: str, tmp_path: Path) -> None:
+    model = build(name, 0.0)
+    accelerate(model)
+    model.set_attn_implementation("eager")
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    place = next(n for n, m in model.named_modules() if _is_model(m))
+    assert (
+        accelerate(model)[place].reason == "its attention is 'eager', and only 'sdpa' is replaced"
+    )
+    restore(model)
+    for one in (model, again):
+        assert set(_attentions(one)) == {"eager"}
+        assert restore(one) == []
+    model.set_attn_implementation("sdpa")
+    accelerate(model)
+    assert set(_attentions(model)) == {hugging_face.NAME}
+    restore(model)
+    assert set(_attentions(model)) == {"sdpa"}
+
+
 def test_verify() -> None:
     model = build("marian", 0.1)
     report = accelerate(model, verify={**inputs_of("marian"), "use_cache": False})

@@ -1,9 +1,13 @@
-"""Ways into this library for models that exist already.
+"""Replaces modules of existing models: `accelerate` and `restore`.
 
-`accelerate` and `restore` swap the classes of a living model's modules and back.
+``transformer_fast.accelerate`` is the function; the other names are its attributes, too, so that
+``transformer_fast.accelerate.register_converter`` works without an import of this package.
 """
 
 from .report import Entry, Report
 from .swap import accelerate, accelerated, register_converter, restore
 
 __all__ = ["Entry", "Report", "accelerate", "accelerated", "register_converter", "restore"]
+
+for _public in (Entry, Report, accelerated, register_converter, restore):
+    setattr(accelerate, _public.__name__, _public)

@@ -39,7 +39,8 @@ _NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 
 class _Before:
-    """What a model remembers. Loading a pickle of it puts that back, and leaves None in its place.
+    """The attention that a model had. In a pickle it becomes an assignment of that to the config,
+    and then None.
 
     So a pickle of a model holds the model as it was, and loads where this library is not installed.
     """
@@ -48,7 +49,9 @@ class _Before:
         self.config, self.attention = config, attention
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return setattr, (self.config, _NAME_OF_ATTENTION, self.attention)
+        set_since = getattr(self.config, _NAME_OF_ATTENTION)
+        attention = self.attention if set_since == NAME else set_since
+        return setattr, (self.config, _NAME_OF_ATTENTION, attention)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Before:
         return _Before(deepcopy(self.config, memo), self.attention)
@@ -56,11 +59,16 @@ class _Before:
 
 @dataclass
 class AttentionChange:
-    """The model's attention goes through our name in the registries."""
+    """The model's config names our attention, which both registries know.
+
+    If the user has set another one since then, `undo` leaves it.
+    """
 
     name: str
     module: Any
     before: str
+    #: The attention to set in `apply`: ours, or what `undo` found.
+    after: str = "transformer_fast"
 
     @property
     def now(self) -> str:
@@ -68,17 +76,27 @@ class AttentionChange:
 
     def apply(self) -> None:
         _register()
-        setattr(self.module.config, _NAME_OF_ATTENTION, NAME)
+        setattr(self.module.config, _NAME_OF_ATTENTION, self.after)
         self.module.__dict__[_RECORD] = _Before(self.module.config, self.before)
 
     def undo(self) -> None:
-        setattr(self.module.config, _NAME_OF_ATTENTION, self.before)
+        self.after = getattr(self.module.config, _NAME_OF_ATTENTION)
+        if self.after == NAME:  # else set since, by the user or of a model that shares the config
+            setattr(self.module.config, _NAME_OF_ATTENTION, self.before)
         self.module.__dict__.pop(_RECORD, None)
 
 
 def recorded(name: str, module: torch.nn.Module) -> AttentionChange | None:
+    """The change of the model's attention that is to be undone."""
     before = module.__dict__.get(_RECORD)
     return None if before is None else AttentionChange(name, module, before.attention)
+
+
+def is_over(change: Change) -> bool:
+    """True if the user has set another attention since the change."""
+    if not isinstance(change, AttentionChange):
+        return False
+    return bool(getattr(change.module.config, _NAME_OF_ATTENTION) != NAME)
 
 
 def _version_reason() -> str | None:

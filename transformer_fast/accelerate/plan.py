@@ -61,7 +61,7 @@ def make_plan(
         if module in read:
             continue
         kind = type(module).__name__
-        known = recorded(name, module)
+        known = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
         if known or classes.is_ours(module):
             own = None if known else classes.overrides_ours(module)
             if own is not None:

@@ -1,7 +1,7 @@
-"""`accelerate`, `restore`, `accelerated` and `register_converter`: swapping the classes of a living
-model's modules.
+"""The public functions `accelerate`, `restore`, `accelerated` and `register_converter`.
 
-Light to import: `transformer_fast` does so. The work is in `plan`, `classes` and `verify`.
+`transformer_fast` imports this module, so it imports `plan`, `classes` and `verify`, which do the
+work, only when they are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .classes import Change
 
 Filter = Callable[[torch.nn.Module, str], bool]
-#: Takes a module, gives the class to swap it to, or a sentence that says why not.
+#: Takes a module; returns the class to replace its own by, or the reason why not.
 Converter = Callable[[torch.nn.Module], "type[torch.nn.Module] | str"]
 
 _converters: dict[type[torch.nn.Module], Converter] = {}
@@ -30,25 +30,25 @@ def accelerate(
     filter_fn: Filter | None = None,
     verify: Any = None,
 ) -> Report:
-    """Speed up an existing model in place and reversibly, by `transformer_fast`'s modules.
+    """Replaces modules of an existing model by those of `transformer_fast`, in place and reversibly.
 
-    Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
-    ``module.__class__`` changes. (Losses and embeddings stay, and each `torch.nn.Linear` of a layer
-    that was swapped, since the layer reads its weight.) A module of any class whose forward is
-    ``linear2(dropout(activation(linear1(x))))`` becomes one call. Parameters, buffers, hooks, names,
-    ``state_dict`` and everybody's references to them stay as they are. So do the numbers, up to
-    rounding, with the exceptions that `transformer_fast.nn` has: a query that may attend to nothing
-    gives 0, the output at padded places may be 0, and dropout draws other elements. `restore` takes
-    it back. A second call changes nothing.
+    A module of torch.nn gets the class of the same name in `transformer_fast.nn`, if there is one;
+    nothing but ``module.__class__`` changes. (Losses and embeddings keep theirs, and so do the
+    `torch.nn.Linear` of replaced layers, which read their weights.) A module of any class whose
+    forward is ``linear2(dropout(activation(linear1(x))))`` runs as one call. Parameters, buffers,
+    hooks, names, ``state_dict`` and references to them stay as they are. Results stay the same up
+    to rounding, with the exceptions of `transformer_fast.nn`: a query with every key masked gives
+    0, outputs at padded positions may be 0, and dropout draws other elements. `restore` undoes the
+    change. A second call changes nothing.
 
-    A subclass of yours gets a class between itself and torch's, unless it overrides what ours would
-    replace; so do subclasses of transformers' layers. What cannot be swapped safely (overridden or
-    replaced methods, parametrised, quantised or distributed weights, wrapped modules that torch
-    itself never calls, or not in inference) is left as it is; the report says why, and which
-    modules it does not know. Classes of yours: `register_converter`.
+    A subclass of yours gets a class between itself and PyTorch's, unless it overrides methods that
+    the replacement needs; so do subclasses of transformers' layers. Modules that cannot be replaced
+    safely are left unchanged: those with overridden or replaced methods, parametrised, quantised or
+    distributed weights, or parts that PyTorch never calls. The report gives the reasons, and lists
+    the modules it does not recognise. `register_converter` adds classes of yours.
 
     A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
-    the model as it was before, so that it loads without this library; accelerate it again there.
+    the original model, so that it loads without this library; accelerate it again there.
     Quantise the model first and then call `accelerate`, for the modules that are not quantised:
     `torch.ao.quantization` does not convert replaced modules, and they warn of it. Call it before
     ``fully_shard`` and ``parametrize``; DistributedDataParallel and ``torch.compile`` may come
@@ -56,18 +56,18 @@ def accelerate(
 
     Args:
         model: any module, on any device.
-        filter_fn: takes a module and its qualified name, and says whether it may be swapped.
+        filter_fn: takes a module and its qualified name; returns False to leave it unchanged.
         verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
-            tensor. The model is then run before and after (eval and train mode, forward and
-            gradients; layers also with padding), and if the numbers differ by more than rounding it
-            is restored, with a warning. None: not verified.
+            tensor. The original and the accelerated model are run on them (eval and train mode,
+            forward and gradients; layers also with padding). If results differ by more than
+            rounding, the model is restored, with a warning. None: not verified.
 
     Returns:
         A `Report`; print it.
 
     Raises:
         TypeError: ``model`` is not a module. Whatever the model raises during ``verify``. The model
-            is then as it was.
+            is then unchanged.
     """
     from .classes import apply_all, undo_all
     from .plan import complete, make_plan
@@ -92,14 +92,14 @@ def accelerate(
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Take back what `accelerate` did to ``model``.
+    """Undoes the changes of `accelerate` to ``model``.
 
     Returns:
         The names of the modules that were restored; empty if there was nothing to restore.
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: a module's class was changed again since; then nothing is restored.
+        RuntimeError: a module's class was changed again after `accelerate`; nothing is restored.
     """
     from .classes import undo_all
 
@@ -115,7 +115,7 @@ def accelerated(
 ) -> Iterator[Report]:
     """Context manager that accelerates ``model`` within the block and restores it afterwards.
 
-    Gives the `Report`. Arguments and errors: as in `accelerate`.
+    Yields the `Report`. Arguments and errors: as in `accelerate`.
     """
     from .classes import undo_all
 
@@ -129,7 +129,7 @@ def accelerated(
 
 
 def _changes_of(model: torch.nn.Module) -> list[Change]:
-    """What `accelerate` changed in the model and has not been taken back."""
+    """The changes of `accelerate` to the model that are not undone."""
     from .plan import recorded
 
     return [c for name, module in model.named_modules() for c in recorded(name, module)]
@@ -143,13 +143,13 @@ def _require_module(model: Any) -> None:
 def register_converter(
     cls: type[torch.nn.Module], converter: Converter | type[torch.nn.Module] | None
 ) -> None:
-    """Teach `accelerate` a class of yours.
+    """Registers the replacement of a class of yours for `accelerate`.
 
     Args:
         cls: modules of exactly this class are converted; subclasses are not.
-        converter: a subclass of ``cls`` to swap to (same attributes, faster forward), or a function
-            from a module to such a subclass or to a sentence that says why this one stays as it is.
-            None forgets what was registered for ``cls``.
+        converter: a subclass of ``cls`` to replace it by (same attributes, faster forward), or a
+            function that takes a module and returns such a subclass, or the reason to leave this
+            module unchanged. None removes the registration.
 
     Raises:
         TypeError: ``cls`` is not a module class, or ``converter`` is neither.
@@ -182,13 +182,13 @@ def register_converter(
 def _check_class(before: type, after: object) -> None:
     if not (isinstance(after, type) and issubclass(after, before)):
         raise TypeError(
-            f"a converter of {before.__name__} must give a subclass of it or a sentence, "
+            f"a converter of {before.__name__} must return a subclass of it or a reason, "
             f"not {after!r}"
         )
 
 
 def converted(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
-    """What the converter of exactly the module's class says; None if there is none."""
+    """The result of the converter for exactly the module's class; None if there is none."""
     converter = _converters.get(type(module))
     if converter is None:
         return None
@@ -199,7 +199,7 @@ def converted(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
 
 
 def why_not_converted(module: torch.nn.Module) -> str | None:
-    """Of an instance of a subclass of a registered class: that it is one."""
+    """The reason against an instance of a subclass of a registered class."""
     for base in type(module).__mro__[1:]:
         if base in _converters:
             return (
