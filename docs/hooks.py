@@ -29,7 +29,9 @@ def _title(one: report.Machine) -> str:
 def _page(one: report.Machine) -> str:
     """The machine's part of the report, below a title of its own, headings one level up."""
     _, _, body = report.markdown([one], PLOTS).partition(f"## {one.line}")
-    return f"# {_title(one)}\n\n{one.line}" + body.replace("\n### ", "\n## ")
+    # Without a table of contents at its right, a table of twelve columns fits.
+    head = f"---\nhide: [toc]\n---\n\n# {_title(one)}\n\n{one.line}"
+    return head + body.replace("\n### ", "\n## ")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -67,6 +69,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "legend": lambda: report.LEGEND,
         "machines": _machines,
         "ops": readme.ops_table,
+        "info --help": lambda: _help("info"),
         "compare --help": lambda: _help("compare"),
         "prove --help": lambda: _help("prove"),
     }

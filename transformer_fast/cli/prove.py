@@ -33,7 +33,10 @@ _INTERRUPTED = "interrupted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), help="only these ops")
+    parser.add_argument(
+        "--op", nargs="+", choices=OPS, default=list(OPS), metavar="OP",
+        help=f"one or more of: {', '.join(OPS)} (default: all of them)",
+    )  # fmt: skip
     parser.add_argument(
         "--forget", action="store_true", help="remove the results of earlier runs and exit"
     )
