@@ -5,24 +5,24 @@
 // there the backward was measured to take 2 to 14 % longer, and the forward 2 to 11 % with few
 // queries.
 #include "cpu/ops/attention/attention.h"
-#include "cpu/ops/attention/attention_mask.h"
+#include "cpu/ops/attention/attention_prefetch.h"
+#include "cpu/ops/attention/attention_scores.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr long kQueryBlock = 4 * kTileRows;
-#else
-constexpr long kQueryBlock = 8 * kTileRows;
-#endif
+// A block of queries consists of strips: the rows of a register tile. A tile of keys is applied
+// strip by strip, so scores stay in the first-level cache from one product to the other, and each
+// strip has its own causal and mask limits.
+constexpr long kStrips = kLanes == 16 ? 4 : 8;
+constexpr long kQueryBlock = kStrips * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
-constexpr long kScoreStride = kKeyTile + kPad;
 
 struct Workspace {
-  long query_stride, value_columns, sum_stride, keys_up;
-  float *keys, *values, *query, *scores, *bias, *sums, *row_max, *row_sum;
+  long query_stride, value_columns, sum_stride, score_stride, keys_up;
+  float *keys, *values, *query, *scores, *bias, *shared, *sums, *row_max, *row_sum, *tile_max;
   unsigned char* nonfinite;  // per key tile: its values contain NaN or inf
   long floats = 0;
 
@@ -30,21 +30,48 @@ struct Workspace {
       : query_stride(kPackedRows * round_up(args.size, kLanes)),
         value_columns(round_up(args.value_size, kPanel)),
         sum_stride(value_columns + kPad),
+        // The scores of all tiles are kept if they are returned.
+        score_stride((args.weights == nullptr ? kKeyTile : round_up(args.keys, kPanel)) + kPad),
         keys_up(round_up(args.keys, kPanel)) {
     const auto take = [&](long count) {
       float* place = scratch != nullptr ? scratch + floats : nullptr;
       floats += round_up(count, 16);
       return place;
     };
+    const long tiles = args.keys / kKeyTile + 1;
     keys = take(keys_up * args.size);
     values = take(keys_up * value_columns);
-    query = take(kQueryBlock / kTileRows * query_stride);
-    scores = take(kQueryBlock * kScoreStride);
-    bias = take(kScoreStride);
+    query = take(kStrips * query_stride);
+    scores = take(kTileRows * score_stride);
+    bias = take(kKeyTile + kPad);
+    shared = take(kKeyTile + kPad);
     sums = take(kQueryBlock * sum_stride);
-    row_max = take(kQueryBlock);
-    row_sum = take(kQueryBlock);
-    nonfinite = reinterpret_cast<unsigned char*>(take(args.keys / kKeyTile + 1));
+    row_max = take(kStrips * kPackedRows);
+    row_sum = take(kQueryBlock * kLanes);
+    tile_max = take(args.weights == nullptr ? 0 : tiles * kPackedRows);
+    nonfinite = reinterpret_cast<unsigned char*>(take(tiles));
+  }
+};
+
+// Rows [first, first + mask.rows) of a block, with their own limit to the keys.
+struct Strip {
+  long index, first;
+  BlockMask mask;
+  // In the workspace: rows of sums, row maxima, and kLanes partial sums of each row.
+  float *sums, *row_max, *row_sum;
+  bool& started;  // its sums hold anything
+};
+
+// Keys [start, start + count) of a tile.
+struct Keys {
+  long start, count;
+  const float* shared;  // their mask if it is the same for all rows, or nullptr
+  bool masked;          // the mask tensor changes scores
+
+  void skip(long n) {
+    start += n;
+    count -= n;
+    if (shared != nullptr) shared += n;
   }
 };
 
@@ -53,89 +80,146 @@ struct Block {
   const AttentionArgs& args;
   const Workspace& work;
   const BlockMask block_mask;
+  HeadPrefetcher<float>& next_head;
   long b = block_mask.b, head = block_mask.head, first = block_mask.first, rows = block_mask.rows;
-  // The scale is applied when a score is read (factor); with a mask, or a scale that does not
-  // preserve the order of scores, it is applied at once.
-  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
+  // The scale is applied when a score is read (factor); with an additive mask, or a scale that does
+  // not preserve the order of scores, it is applied at once.
+  bool additive = args.mask != nullptr && args.mask_type != Element::boolean;
+  bool scaled = additive || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
+  bool started[kStrips] = {};
 
-  // Computes the scores of the tile: scores + mask, -inf where masked, padded to whole panels.
-  void score_tile(long start, long count) const {
-    for (long j = 0; j < count; j += kPanel)
-      panel_rows<Form::packed>(work.query, work.query_stride, rows,
-                               work.keys + (start + j) * args.size, args.size, work.scores + j,
-                               kScoreStride, min(kPanel, count - j), false,
-                               work.keys + (start + j + kPanel) * args.size);
-    const float* shared = block_mask.shared_row(start, count);
-    for (long i = 0; i < rows; ++i)
-      block_mask.mask_scores(work.scores + i * kScoreStride, i, start, count,
-                             round_up(count, kPanel), shared, scaled);
+  template <class F>
+  void each_strip(const F& f) {
+    each_tile(rows, [&](long t, long i, long count) {
+      const long limit = args.causal ? min(block_mask.limit, first + i + count) : block_mask.limit;
+      f(Strip{t, i, BlockMask{args, b, head, first + i, count, limit, work.bias},
+              work.sums + i * work.sum_stride, work.row_max + t * kPackedRows,
+              work.row_sum + i * kLanes, started[t]});
+    });
+  }
+
+  // Replaces the first n scores of a row by masked(j, score, valid lanes) and those up to `padded`
+  // by -inf; returns the largest.
+  template <class Masked>
+  TF_INLINE static float masked_max(float* s, long n, long padded, const Masked& masked) {
+    Vec highest[2] = {set1(-kInf), set1(-kInf)};
+    long j = 0;
+    for (; j + kPanel <= n; j += kPanel) TF_UNROLL for (int u = 0; u < 2; ++u) {
+        const Vec x = masked(j + u * kLanes, load(s + j + u * kLanes), kLanes);
+        store(s + j + u * kLanes, x);
+        highest[u] = max(x, highest[u]);
+      }
+    for (; j < padded; j += kLanes) {
+      Vec x = set1(-kInf);
+      if (j < n)
+        x = select(less(load(kLaneNumbers), set1(static_cast<float>(n - j))),
+                   masked(j, load(s + j), min(kLanes, n - j)), x);
+      store(s + j, x);
+      highest[0] = max(x, highest[0]);
+    }
+    return reduce_max(max(highest[0], highest[1]));
+  }
+
+  // Masks a row of scores, -inf where masked and up to whole panels; returns the largest.
+  float mask_scores(const Strip& strip, float* s, long i, const Keys& keys) const {
+    const BlockMask& mask = strip.mask;
+    const long n = mask.visible(i, keys.start, keys.count), padded = round_up(keys.count, kPanel);
+    const Vec scale = set1(args.scale), lowest = set1(-kInf);
+    if (!keys.masked) {
+      if (scaled) return masked_max(s, n, padded, [&](long, Vec x, long) { return x * scale; });
+      return masked_max(s, n, padded, [&](long, Vec x, long) { return x; });
+    }
+    if (!scaled && keys.shared == nullptr && args.mask_stride[3] == 1) {
+      const auto* bytes = reinterpret_cast<const uint8_t*>(mask.mask_at(i, keys.start));
+      return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+        if (valid == kLanes) return select(bytes_nonzero(bytes + j), x, lowest);
+        const float* rest = mask.mask_row(i, keys.start + j, valid);
+        return select(equal(load_some(rest, valid), lowest), lowest, x);
+      });
+    }
+    const float* add = keys.shared != nullptr ? keys.shared : mask.mask_row(i, keys.start, n);
+    if (scaled)
+      return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+        const Vec m = load_some(add + j, valid);
+        return select(equal(m, lowest), m, fma(x, scale, m));
+      });
+    return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+      return select(equal(load_some(add + j, valid), lowest), lowest, x);
+    });
   }
 
   // Turns a row of scores into unnormalised probabilities exp(factor * s - row_max), 0 where
-  // masked; returns their sum. The product is rounded before row_max, which is such a product, is
-  // subtracted: within one fma, large scores would exceed their own maximum.
-  float exponentiate(float* s, long count, float row_max) const {
+  // masked; returns partial sums. The product is rounded before row_max, which is such a product,
+  // is subtracted: within one fma, large scores would exceed their own maximum.
+  TF_INLINE Vec exponentiate(float* s, long count, float row_max) const {
     const Vec neg_max = set1(row_max == -kInf ? 0.0f : -row_max), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
     for (long j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
-        const Vec e = exp(fma(load(s + j + u * kLanes), times, zero()) + neg_max);
+        const Vec e = softmax_exp(fma(load(s + j + u * kLanes), times, zero()) + neg_max);
         sum[u] = sum[u] + e;
         store(s + j + u * kLanes, e);
       }
     }
-    return reduce_add(sum[0] + sum[1]);
+    return sum[0] + sum[1];
   }
 
-  // `clean`: no non-finite values have been accumulated so far.
-  void softmax_row(long i, long count, bool clean) const {
-    float* s = work.scores + i * kScoreStride;
-    Vec highest[2] = {set1(-kInf), set1(-kInf)};
-    for (long j = 0; j < count; j += 2 * kLanes) {  // rows are padded to whole panels
-      highest[0] = max(load(s + j), highest[0]);
-      highest[1] = max(load(s + j + kLanes), highest[1]);
+  // Softmax of a strip's scores. `clean`: no non-finite values have been accumulated so far.
+  void softmax(const Strip& strip, float* scores, const Keys& keys, bool clean) const {
+    const long n = strip.mask.rows;
+    float highest[kPackedRows] = {}, rescale[kPackedRows];
+    for (long i = 0; i < n; ++i)
+      highest[i] = mask_scores(strip, scores + i * work.score_stride, i, keys);
+    for (long i = 0; i < kPackedRows; i += kLanes) {
+      const Vec before = load(strip.row_max + i);
+      const Vec row_max = max(before, load(highest + i) * set1(factor));
+      const Vec by = softmax_exp(before - row_max);
+      store(strip.row_max + i, row_max);
+      store(rescale + i, select(equal(before, row_max), set1(1.0f),
+                                select(equal(before, set1(-kInf)), set1(1.0f), by)));
     }
-    const float before = work.row_max[i];
-    const float here = reduce_max(max(highest[0], highest[1])) * factor;
-    const float row_max = before > here ? before : here;
-    const float sum = exponentiate(s, count, row_max);
-    float rescale = 1.0f;
-    if (row_max != before && before != -kInf) {
-      float one[kLanes];
-      store(one, exp(set1(before - row_max)));
-      rescale = one[0];
-      float* o = work.sums + i * work.sum_stride;
+    for (long i = 0; i < n; ++i) {
+      const Vec sum = exponentiate(scores + i * work.score_stride, keys.count, strip.row_max[i]);
+      float* total = strip.row_sum + i * kLanes;
+      store(total, fma(load(total), set1(rescale[i]), sum));
+      if (rescale[i] == 1.0f) continue;
+      float* o = strip.sums + i * work.sum_stride;
       // Sums that are rescaled to 0 may have overflowed.
-      const bool drop = rescale == 0.0f && clean;
+      const bool drop = rescale[i] == 0.0f && clean;
       for (long j = 0; j < args.value_size; j += kLanes)
-        store(o + j, drop ? zero() : load(o + j) * set1(rescale));
+        store(o + j, drop ? zero() : load(o + j) * set1(rescale[i]));
     }
-    work.row_sum[i] = work.row_sum[i] * rescale + sum;
-    work.row_max[i] = row_max;
   }
 
   long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
 
   // Applies dropout to the probabilities of the row.
-  void drop_row(long i, long start, long count) const {
-    float* s = work.scores + i * kScoreStride;
+  void drop_row(float* s, long i, long start, long count) const {
     dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
                     count, work.bias);
     for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
   }
 
+  void clear(const Strip& strip) const {
+    for (long i = 0; i < strip.mask.rows; ++i)
+      for (long j = 0; j < work.value_columns; j += kLanes)
+        store(strip.sums + i * work.sum_stride + j, zero());
+  }
+
   // P V where values contain NaN or inf: element by element, skipping masked keys.
-  void accumulate_pv_nonfinite(long start, long count) const {
-    for (long i = 0; i < rows; ++i) {
-      const float* p = work.scores + i * kScoreStride;
-      float* o = work.sums + i * work.sum_stride;
-      const long visible = block_mask.visible(i, start, count);
-      const float* mask = args.mask == nullptr ? nullptr : block_mask.mask_row(i, start, visible);
+  void accumulate_pv_nonfinite(const Strip& strip, const float* scores, const Keys& keys) const {
+    if (!strip.started) clear(strip);
+    for (long i = 0; i < strip.mask.rows; ++i) {
+      const float* p = scores + i * work.score_stride;
+      float* o = strip.sums + i * work.sum_stride;
+      const long visible = strip.mask.visible(i, keys.start, keys.count);
+      const float* mask =
+          args.mask == nullptr ? nullptr : strip.mask.mask_row(i, keys.start, visible);
       for (long s = 0; s < visible; ++s) {
         if (mask != nullptr && mask[s] == -kInf) continue;
         for (long j = 0; j < args.value_size; j += kPanel) {
-          const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
+          const float* v = work.values + j * work.keys_up + (keys.start + s) * kPanel;
           for (long c = 0; c < min(kPanel, args.value_size - j); ++c)
             o[j + c] = fma(p[s], v[c], o[j + c]);
         }
@@ -143,19 +227,55 @@ struct Block {
     }
   }
 
-  void accumulate_pv(long start, long count) const {
-    if (work.nonfinite[start / kKeyTile]) return accumulate_pv_nonfinite(start, count);
-    for (long j = 0; j < args.value_size; j += kPanel)
-      panel_rows<Form::rows>(work.scores, kScoreStride, rows,
-                             work.values + j * work.keys_up + start * kPanel, count, work.sums + j,
-                             work.sum_stride, min(kPanel, args.value_size - j), true,
-                             work.values + (j + kPanel) * work.keys_up + start * kPanel);
+  void accumulate_pv(const Strip& strip, const float* scores, const Keys& keys) const {
+    if (work.nonfinite[keys.start / kKeyTile]) return accumulate_pv_nonfinite(strip, scores, keys);
+    for (long j = 0; j < args.value_size; j += kPanel) {
+      const float* panel = work.values + j * work.keys_up + keys.start * kPanel;
+      panel_rows<Form::rows>(scores, work.score_stride, strip.mask.rows, panel, keys.count,
+                             strip.sums + j, work.sum_stride, min(kPanel, args.value_size - j),
+                             strip.started, panel + kPanel * work.keys_up);
+    }
   }
 
-  static void scale_row(const float* from, long n, float by, float* to) {
-    long j = 0;
-    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j) * set1(by));
-    for (; j < n; ++j) to[j] = from[j] * by;
+  // Applies the part of a tile of keys that a strip sees.
+  void apply(const Strip& strip, const Keys& tile, bool clean) const {
+    next_head.prefetch_some();
+    const BlockMask& mask = strip.mask;
+    float* scores = work.scores + (args.weights == nullptr ? 0 : tile.start);
+    Keys keys = tile;
+    keys.count = mask.unmasked(tile.start, max(0, min(tile.count, mask.limit - tile.start)));
+    if (keys.count > 0) {
+      // Padding on the left. Where sums along k are divided, by whole divisions: the order of
+      // additions must not depend on which rows form a strip.
+      constexpr long kStep = kKBlock < kKeyTile ? kKBlock : kPanel;
+      while (mask.fully_masked(keys.start, kStep)) keys.skip(kStep);
+    }
+    if (args.weights != nullptr) {
+      const long before = keys.start - tile.start, end = before + keys.count;
+      for (long i = 0; i < mask.rows; ++i) {
+        float* s = scores + i * work.score_stride;
+        for (long j = 0; j < before; ++j) s[j] = 0.0f;
+        for (long j = end; j < tile.count; ++j) s[j] = 0.0f;
+      }
+      scores += before;
+    }
+    if (keys.count > 0) {
+      for (long j = 0; j < keys.count; j += kPanel) {
+        const float* panel = work.keys + (keys.start + j) * args.size;
+        panel_rows<Form::packed>(work.query + strip.index * work.query_stride, work.query_stride,
+                                 mask.rows, panel, args.size, scores + j, work.score_stride,
+                                 min(kPanel, keys.count - j), false, panel + kPanel * args.size);
+      }
+      softmax(strip, scores, keys, clean);
+      if (args.dropout.on)
+        for (long i = 0; i < mask.rows; ++i)
+          drop_row(scores + i * work.score_stride, strip.first + i, keys.start, keys.count);
+      accumulate_pv(strip, scores, keys);
+      strip.started = true;
+    }
+    if (args.weights != nullptr)
+      for (long i = 0; i < kPackedRows; i += kLanes)
+        store(work.tile_max + tile.start / kKeyTile * kPackedRows + i, load(strip.row_max + i));
   }
 
   float* output_row(long i) const {
@@ -164,7 +284,7 @@ struct Block {
            (first + i) * args.output_stride[2];
   }
 
-  void begin() const {
+  void begin(long next) const {
     const float* q = static_cast<const float*>(args.query) +
                      head_offset(args.query_starts, args.query_stride, b, head) +
                      first * args.query_stride[2];
@@ -178,70 +298,72 @@ struct Block {
                 q[(i + r) * args.query_stride[2] + d * args.query_stride[3]];
       });
     }
+    for (long i = rows; i < rows + next; ++i) fetch_row(q + i * args.query_stride[2], args.size);
     for (long i = 0; i < rows; ++i) {
-      float* o = work.sums + i * work.sum_stride;
-      for (long j = 0; j < work.value_columns; j += kLanes) store(o + j, zero());
+      store(work.row_sum + i * kLanes, zero());
       const float* out = output_row(i);
-      for (long d = 0; d < args.value_size; d += 16)
-        _mm_prefetch(reinterpret_cast<const char*>(out + d), _MM_HINT_T1);
-      work.row_max[i] = -kInf;
-      work.row_sum[i] = 0.0f;
+      for (long d = 0; d < args.value_size; d += 16) prefetch_l2(out + d);
     }
+    for (long i = 0; i < kStrips * kPackedRows; ++i) work.row_max[i] = -kInf;
   }
 
-  void finish() const {
-    for (long i = 0; i < rows; ++i) {
-      const float row_sum = work.row_sum[i];
-      const float* o = work.sums + i * work.sum_stride;
-      float* out = output_row(i);
+  // to[j] = from[j] * by / divisor.
+  static void scale_row(const float* from, long n, float by, float divisor, float* to) {
+    for (long j = 0; j < n; j += kLanes)
+      store_some(to + j, load_some(from + j, n - j) * set1(by) / set1(divisor), n - j);
+  }
+
+  void finish(const Strip& strip) const {
+    if (!strip.started) clear(strip);
+    for (long i = 0; i < strip.mask.rows; ++i) {
+      const float total = reduce_add(load(strip.row_sum + i * kLanes));
       // Sums of fully masked rows are 0 already.
-      scale_row(o, args.value_size, row_sum == 0.0f ? 1.0f : 1.0f / row_sum, out);
+      const float row_sum = total == 0.0f ? 1.0f : total, norm = 1.0f / row_sum;
+      scale_row(strip.sums + i * work.sum_stride, args.value_size, norm, 1.0f,
+                output_row(strip.first + i));
+      if (args.weights != nullptr) write_weights(strip, i, row_sum);
       if (args.shift == nullptr) continue;
-      args.shift[row(i)] = work.row_max[i];
-      args.norm[row(i)] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+      args.shift[row(strip.first + i)] = strip.row_max[i];
+      args.norm[row(strip.first + i)] = total == 0.0f ? 0.0f : norm;
     }
   }
 
-  // Writes the probabilities, from the row maxima and sums of the first pass.
-  void write_weights() const {
-    for (long start = 0; start < args.keys; start += kKeyTile) {
-      const long count = min(kKeyTile, args.keys - start);
-      const long visible = max(0, min(count, block_mask.limit - start));
-      const bool none = visible == 0 || block_mask.fully_masked(start, visible);
-      if (!none) score_tile(start, visible);
-      for (long i = 0; i < rows; ++i) {
-        float* to = static_cast<float*>(args.weights) + row(i) * args.keys + start;
-        const bool blank = none || work.row_sum[i] == 0.0f;
-        if (!blank) {
-          float* s = work.scores + i * kScoreStride;
-          exponentiate(s, visible, work.row_max[i]);
-          if (args.dropout.on) drop_row(i, start, visible);
-          for (long j = 0; j < visible; ++j) to[j] = s[j] / work.row_sum[i];
-        }
-        for (long j = blank ? 0 : visible; j < count; ++j) to[j] = 0.0f;
-      }
+  // Writes the probabilities of a row. Those of a tile refer to the row max up to there.
+  void write_weights(const Strip& strip, long i, float row_sum) const {
+    const float* from = work.scores + i * work.score_stride;
+    float* to = static_cast<float*>(args.weights) + row(strip.first + i) * args.keys;
+    for (long tile = 0; tile < args.keys; tile += kKeyTile) {
+      const float then = work.tile_max[tile / kKeyTile * kPackedRows + i];
+      float by[kLanes];
+      store(by, softmax_exp(set1(then == strip.row_max[i] ? 0.0f : then - strip.row_max[i])));
+      scale_row(from + tile, min(kKeyTile, args.keys - tile), by[0], row_sum, to + tile);
     }
   }
 
-  void run() const {
-    begin();
+  // Whether the mask of n keys, the same for all rows, changes any score.
+  static bool adds(const float* mask, long n) {
+    for (long j = 0; j < n; ++j)
+      if (mask[j] != 0.0f) return true;
+    return false;
+  }
+
+  // `next`: rows of the following block.
+  void run(long next) {
+    begin(next);
     bool clean = true;
-    for (long tile = 0; tile < block_mask.limit; tile += kKeyTile) {
-      long start = tile;
-      const long end = tile + block_mask.unmasked(tile, min(kKeyTile, block_mask.limit - tile));
-      if (end == tile) continue;
-      while (block_mask.fully_masked(start, kPanel)) start += kPanel;  // padding on the left
-      const long count = end - start;
-      score_tile(start, count);
-      for (long i = 0; i < rows; ++i) {
-        softmax_row(i, count, clean);
-        if (args.dropout.on) drop_row(i, start, count);
+    const long end = args.weights != nullptr ? args.keys : block_mask.limit;
+    for (long tile = 0; tile < end; tile += kKeyTile) {
+      Keys keys{tile, min(kKeyTile, end - tile), nullptr, args.mask != nullptr};
+      const long width = min(keys.count, block_mask.limit - tile);
+      if (keys.masked && args.mask_stride[2] == 0 && width > 0) {
+        const BlockMask mask{args, b, head, first, rows, block_mask.limit, work.shared};
+        keys.shared = mask.mask_row(0, tile, width);
+        keys.masked = additive || adds(keys.shared, width);
       }
-      accumulate_pv(start, count);
-      clean = clean && !work.nonfinite[start / kKeyTile];
+      each_strip([&](const Strip& strip) { apply(strip, keys, clean); });
+      clean = clean && !work.nonfinite[tile / kKeyTile];
     }
-    finish();
-    if (args.weights != nullptr) write_weights();
+    each_strip([&](const Strip& strip) { finish(strip); });
   }
 };
 
@@ -252,6 +374,8 @@ void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long he
   for (long s = 0; s < limit; s += kPanel) {
     const long count = min(kPanel, limit - s);
     float* panel = work.keys + s * args.size;
+    for (long j = s + kPanel; j < min(limit, s + 2 * kPanel); ++j)
+      fetch_row(k + j * args.key_stride[2], args.size);
     if (args.key_stride[3] == 1) {
       pack_rows(k + s * args.key_stride[2], args.key_stride[2], count, args.size, panel);
     } else {
@@ -268,6 +392,7 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
                    head_offset(args.key_starts, args.value_stride, b, head);
   for (long s = 0; s < limit; ++s) {
     const float* row = v + s * args.value_stride[2];
+    if (s + kPanel < limit) fetch_row(row + kPanel * args.value_stride[2], args.value_size);
     // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
     Vec nonfinite = zero();
     float nonfinite_rest = 0.0f;
@@ -297,7 +422,7 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
 void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
   const Workspace work(args, static_cast<float*>(scratch));
   const long queries = query_count(args, b);
-  const long limit = key_limit(args, b);
+  const long limit = visible_keys(args, b, key_head, work.bias);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
@@ -305,15 +430,20 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
   const long group = args.heads / args.key_heads;
+  HeadPrefetcher<float> next_head(
+      args, b, key_head,
+      (end - begin + kTileRows - 1) / kTileRows * ((limit + kKeyTile - 1) / kKeyTile));
   for (long item = begin; item < end;) {
     const long first = item % queries;
     const long left = min(queries - first, end - item);
-    const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
-    const long rows = (left + blocks - 1) / blocks;
+    // Strips of equal size.
+    const long strips = (left + kTileRows - 1) / kTileRows;
+    const long here = min(args.weights == nullptr ? kStrips : 1, strips);
+    const long rows = (left * here + strips - 1) / strips;
     const long visible = args.causal ? min(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    const Block block{args, work, BlockMask{args, b, head, first, rows, visible, work.bias}};
-    block.run();
+    Block block{args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, next_head};
+    block.run(min(left - rows, kQueryBlock));
     item += rows;
   }
 }

@@ -7,59 +7,34 @@
 #include "cpu/gemm/engine.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
+#include "cpu/ops/attention/attention_prefetch.h"
 #include "cpu/ops/attention/attention_scores.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-// Prefetches the keys and values that this thread is expected to pack next into the second-level
-// cache, some rows at a time.
-template <class T>
-class KeyPrefetcher {
- public:
-  // After those of the given head; distributed over `turns` calls.
-  KeyPrefetcher(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
-    // More would evict the current working set.
-    constexpr long kMaxBytes = 256 * 1024;
-    const long next = b * args.key_heads + key_head + args.next_head;
-    const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
-    if (args.next_head == 0 || bytes > kMaxBytes || args.key_starts != nullptr ||
-        next >= args.batch * args.key_heads)
-      return;
-    b = next / args.key_heads;
-    key_head = next % args.key_heads;
-    k_ = static_cast<const T*>(args.key) + head_offset(nullptr, args.key_stride, b, key_head);
-    v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
-    rows_ = args.key_lengths == nullptr ? args.keys : max(0, min(args.keys, args.key_lengths[b]));
-    share_ = (rows_ + turns - 1) / max(1, turns);
-  }
-
-  void prefetch_some() {
-    for (const long until = min(rows_, at_ + share_); at_ < until; ++at_) {
-      fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
-      fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
-    }
-  }
-
- private:
-  const AttentionArgs& args_;
-  const T *k_ = nullptr, *v_ = nullptr;
-  long rows_ = 0, share_ = 0, at_ = 0;
-};
-
 // Keys per group: their probabilities are stored, then multiplied by the values; groups start at
 // multiples of it.
 template <class T>
 constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
+// Whether a block is one tile of gemm.h against a group of keys at a time: a block computes scores
+// up to its last row's limit, so with causal masking small ones save work. Other blocks hold two
+// panels of scores: the matrix unit computes one while the vector unit works on the other.
+template <class T>
+bool one_tile(const AttentionShape& args) {
+  return args.causal && Product<T>::kBlockRows % kTileRows == 0;
+}
+template <class T>
+constexpr long kSlots = kGroupKeys<T> / kPanel;
 template <class T>
 struct Workspace {
   using P = Product<T>;
   using Operand = typename P::Operand;
 
-  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
+  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel, slot;
   Operand *keys, *values, *query, *weights;
-  float *scores[2], *sums;
+  float *scores[kSlots<T>], *sums;
   // Per row, kLanes partial sums of the probabilities: rounded as in the product with the values,
   // and unrounded, for the backward and the returned probabilities.
   float *total, *exact;
@@ -85,8 +60,10 @@ struct Workspace {
     take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
     take(query, P::block_size(rows, args.size));
     take(weights, P::block_size(rows, kGroupKeys<T>));
-    take(scores[0], rows * kPanel);
-    take(scores[1], rows * kPanel);
+    slot = one_tile<T>(args) ? round_up(kTileRows, 16) * kPanel : rows * kPanel;
+    take(scores[0], max(2 * rows * kPanel, one_tile<T>(args) ? kSlots<T> * slot : 0));
+    for (long i = 1; i < kSlots<T>; ++i)
+      scores[i] = scores[0] + (one_tile<T>(args) ? i : i % 2) * slot;
     take(sums, rows * sum_stride);
     take(total, rows * kLanes);
     if (P::kRounds && (args.shift != nullptr || args.weights != nullptr)) {
@@ -160,7 +137,7 @@ template <class T>
 class Block : Scores {
  public:
   Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, long key_head,
-        KeyPrefetcher<T>& next)
+        HeadPrefetcher<T>& next)
       : Scores(call, mask, place.scores),
         args(call),
         work(place),
@@ -272,6 +249,52 @@ class Block : Scores {
   // With bf16x3, the backward computes probabilities from scores in the same steps.
   bool for_backward() const { return P::kIsBf16x3 && args.shift != nullptr; }
 
+  // Whether exp_simple() computes the probabilities of a panel.
+  bool is_simple(const Panel& panel) const {
+    return panel.unmasked && rows_without_max_ == 0 && args.mask == nullptr && !exact_max_ &&
+           !for_backward();
+  }
+
+  // The probabilities of adjacent panels, all of them simple, row by row.
+  void exp_simple(const Panel* from, const Panel* to) const {
+    const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+    const bool keeps_exact = P::kRounds && work.exact != work.total;
+    for (long i = 0; i < rows; ++i) {
+      const Vec neg_max = set1(work.neg_max[i]) * base;
+      Vec total = load(work.total + i * kLanes);
+      Vec exact = keeps_exact ? load(work.exact + i * kLanes) : zero();
+      const float* s = scores[from->slot] + i * kPanel;
+      auto* chunk = P::chunk(work.weights, kWidth, i, column(*from));
+      for (const Panel* panel = from; panel < to; ++panel, s += work.slot, chunk += kPanel) {
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
+            exp2(fma(load(s + u * kLanes), factor, neg_max), T{});
+        total = P::add(total, e[0], e[1]);
+        if (keeps_exact) exact = exact + (e[0] + e[1]);
+        if (args.dropout.on) drop_row(*panel, i, e);
+        P::put(chunk, e[0], e[1]);
+      }
+      store(work.total + i * kLanes, total);
+      if (keeps_exact) store(work.exact + i * kLanes, exact);
+    }
+  }
+
+  // The probabilities of a group whose scores are computed.
+  void exp_group(const Group& group) {
+    const Panel* end = group.panel + group.count;
+    for (const Panel *from = group.panel, *to; from < end; from = to) {
+      to = from + 1;
+      if (!is_simple(*from)) {
+        pending_ = *from;
+        done_ = 0;
+        exp_rows(rows);
+        continue;
+      }
+      while (to < end && to->start == to[-1].start + kPanel && is_simple(*to)) ++to;
+      exp_simple(from, to);
+    }
+  }
+
   // Computes the probabilities of rows up to `until` of the pending panel. Not inlined: it has many
   // call sites in the tile loop.
   [[gnu::noinline]] void exp_rows(long until) {
@@ -279,8 +302,7 @@ class Block : Scores {
     if (until <= from) return;
     done_ = until;
     const float* s = work.scores[pending_.slot] + from * kPanel;
-    if (pending_.unmasked && rows_without_max_ == 0 && args.mask == nullptr && !exact_max_ &&
-        !for_backward()) {
+    if (is_simple(pending_)) {
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
       for (long i = from; i < until; ++i, s += kPanel) {
         const Vec neg_max = set1(work.neg_max[i]) * base;
@@ -451,6 +473,7 @@ class Block : Scores {
 
   // Processes the whole block; returns false if a row max did not suffice.
   bool pass() {
+    if (one_tile<T>(args)) return pass_groups();
     const long steps = P::steps(rows, args.size);
     const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
     Group group;  // including the pending panel
@@ -472,6 +495,26 @@ class Block : Scores {
     }
     exp_rows(rows);
     accumulate_pv(group);
+    return finish();
+  }
+
+  // The same group by group, for blocks of one tile.
+  bool pass_groups() {
+    Group group;
+    for (Panel panel = panel_from(0, 0), last{}; panel.count > 0;) {
+      next_.prefetch_some();
+      score(panel, [] {});
+      panel.draws = last.count == 0 || panel.start / kDraw != last.start / kDraw;
+      last = panel;
+      group.panel[group.count++] = panel;
+      panel = panel_from(panel.start + kPanel, 0);
+      if (panel.count == 0 || panel.start / kWidth != last.start / kWidth) {
+        exp_group(group);
+        accumulate_pv(group);
+        group.count = 0;
+      }
+      panel.slot = static_cast<int>(group.count);
+    }
     return finish();
   }
 
@@ -553,7 +596,7 @@ class Block : Scores {
   const AttentionArgs& args;
   const Workspace<T>& work;
   const long key_head_;
-  KeyPrefetcher<T>& next_;
+  HeadPrefetcher<T>& next_;
   bool exact_max_ = false;     // row maxima are exact
   Panel pending_{};            // scores are computed, probabilities are not
   long done_ = 0;              // rows of it that are done
@@ -566,25 +609,25 @@ template <class T>
 void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
   const Workspace<T> work(args, scratch);
   const long queries = query_count(args, b);
-  const long limit = key_limit(args, b);
+  const long limit = visible_keys(args, b, key_head, work.bias);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
   pack<T>(args, work, b, key_head, args.causal ? min(limit, last) : limit);
   const long group = args.heads / args.key_heads;
-  constexpr long kBlockRows = Product<T>::kBlockRows;
-  const long blocks = (end - begin + kBlockRows - 1) / kBlockRows;
-  KeyPrefetcher<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
+  const long block_rows = one_tile<T>(args) ? kTileRows : Product<T>::kBlockRows;
+  const long blocks = (end - begin + block_rows - 1) / block_rows;
+  HeadPrefetcher<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
   const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {
     const long first = item % queries;
     const long left = min(queries - first, end - item),
-               parts = (left + kBlockRows - 1) / kBlockRows;
+               parts = (left + block_rows - 1) / block_rows;
     // Divided evenly if blocks consist of tiles of gemm.h, since tiles of one or two rows sum in
     // another order.
     const long rows =
-        kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, kBlockRows);
+        block_rows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, block_rows);
     const long visible = args.causal ? min(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
     Block<T>(args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, key_head, next)

@@ -13,6 +13,14 @@ namespace {
 inline bool all_zero(const char* place, long step, long n) {
   long j = 0;
   if (step == 1) {
+    const __m128i zeros = _mm_setzero_si128();
+    const auto load = [&](long i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + i));
+    };
+    for (; j + 32 <= n; j += 32) {
+      const __m128i either = _mm_or_si128(load(j), load(j + 16));
+      if (_mm_movemask_epi8(_mm_cmpeq_epi8(either, zeros)) != 0xffff) return false;
+    }
     uint64_t eight;
     for (; j + 8 <= n; j += 8) {
       std::memcpy(&eight, place + j, 8);
@@ -70,8 +78,8 @@ struct BlockMask {
     return static_cast<const char*>(shape.mask) + offset * element_bytes(shape.mask_type);
   }
 
-  bool row_fully_masked(long row, long start, long count) const {
-    const char* place = mask_at(row, start);
+  // A row whose mask begins at `place`.
+  bool row_fully_masked(const char* place, long row, long start, long count) const {
     const long step = shape.mask_stride[3], n = visible(row, start, count);
     switch (shape.mask_type) {
       case Element::boolean:
@@ -88,9 +96,11 @@ struct BlockMask {
   // Whether the mask tensor masks the whole tile for the whole block.
   bool fully_masked(long start, long count) const {
     if (shape.mask == nullptr) return false;
-    if (shape.mask_stride[2] == 0) return row_fully_masked(rows - 1, start, count);
-    for (long i = 0; i < rows; ++i)
-      if (!row_fully_masked(i, start, count)) return false;
+    // The last row first: it sees most keys if the mask is causal.
+    const char* place = mask_at(rows - 1, start);
+    const long stride = shape.mask_stride[2] * element_bytes(shape.mask_type);
+    for (long i = rows - 1; i >= (stride == 0 ? rows - 1 : 0); --i, place -= stride)
+      if (!row_fully_masked(place, i, start, count)) return false;
     return true;
   }
 
@@ -180,6 +190,22 @@ struct BlockMask {
 inline long key_limit(const AttentionShape& shape, long b) {
   const long keys = key_count(shape, b);
   return shape.key_lengths == nullptr ? keys : max(0, min(keys, shape.key_lengths[b]));
+}
+
+// The same, of a key head; also by a mask that is broadcast over queries. `bias`: room for kPanel.
+inline long visible_keys(const AttentionShape& shape, long b, long key_head, float* bias) {
+  const long limit = key_limit(shape, b), group = shape.heads / shape.key_heads;
+  if (shape.mask == nullptr || shape.mask_stride[2] != 0 || limit == 0) return limit;
+  long end = 0;
+  for (long h = 0; h < (shape.mask_stride[1] == 0 ? 1 : group); ++h) {
+    const BlockMask mask{shape, b, key_head * group + h, query_count(shape, b) - 1, 1, limit, bias};
+    long here = mask.unmasked(0, limit);
+    const long panel = max(0, here - 1) / kPanel * kPanel;
+    const float* row = mask.mask_row(0, panel, here - panel);
+    while (here > panel && row[here - 1 - panel] == -kInf) --here;
+    end = max(end, here);
+  }
+  return end;
 }
 
 // Offset of the first row of a head of a batch element.

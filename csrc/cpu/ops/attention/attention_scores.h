@@ -67,6 +67,36 @@ TF_INLINE Vec exp2(Vec x, T) {
 
 #endif
 
+// e^x for the probabilities of fp32; the same contract as exp(). x must not exceed 88.3.
+#if defined(__AVX512F__)
+
+// The bits of 2^(i / 16), less i << 19: the low bits of k are in the place where k / 16 is added to
+// the exponent.
+alignas(64) constexpr uint32_t kPowers[16] = {
+    0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
+    0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
+
+// With x = (k / 16) ln 2 + f: a table entry times a minimax polynomial for e^f. Two multiply-adds
+// fewer than exp(), on units that the products need. Relative error 1.1e-7 + 2.7e-9 |x|: ln 2 is
+// rounded to fp32, which is a tenth of the rounding error of x itself, a difference of two scores.
+TF_INLINE Vec softmax_exp(Vec x) {
+  const Mask normal = not_less(x, set1(kMinExponent));
+  const Vec magic = set1(0x1.8p19f);  // leaves k in the lowest bits
+  const Vec shifted = fma(x, set1(1.44269504089f), magic);
+  const Vec f = fma(magic - shifted, set1(0.693147180560f), x);
+  const __m512i k = _mm512_castps_si512(shifted);
+  const __m512i entry = _mm512_permutexvar_epi32(k, _mm512_load_si512(kPowers));
+  const Vec power = _mm512_castsi512_ps(_mm512_add_epi32(entry, _mm512_slli_epi32(k, 19)));
+  const Vec p = fma(fma(f, set1(0.1666671783f), set1(0.5000161529f)), f, set1(1.0f));
+  return _mm512_maskz_fmadd_ps(normal, power * f, p, power);
+}
+
+#else
+
+TF_INLINE Vec softmax_exp(Vec x) { return exp(x); }
+
+#endif
+
 // Sets DAZ and FTZ for this thread: denormals are read and written as 0. Returns the previous state
 // for restore_denormals().
 TF_INLINE unsigned flush_denormals() {
