@@ -1,7 +1,9 @@
-"""Deferred registration with parts of PyTorch that are slow to import (DTensor, FLOP counter)."""
+"""Import hooks: deferred registration with parts of PyTorch that are slow to import (DTensor, FLOP
+counter), and modules under a second name, such as the one they had before they moved."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -39,3 +41,43 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, action))
+
+
+class SameModule(importlib.abc.Loader):
+    """Returns an existing module; the import must not mark it as loaded under the second name."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(name)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+#: Modules that have moved, by the names that pickles of whole models hold. Never remove an entry.
+MOVED = {
+    f"{__package__}.{old}": f"{__package__}.{new}"
+    for new, names in {
+        "models.embedding": "models.positions",
+        "models.transformer": """
+            models.annotated_layer_norm models.encoder_decoder models.halves models.language_model
+        """,
+        "nn.ops": "nn.embedding nn.layer_norm nn.linear nn.loss",
+    }.items()
+    for old in names.split()
+}
+
+
+class _Moved(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in MOVED:
+            return None
+        return importlib.machinery.ModuleSpec(name, SameModule(MOVED[name]))
+
+
+sys.meta_path.append(_Moved())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as _torch_nn
 
 from .. import functional as functional
+from .._on_import import SameModule
 from .multihead_attention import MultiheadAttention as MultiheadAttention
 from .ops import *
 from .ops import __all__ as _ops
@@ -48,19 +49,6 @@ _THEIRS = tuple(name for name in dir(_torch_nn) if not name.startswith("_"))
 __all__ = sorted({*_OURS, *_THEIRS})
 
 
-class _SameModule(Loader):
-    """Gives an existing module; ``import`` must not mark it as loaded under the second name."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-
-
 class _Finder(MetaPathFinder):
     """Finds what we have no file for among `torch.nn`'s own modules, under their second name.
 
@@ -79,7 +67,7 @@ class _Finder(MetaPathFinder):
         theirs = _torch_nn.__name__ + fullname.removeprefix(__name__)
         if importlib.util.find_spec(theirs) is None:
             return None
-        return ModuleSpec(fullname, _SameModule(importlib.import_module(theirs)))
+        return ModuleSpec(fullname, SameModule(theirs))
 
 
 sys.modules[f"{__name__}.functional"] = functional
