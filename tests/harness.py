@@ -23,10 +23,10 @@ from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
     Truth,
-    all_among_nan,
     call_of,
     check,
     check_gradients,
+    embed_all_in_nan,
     nan_memory,
     require_grad,
 )
@@ -207,7 +207,7 @@ def check_target(
     target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
 ) -> None:
     """Runs the target among NaN, off alignment, and holds it to the budget."""
-    results = as_results(run(target, on(target, all_among_nan(arguments, offset))))
+    results = as_results(run(target, on(target, embed_all_in_nan(arguments, offset))))
     # The truth is the CPU's, wherever the kernel runs.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
 

@@ -36,7 +36,7 @@ def test_truths_of_the_same_values_are_worked_out_once(monkeypatch):
     once = arguments_of("linear", "bias")
     for truth in (testing.truth_of, testing.truth_of_gradients):
         known = truth("linear", once)
-        assert truth("linear", testing.all_among_nan(once)) is known
+        assert truth("linear", testing.embed_all_in_nan(once)) is known
         changed = once[0].clone()
         changed.view(-1)[-1] += 1
         for other in (
@@ -255,7 +255,7 @@ def test_memory_is_ordinary_again_after_an_error():
 )
 @pytest.mark.parametrize("offset", [0, 1, 5])
 def test_among_nan_keeps_values_and_strides(tensor, offset):
-    placed = testing.among_nan(tensor, offset)
+    placed = testing.embed_in_nan(tensor, offset)
     assert torch.equal(placed, tensor)
     assert placed.stride() == tensor.stride()
     assert placed.data_ptr() % 64 == offset * tensor.element_size() % 64 or not tensor.numel()

@@ -722,7 +722,7 @@ def test_one_query(sizes, keys, dtype, backend, monkeypatch):
 def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
     """Every kernel that reads lengths, of keys or of queries."""
     if backend.name == "triton":
-        monkeypatch.setattr(config, "lists_pay", lambda *sizes: stride > 0)
+        monkeypatch.setattr(config, "use_block_lists", lambda *sizes: stride > 0)
     q, k, v = tensors(9, 20, 16, batch=3)
     mask = torch.randn(1, 1, 9, 20, generator=torch.Generator().manual_seed(8))
     lengths = torch.tensor([11, 20, 3] if stride else [11] * 3, dtype=kind)

@@ -45,9 +45,9 @@ from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Case, Draw
 from transformer_fast.testing import (
     Truth,
-    all_among_nan,
     call_of,
     check_gradients,
+    embed_all_in_nan,
     gradients,
     nan_memory,
     require_grad,
@@ -271,7 +271,7 @@ def test_results_and_gradients_of_training(op, case, dtype, backend):
     saturated |= backend.name == "triton" and case == "scores of deviation 300"
     if backend.name == "triton" and target.device == "cpu":
         arguments = few_rows_of_many_classes(op, arguments)
-    arguments = all_among_nan(on(target, arguments), int(backend != CUDA))
+    arguments = embed_all_in_nan(on(target, arguments), int(backend != CUDA))
     check_trained(target.kernel, arguments, gradients=not saturated)
 
 

@@ -35,8 +35,8 @@ from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
     Parity,
     Truth,
-    all_among_nan,
     call_of,
+    embed_all_in_nan,
     gradients,
     measure,
     measure_gradients,
@@ -336,7 +336,7 @@ def check_kernels(
 
     Without gradients they run in `no_grad`, with them once more in the way that training has.
     """
-    arguments = all_among_nan(arguments, offset)
+    arguments = embed_all_in_nan(arguments, offset)
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     ran = 0
 

@@ -92,7 +92,7 @@ def test_lists_name_each_tile_once_and_rightly(device, kind, causal, by_keys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("listed", [False, True])
 def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
-    monkeypatch.setattr(config, "lists_pay", lambda *sizes: listed)
+    monkeypatch.setattr(config, "use_block_lists", lambda *sizes: listed)
     q, k, v = drawn(device, b=2, h=2, key_heads=1, t=40, s=42, dv=8, dtype=dtype)
     lengths = torch.tensor([42, 21], device=device)
     call = arguments(q, k, v, patchy_mask(40, 42, device), lengths, causal=True, p=0.2)
@@ -103,7 +103,7 @@ def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
 @pytest.fixture
 def listed(monkeypatch):
     """Lists are made of any mask, on a GPU too, where they would not pay for such small ones."""
-    monkeypatch.setattr(config, "lists_pay", lambda *sizes: True)
+    monkeypatch.setattr(config, "use_block_lists", lambda *sizes: True)
 
 
 def test_lists_are_of_what_the_mask_holds_now(device, listed):

@@ -155,8 +155,8 @@ def serve() -> None:
 
     from transformer_fast.backends.triton import config, runtime
     from transformer_fast.backends.triton.compile_ahead import compile_binary
-    from transformer_fast.testing import all_among_nan, measure, measure_gradients, nan_memory
-    from transformer_fast.testing.memory import among_nan
+    from transformer_fast.testing import embed_all_in_nan, measure, measure_gradients, nan_memory
+    from transformer_fast.testing.memory import embed_in_nan
 
     torch.set_num_threads(1)
     makers = dict(_cases())
@@ -208,10 +208,10 @@ def serve() -> None:
             with config.use_architecture(80), runtime.instead_of_launching(emulate), nan_memory():
                 # On their alignment loads are wide and go through cp.async.
                 placed = tuple(
-                    among_nan(x, 64) if isinstance(x, torch.Tensor) else x for x in arguments
+                    embed_in_nan(x, 64) if isinstance(x, torch.Tensor) else x for x in arguments
                 )
                 if "misaligned" in case:
-                    placed = all_among_nan(arguments)
+                    placed = embed_all_in_nan(arguments)
                 with torch.no_grad():
                     found = [measure(op, run(*placed), arguments)]
                 if gradients:
@@ -240,7 +240,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
     from transformer_fast.specs.spec import Draw
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    listed = {"lists_pay": lambda *sizes: True}
+    listed = {"use_block_lists": lambda *sizes: True}
     own = {"few_rows": 0}  # products of our own, however few the rows
 
     def made(

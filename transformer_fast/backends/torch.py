@@ -35,7 +35,7 @@ def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
     return run
 
 
-@reference.taking_query_lengths
+@reference.supports_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,

@@ -458,7 +458,7 @@ def attention_on(
             output, weights, *_ = TRAINING.of[backend](*call, *rest)
         return output, weights if need_weights else None
 
-    by_padding = None if query_lengths else reference.taking_query_lengths(run)
+    by_padding = None if query_lengths else reference.supports_query_lengths(run)
     return run
 
 

@@ -1,6 +1,6 @@
-"""The specification: one short eager function per op, every edge case decided.
+"""The reference implementation: one short eager function per op, which defines every edge case.
 
-Every backend's entry has the signature of the function of the same name here.
+A backend implements an op by a function with the name and the signature that it has here.
 """
 
 from .attention import *
@@ -13,7 +13,7 @@ from .layer_norm import __all__ as _norms
 from .layer_norm import annotated_layer_norm as annotated_layer_norm
 from .linear import *
 
-#: The ops, in the order in which they are told of. Everything else that is kept by op follows.
+#: All ops, in the order of every list and table by op.
 OPS = (
     *_norms,
     "attention",

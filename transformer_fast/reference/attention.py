@@ -2,24 +2,28 @@
 
     output = softmax(scale * Q K^T + mask) V
 
-Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
-(B, H, T, S), key_lengths and query_lengths (B,). Of packed sequences query (1, H, N, D), key
-(1, Hkv, M, D), value (1, Hkv, M, Dv), key_lengths and query_lengths (B + 1,), where each sequence
-begins and, behind the last, where that ends, and longest (T, S); they have no mask and no weights.
-Decided here, for every backend:
+Padded batches: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
+(B, H, T, S), key_lengths and query_lengths (B,).
 
-- a bool mask says where a query may attend; a float mask is added, and its -inf hides;
-- causal is aligned to the upper left: query t sees keys s <= t;
-- keys at positions >= key_lengths[b] are hidden;
-- queries at positions >= query_lengths[b] are no queries: they see nothing, and what stands there,
-  or in the gradients of their results, reaches nothing;
-- packed sequences give what they give when they are padded to T queries and S keys; what a sequence
-  has beyond those is left out, and rows of no sequence are no queries;
-- a query that sees nothing gets output 0, weights 0 and gradients 0;
-- what stands at hidden places (NaN, inf) never reaches the output of a query it is hidden from;
-- half types are computed in fp32 and rounded once, at the end;
-- kernels' output has the memory of `empty_output`, with the last argument, ``contiguous``; the
-  output of composed ops only if that is not None.
+Packed sequences: query (1, H, N, D), key (1, Hkv, M, D), value (1, Hkv, M, Dv), longest (T, S).
+key_lengths and query_lengths are cumulative, (B + 1,): the start row of each sequence, then the end
+row of the last one. Packed calls have neither mask nor weights.
+
+Semantics of every backend:
+
+- a bool mask is True where a query may attend; a float mask is added, and its -inf masks out;
+- causal is aligned to the upper left: query t attends to keys s <= t;
+- keys at positions >= key_lengths[b] are masked out;
+- queries at positions >= query_lengths[b] are padding: their output is 0, and neither their values
+  nor the gradients of their outputs affect any result or gradient;
+- packed sequences give the results of the same sequences padded to T queries and S keys; rows of a
+  sequence beyond those are ignored, and rows that belong to no sequence are padding;
+- a fully masked query gets output 0, weights 0 and gradients 0;
+- masked-out keys and values (NaN and inf included) never affect the output of a query that they are
+  masked out for;
+- bfloat16 and float16 are computed in fp32 and rounded once, at the end;
+- the output of a kernel has the strides of `empty_output`, called with the last argument
+  ``contiguous``; the output of composed ops has them only if ``contiguous`` is not None.
 """
 
 from __future__ import annotations
@@ -34,17 +38,17 @@ from torch import Tensor
 
 from .dropout import dropout
 
-__all__ = ["attention", "taking_query_lengths", "values_are_known", "visible_places"]
+__all__ = ["attention", "supports_query_lengths", "values_are_known", "visible_places"]
 
 
 def empty_output(query: Tensor, key: Tensor, value: Tensor, contiguous: bool = False) -> Tensor:
-    """An uninitialised output (B, H, T, Dv), with the strides that PyTorch's attention returns.
+    """Returns an uninitialised output (B, H, T, Dv) with the strides of PyTorch's attention output.
 
     PyTorch's fused kernels return ``empty_like(query)``, so that heads that were split off by a
-    view are merged by a view. Its unfused attention, which runs where channels are not adjacent
-    and of empty tensors, returns a contiguous one. ``contiguous``: another reason for that, of
-    which the operators' arguments do not tell. Values of another size than queries have no fused
-    kernel; without ``contiguous`` their heads and positions are in the query's order.
+    view can be merged by a view. Its unfused attention returns a contiguous tensor; it runs if the
+    last dimension has a stride other than 1 or a tensor is empty. ``contiguous``: PyTorch would run
+    its unfused attention for a reason that the other arguments do not show. PyTorch has no fused
+    kernel for Dv != D; without ``contiguous`` heads and positions then are in the query's order.
     """
     adjacent = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     if contiguous or not adjacent or _is_zero(query.numel() * key.shape[-2]):
@@ -55,7 +59,7 @@ def empty_output(query: Tensor, key: Tensor, value: Tensor, contiguous: bool = F
 
 
 def _is_zero(size: int | torch.SymInt) -> bool:
-    """False if the size depends on data (a symbol without a value)."""
+    """True if the size is 0; False if it is data-dependent (an unbacked symbol)."""
     if isinstance(size, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -64,7 +68,7 @@ def _is_zero(size: int | torch.SymInt) -> bool:
 
 
 def empty_heads(like: Tensor, size: int) -> Tensor:
-    """An uninitialised (B, H, T, size), with heads and positions in memory as the tensor has them."""
+    """Returns an uninitialised (B, H, T, size) with heads and positions ordered as in ``like``."""
     batch, heads, length, _ = like.shape
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, length, heads, size)).transpose(1, 2)
@@ -74,7 +78,7 @@ def empty_heads(like: Tensor, size: int) -> Tensor:
 def _laid_out(
     output: Tensor, query: Tensor, key: Tensor, value: Tensor, contiguous: bool
 ) -> Tensor:
-    """The output with the strides of `empty_output`; copied, differentiably, if it has others."""
+    """Returns the output with the strides of `empty_output`, by a differentiable copy if needed."""
     if contiguous:
         return output.contiguous()
     if query.is_contiguous() and output.is_contiguous():
@@ -94,7 +98,7 @@ def visible_places(
     key_lengths: Tensor | None,
     is_causal: bool,
 ) -> Tensor | None:
-    """Where query t may look at key s, as a bool tensor broadcastable to (B, H, T, S)."""
+    """Returns a bool mask broadcastable to (B, H, T, S), True where query t may attend to key s."""
     length, keys = query.shape[-2], key.shape[-2]
     device = query.device
     visible: Tensor | None = None
@@ -113,11 +117,11 @@ def visible_places(
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def taking_query_lengths(attention: Attention) -> Attention:
-    """``attention`` with three more arguments, ``query_lengths``, ``longest`` and ``contiguous``.
+def supports_query_lengths(attention: Attention) -> Attention:
+    """Decorator that adds the arguments ``query_lengths``, ``longest`` and ``contiguous``.
 
-    Rows beyond a query length are 0 on the way in and on the way out, and so are their gradients.
-    Packed sequences are padded, and the result is packed again.
+    Query rows beyond a query length are set to 0 before and after the call, which zeroes their
+    gradients, too. Packed sequences are padded for the call, and its output is packed again.
     """
 
     @functools.wraps(attention)
@@ -126,7 +130,7 @@ def taking_query_lengths(attention: Attention) -> Attention:
         query_lengths, longest, contiguous = more + (None,) * (3 - len(more))
         weights: Tensor | None = None
         if longest is not None:
-            output = of_padded(run, *given, query_lengths, longest)  # type: ignore[call-arg]
+            output = via_padding(run, *given, query_lengths, longest)  # type: ignore[call-arg]
         elif query_lengths is None:
             output, weights = attention(*given)
         else:
@@ -142,9 +146,9 @@ def taking_query_lengths(attention: Attention) -> Attention:
 def _of_real(
     attention: Attention, query_lengths: Tensor, query: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The results of ``attention`` of queries before their lengths, and zeros behind."""
+    """Calls ``attention`` and zeroes query rows beyond ``query_lengths`` before and after."""
     query_lengths = query_lengths.to(query.device)
-    # Counted so that with DTensors it is one, too.
+    # torch.arange would return a plain tensor; this is a DTensor where query_lengths is one.
     position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
     beyond = (position >= query_lengths[:, None])[:, None, :, None]
     output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
@@ -153,7 +157,7 @@ def _of_real(
     return output.masked_fill(beyond, 0.0), weights
 
 
-def of_padded(
+def via_padding(
     attention: Attention,
     query: Tensor,
     key: Tensor,
@@ -169,7 +173,7 @@ def of_padded(
     query_lengths: Tensor,
     longest: tuple[int, int],
 ) -> Tensor:
-    """The output of packed sequences, by way of padded ones; nothing waits for the device."""
+    """Computes the output of packed sequences by padding them, without a device synchronisation."""
     assert attn_mask is None
     assert not need_weights
     queries, keys = longest
@@ -182,7 +186,7 @@ def of_padded(
 
 
 def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Rows (H, N, D) as (B, H, length, D); what stands behind a sequence's end is not to be read."""
+    """Pads packed rows (H, N, D) to (B, H, length, D); padding rows have arbitrary values."""
     heads, rows, size = x.shape
     batch = starts.shape[0] - 1
     if rows == 0:
@@ -193,7 +197,7 @@ def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(B, H, T, D) as rows (H, N, D); those that no sequence has are zero."""
+    """Packs (B, H, T, D) to (H, N, D) with N = ``rows``; rows of no sequence are zero."""
     batch, _, length, _ = x.shape
     row = torch.arange(rows, device=x.device)
     flat = x.transpose(1, 2).flatten(0, 1)
@@ -208,12 +212,13 @@ def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
 
 
 def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
-    # A sum is finite only if every element is; the converse failing (overflow) costs time only.
+    # A sum is finite only if every element is. The sum of finite elements may overflow; that costs
+    # time only.
     return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
 
 
 def values_are_known(tensor: Tensor) -> bool:
-    """Whether Python may look at them: they are there, one for all, and no program is being traced."""
+    """True if Python may branch on the values: a plain tensor with data, no tracing, no transform."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
@@ -237,7 +242,7 @@ def _mix(weights: Tensor, value: Tensor) -> Tensor:
     return (weights[..., None, :] @ value)[..., 0, :]
 
 
-@taking_query_lengths
+@supports_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,
@@ -263,11 +268,12 @@ def attention(
     visible = visible_places(query, key, attn_mask, key_lengths, is_causal)
     if visible is not None:
         if not values_are_known(key):
-            # Tracing cannot look at values: keys hidden from every query are cleared, always.
+            # Tracing cannot branch on values: keys that no query may attend to are always zeroed.
             seen = visible.any(dim=-2).unsqueeze(-1)
             key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
         elif _may_hide_garbage(key, value):
-            # Exact and slow, (B, H, T, S, D): every query gets its own cleared keys and values.
+            # Exact but slow: every query gets its own copy of keys and values, (B, H, T, S, D), with
+            # the masked-out ones zeroed.
             seen = visible.unsqueeze(-1)
             key = torch.where(seen, key[..., None, :, :], 0.0)
             value = torch.where(seen, value[..., None, :, :], 0.0)

@@ -1,9 +1,9 @@
-"""Losses of a linear map's results, of which so many rows at a time are in memory.
+"""Cross entropy of a linear layer's output that holds the logits of one chunk of rows at a time.
 
-The gradients are worked out with the losses where it is known that all rows' losses count alike; else
-the logits are made once more for gradients. In programs that are compiled one operator stands for
-all parts. Where gradients are differentiated themselves, in forward mode and under the transforms of
-`torch.func` it is a `Recomputed` function that does one part each, by the reference's formula.
+If all losses will have the same gradient, the forward pass computes the gradients along with the
+losses; otherwise the backward pass recomputes the logits. Compiled programs call one operator for
+all chunks. Double backward, forward mode and the transforms of `torch.func` use a `Recomputed`
+function for each chunk, with the reference's formula.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from ..autograd import only, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
 
-#: So many logits are in memory at a time; of a very large vocabulary those of `_LEAST_ROWS`.
+#: Most logits (elements) in a chunk. A chunk has at least `_LEAST_ROWS` rows, however large the
+#: vocabulary is.
 MOST_LOGITS = 2**24
 _LEAST_ROWS = 64
 
-#: Of input, weight, bias, target, ignore_index and label_smoothing.
+#: (input, weight, bias, target, ignore_index, label_smoothing) -> losses (N,)
 Losses = Callable[[Tensor, Tensor, "Tensor | None", Tensor, int, float], Tensor]
 
 
 class _Backend(NamedTuple):
     losses: Losses
-    #: Whether it has kernels for ``linear_cross_entropy_gradients``.
+    #: True if the backend has kernels for ``linear_cross_entropy_gradients``.
     has_gradients: bool
 
 
@@ -43,7 +44,7 @@ def register_losses(
     cross_entropy: Callable[..., Tensor],
     has_gradients: bool = False,
 ) -> None:
-    """A backend's functions that logits and their losses come from."""
+    """Registers the functions by which a backend computes the logits and their losses."""
 
     def losses(
         input: Tensor,
@@ -73,16 +74,16 @@ def chunked_loss(
     label_smoothing: float,
     summed: bool = False,
 ) -> Tensor:
-    """The backend's losses, for as many rows at a time as `MOST_LOGITS` allow.
+    """Returns the backend's losses (N,), computed in chunks of at most `MOST_LOGITS` logits.
 
-    ``summed``: the caller will add the losses up, so all have the same gradient (a hint).
+    ``summed``: a hint that the caller will add up the losses, so that all have the same gradient.
     """
     losses, has_gradients = _backends[backend]
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
     compiling = torch.compiler.is_compiling()
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return losses(*arguments) if compiling else recomputed_losses(*arguments)
-    # What is traced otherwise is to be made of PyTorch's operators.
+    # Tracers other than Dynamo (make_fx, export) should record PyTorch's operators.
     if compiling and not has_gradients and not torch.compiler.is_dynamo_compiling():
         return losses(*arguments)
     rows = _part_rows(weight)
@@ -90,8 +91,8 @@ def chunked_loss(
         return losses(*arguments)
     if not wants_grad(input, weight, bias):
         return _work(backend, None, *arguments[:4], rows, *arguments[4:], (False,) * 3)[0]
-    # How the losses' gradient lies in memory, by which it is known that they count alike, is not
-    # known while a program is traced: gradients worked out with the losses would be so for nothing.
+    # A gradient of stride 0 shows that all losses count alike. While tracing its strides are not
+    # known, so gradients computed along with the losses would be wasted.
     return _InParts.apply(backend, rows, summed and not compiling, *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -100,7 +101,7 @@ def _are_few(input: Tensor, rows: int) -> bool:
         return input.shape[0] <= rows
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return guard_or_false(input.shape[0] <= rows)  # of any number if that depends on data
+    return guard_or_false(input.shape[0] <= rows)  # False for a data-dependent number of rows
 
 
 def recomputed_losses(
@@ -111,14 +112,14 @@ def recomputed_losses(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The reference's losses, of which any derivative has a part of the logits at a time."""
+    """Returns the reference's losses; all derivatives, too, hold one chunk of logits at a time."""
     losses = _backends["reference"].losses
     rows = _part_rows(weight)
     if input.shape[0] * _repeats() <= rows:
         return losses(input, weight, bias, target, ignore_index, label_smoothing)
     dtype = weight.dtype
     shared = [weight] if bias is None else [weight, bias]
-    # Their gradients are sums over all parts.
+    # Their gradients are sums over all chunks, so they are accumulated in at least fp32.
     wide = [p.to(torch.promote_types(p.dtype, torch.float32)) for p in shared]
 
     def part(x: Tensor, t: Tensor, *shared: Tensor) -> tuple[Tensor]:
@@ -137,7 +138,7 @@ def recomputed_losses(
 
 
 def _repeats() -> int:
-    """How many times the transforms of `torch.func` do at once what is called now."""
+    """Returns how many calls the active `torch.vmap` levels batch into this one."""
     functorch = torch._C._functorch
     return math.prod(
         functorch.CVmapInterpreterPtr(one).batchSize()
@@ -212,8 +213,11 @@ def _work(
     label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Losses, and gradients of input, weight and bias (those of the latter two in fp32 at least),
-    worked out for so many rows at a time; without ``grad`` those of the losses' sum."""
+    """Computes losses and the gradients of input, weight and bias, ``rows`` rows at a time.
+
+    The gradients of weight and bias are in at least fp32. ``grad`` (N,): the gradient of the
+    losses; None stands for ones, which gives the gradients of the losses' sum.
+    """
     losses, has_gradients = _backends[backend]
     arguments = (grad, input, weight, bias, target, rows, ignore_index, label_smoothing)
     if not has_gradients and not torch.compiler.is_compiling():
@@ -226,7 +230,7 @@ def _work(
 def _leaves(
     tensors: Sequence[Tensor | None], wants: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """The tensors without their history, and which of them gradients are wanted of."""
+    """Returns the tensors as autograd leaves, and the list of those that need a gradient."""
     own = [
         None if tensor is None else tensor.detach().requires_grad_(want)
         for tensor, want in zip(tensors, wants, strict=True)
@@ -246,7 +250,7 @@ def _gradients(
     label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`_work` of any losses."""
+    """`_work` for any ``losses`` function, by autograd."""
     (w, b), shared = _leaves((weight, bias), wants[1:])
     assert w is not None
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -277,9 +281,9 @@ def _gradients(
 
 
 def chunked_gradients(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """The operator ``linear_cross_entropy_gradients`` of a backend without kernels for it."""
+    """The operator ``linear_cross_entropy_gradients`` for backends that have no kernels for it."""
     given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
-    # Behind autograd, as operators are called under modes, `_gradients` needs it nevertheless.
+    # Dispatch modes call operators below autograd; `_gradients` needs autograd.
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False):
         results = _gradients(_backends[backend].losses, *given)
@@ -293,10 +297,10 @@ def _times(
     primals: Sequence[Tensor | None],
     ignored: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of the losses' sum as those of ``factor`` times it, in the dtypes of the primals.
+    """Returns the gradients of the losses' sum times ``factor``, in the dtypes of the primals.
 
-    What is of ignored rows only stays 0 even if the factor, which may be one by their number, is not
-    finite; no value is waited for.
+    Gradients to which only ignored rows contribute stay 0 even if the factor is not finite. It is
+    inf or NaN for the mean of no rows, for instance. Does not synchronise with the device.
     """
     factor = torch.where(ignored.all(), 0.0, factor)
     results: list[Tensor | None] = []
@@ -307,7 +311,7 @@ def _times(
         if tensor.dtype == primal.dtype or type(tensor) is not Tensor or not tensor.is_cpu:
             results.append((tensor * factor).to(primal.dtype))
             continue
-        # Through the cache: PyTorch converts by way of copies.
+        # In blocks that fit the cache, because PyTorch makes a converted copy of each operand.
         result = torch.empty_like(tensor, dtype=primal.dtype)
         parts = (t.view(-1).split(2**18) for t in (result, tensor))
         for to, of in zip(*parts, strict=True):
@@ -322,15 +326,15 @@ _Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Recomputed(NamedTuple):
-    """Called with tensors, does what ``run`` does, which is plain PyTorch and gives a tuple.
+    """A differentiable function; derivatives recompute ``run`` instead of saving its results.
 
-    Intermediate results are not kept: each derivative works them out again. That holds for derivatives
-    of any order, in reverse and in forward mode, and under the transforms of `torch.func`. So what is
-    done in parts needs the memory of one part at a time, whoever looks on.
+    ``run`` is plain PyTorch code that takes tensors and returns a tuple of tensors. Recomputation
+    holds for derivatives of any order, in reverse and in forward mode, and under the transforms of
+    `torch.func`. So peak memory of a chunked computation is one chunk in each of them.
     """
 
     run: _Run
-    #: How many times `torch.vmap` may do it at once.
+    #: How many calls `torch.vmap` may batch at once (its ``chunk_size``).
     at_once: int
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -374,8 +378,9 @@ class _Recomputed(torch.autograd.Function):
 def _pull(
     run: _Run, primals: Sequence[Tensor], wants: Sequence[bool], grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients of the wanted primals."""
-    if not torch._C._are_functorch_transforms_active():  # which saved tensors' hooks forbid
+    """Returns the vector-Jacobian products for the primals for which ``wants`` is True."""
+    # torch.func raises under saved-tensor hooks; so it is used only inside its transforms.
+    if not torch._C._are_functorch_transforms_active():
         found = vjp(run, primals, wants, grads)
         return tuple(
             torch.zeros_like(primal) if gradient is None else gradient
@@ -401,8 +406,11 @@ def _backward(run: _Run, wants: Sequence[bool]) -> _Run:
 
 
 def _forward(run: _Run, moves: Sequence[bool]) -> _Run:
-    """By the gradient of the gradient, which is linear in what it is given: forward mode itself cannot
-    be nested where it is on."""
+    """Returns a function that computes the tangents of ``run``.
+
+    They are computed by double backward: the gradient is linear in the upstream gradient, so its
+    own gradient is the tangent. Forward mode cannot be used because it does not nest.
+    """
 
     def tangents(*tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(moves)

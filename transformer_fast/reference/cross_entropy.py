@@ -2,10 +2,11 @@
 
     loss[n] = (1 - s) * -log p[n, target[n]] + s * mean over v of -log p[n, v]
 
-with ``p = softmax(logits)``, in fp32 at least; 0 where ``target[n] == ignore_index``, and then
-nothing of that row counts. Without finite logits a row's loss is NaN, as PyTorch's is.
+with ``p = softmax(logits)``, computed in at least fp32. Where ``target[n] == ignore_index`` the
+loss is 0 and the row has no gradient, whatever its logits are. A row without finite logits has the
+loss NaN, as in PyTorch.
 
-Behind a linear map the logits of a vocabulary are far larger than all else: see `chunked_loss`.
+Behind a linear layer the logits need far more memory than all other tensors: see `chunked_loss`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def linear_cross_entropy(
     label_smoothing: float,
     summed: bool = False,
 ) -> Tensor:
-    """``summed``: the caller will add the losses up, so all have the same gradient (a hint)."""
+    """``summed``: a hint that the caller will add up the losses; then all have the same gradient."""
     return chunked_loss(
         "reference", input, weight, bias, target, ignore_index, label_smoothing, summed
     )

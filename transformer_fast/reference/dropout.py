@@ -1,17 +1,20 @@
-"""Dropout whose pattern depends on (seed, element position) only.
+"""Dropout whose pattern depends on the seed and the element's position only.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the tensor is
-viewed as (rows, columns), columns being its last dimension. One call serves eight columns: the four
-words of Philox(counter = (column // 8, row mod 2^32, row div 2^32, 0), key = seed) are eight numbers
-of 16 bits, and element (row, column) reads number ``column % 8``, that is word ``column % 8 // 2``,
-its low half where ``column`` is even and its high half where it is odd. The element is kept iff its
-number is at least
+The random numbers are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011). The tensor is viewed as (rows, columns), where columns is its last dimension.
+One Philox call serves eight columns: the four words of
 
-    threshold(p) = floor(p * 2^16 + 1/2), but at least 1 where p > 0 and at most 2^16 - 1 where p < 1,
+    Philox(counter = (column // 8, row mod 2^32, row div 2^32, 0), key = seed)
 
-so an element is dropped with probability threshold(p) / 2^16, which is p up to 2^-17 unless p or
-1 - p is smaller than that, and is never 0 or 1 unless p is. What is kept is multiplied by 1 / (1 - p)
-of the p that was asked for. Every backend draws the same numbers.
+are eight numbers of 16 bits. Element (row, column) uses number ``column % 8``. That is word
+``column % 8 // 2``: its low 16 bits for even columns, its high 16 bits for odd ones. The element is
+kept if and only if its number is at least
+
+    threshold(p) = floor(p * 2^16 + 1/2), at least 1 if p > 0 and at most 2^16 - 1 if p < 1.
+
+So an element is dropped with probability threshold(p) / 2^16. That differs from p by at most 2^-17,
+unless p or 1 - p is smaller than that, and it is never 0 or 1 unless p is. Kept elements are
+multiplied by 1 / (1 - p) of the unrounded p. Every backend draws the same numbers.
 """
 
 from __future__ import annotations
@@ -28,23 +31,23 @@ _ROUNDS = 10
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A fresh int64 seed from torch's generator, so that manual_seed and checkpointing hold."""
+    """Draws an int64 seed from PyTorch's generator, so that manual_seed and checkpointing apply."""
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    # int64 products wrap modulo 2^64, which is exactly the 64-bit product's bit pattern.
+    # int64 products wrap modulo 2^64, so they have the bit pattern of the unsigned 64-bit product.
     product = word * constant
     return (product >> 32) & _MASK, product & _MASK
 
 
 def threshold(p: float) -> int:
-    """Elements whose number of 16 bits is below this are dropped; p in (0, 1)."""
+    """Returns the bound below which an element's 16-bit random number drops it; p in (0, 1)."""
     return min(max(int(p * 2**16 + 0.5), 1), 2**16 - 1)
 
 
 def philox_numbers(seed: Tensor, rows: int, columns: int) -> Tensor:
-    """The random numbers of a (rows, columns) tensor, as int64 in [0, 2^16)."""
+    """Returns the random numbers of a (rows, columns) tensor, as int64 in [0, 2^16)."""
     device = seed.device
     groups = (columns + 7) // 8
     row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
@@ -62,7 +65,7 @@ def philox_numbers(seed: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """``input / (1 - p)`` where kept, 0 where dropped; ``p = 1`` gives zeros, ``p = 0`` the input."""
+    """Returns ``input / (1 - p)`` where kept, else 0; p = 1 gives zeros, p = 0 the input itself."""
     if p == 0.0:
         return input
     if p == 1.0:

@@ -2,8 +2,9 @@
 
     y = (x - mean) / sqrt(variance + eps) * weight + bias
 
-with the biased variance over the trailing ``normalized_shape``, in two passes (never
-E[x^2] - E[x]^2, which cancels), with fp32 statistics for half types; and its kin.
+with the biased variance over the trailing dimensions ``normalized_shape``. Computed in two passes,
+because E[x^2] - E[x]^2 cancels. Statistics of bfloat16 and float16 are in fp32. The module also has
+RMS normalisation and the variants that add a residual first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .dropout import dropout
 
-__all__ = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]  # noqa: RUF022 - as OPS is
+__all__ = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]  # noqa: RUF022 - the order of OPS
 
 
 def layer_norm(
@@ -55,7 +56,7 @@ def annotated_layer_norm(
     eps: float,
     unbiased: bool = True,
 ) -> Tensor:
-    """The Annotated Transformer's: ``weight * (x - mean) / (std + eps) + bias``, last dimension."""
+    """The Annotated Transformer's ``weight * (x - mean) / (std + eps) + bias``, last dimension."""
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     std, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=int(unbiased))
     y = (x - mean) / (std + eps)

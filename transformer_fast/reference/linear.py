@@ -1,4 +1,4 @@
-"""A linear map with what usually follows it: activation(input @ weight.T + bias) + residual."""
+"""A linear layer with activation and residual: activation(input @ weight.T + bias) + residual."""
 
 from __future__ import annotations
 

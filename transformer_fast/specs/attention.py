@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference.attention import taking_query_lengths, visible_places
+from ..reference.attention import supports_query_lengths, visible_places
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 #: Makes an argument of a case once its sizes (B, H, T, S) are known.
@@ -469,7 +469,7 @@ def _joined_mask(
     return mask, is_causal
 
 
-@taking_query_lengths
+@supports_query_lengths
 def _by_pytorch(
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""The ruler: fp64 oracle, error budget and hostile memory, for tests, benchmarks and `compare`."""
+"""Correctness checks for tests, benchmarks and `compare`: fp64 oracle, error budget, NaN memory."""
 
 from .memory import *
 from .oracle import *

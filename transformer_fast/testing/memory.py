@@ -1,4 +1,4 @@
-"""Memory that shows mistakes: fresh tensors that start as NaN, inputs among NaN, off alignment."""
+"""Memory that exposes kernel bugs: NaN-filled new tensors, unaligned inputs surrounded by NaN."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils import deterministic
 
 from .. import _native
 
-__all__ = ["all_among_nan", "among_nan", "nan_memory"]
+__all__ = ["embed_all_in_nan", "embed_in_nan", "nan_memory"]
 
 
 @contextmanager
 def nan_memory() -> Iterator[None]:
-    """Within the block fresh tensors start as NaN, also those that C++ operators allocate.
+    """Context manager that fills new uninitialised tensors with NaN, those of C++ operators included.
 
-    Of a type of integers they start as -1.
+    Integer tensors are filled with -1.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -36,11 +36,11 @@ def nan_memory() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def among_nan(tensor: Tensor, offset: int = 1, margin: int = 67) -> Tensor:
-    """The tensor with the same strides, ``offset`` elements off alignment, NaN all around it.
+def embed_in_nan(tensor: Tensor, offset: int = 1, margin: int = 67) -> Tensor:
+    """Copies the tensor into a NaN-filled buffer, ``offset`` elements from its start.
 
-    Gaps that its strides leave are NaN as well. Integers are surrounded by their largest value,
-    bools by True.
+    The copy has the same strides, and it is surrounded by NaN; so are gaps between its elements. For
+    integers the fill value is the largest of the dtype, for bools True. ``margin``: elements behind.
     """
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
@@ -58,10 +58,10 @@ def among_nan(tensor: Tensor, offset: int = 1, margin: int = 67) -> Tensor:
     return placed
 
 
-def all_among_nan(arguments: tuple[Any, ...], offset: int = 1) -> tuple[Any, ...]:
-    """`among_nan` for every tensor, each one element further off alignment than the last."""
+def embed_all_in_nan(arguments: tuple[Any, ...], offset: int = 1) -> tuple[Any, ...]:
+    """Applies `embed_in_nan` to every tensor, each with an offset one larger than the one before."""
     placed = []
     for value in arguments:
-        placed.append(among_nan(value, offset) if isinstance(value, Tensor) else value)
+        placed.append(embed_in_nan(value, offset) if isinstance(value, Tensor) else value)
         offset += isinstance(value, Tensor)
     return tuple(placed)

@@ -1,4 +1,4 @@
-"""What is right: the reference in fp64 on the very inputs of a call."""
+"""The oracle: the reference implementation in fp64, on the exact inputs of a call."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["call_of", "oracle", "promote", "require_grad"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: So many bytes of results `remembered` keeps of a function.
+#: Most bytes of results that `remembered` caches for a function.
 MOST_REMEMBERED = 1 << 28
 
 
 def remembered(function: _F) -> _F:
-    """``function(op, arguments, ...)``, of whose last results those of equal values are given again.
+    """Decorator: an LRU cache for ``function(op, arguments, ...)``, keyed by the arguments' values.
 
-    A call's truth takes longer than the call, and is the same for all kernels, instruction sets and
-    numbers of threads. What is given again must not be written.
+    The truth of a call takes longer than the call, and it is the same for all kernels, instruction
+    sets and numbers of threads. Callers must not modify the results, which are shared.
     """
     known: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
     size = 0
@@ -52,10 +52,10 @@ def remembered(function: _F) -> _F:
 
 
 def _value(argument: Any) -> Any:
-    """What tells an argument from others that give other results; strides decide roundings."""
+    """Returns a cache key of an argument; it includes the strides, because they affect rounding."""
     if not isinstance(argument, Tensor):
         return tuple(argument) if isinstance(argument, list) else argument
-    # Contiguous tensors may have any stride in dimensions of one element.
+    # A copy, because contiguous tensors may have any stride in dimensions of size 1.
     whole = argument.detach().cpu().clone(memory_format=torch.contiguous_format)
     bits = whole.view(-1).view(torch.uint8).numpy()
     form = argument.dtype, argument.shape, argument.stride(), argument.device
@@ -75,14 +75,14 @@ def is_floating(value: Any) -> bool:
 
 
 def promote(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with their floating-point tensors in fp64; masks, lengths and seeds stay."""
+    """Returns the arguments with floating-point tensors in fp64; masks, lengths and seeds stay."""
     return tuple(x.detach().double() if is_floating(x) else x for x in arguments)
 
 
 def scaled(op: str, arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
-    """The same call with its tensors (masks excepted) times ``factor``, in their dtype.
+    """Returns the arguments with all tensors but masks multiplied by ``factor``, in their dtype.
 
-    The op is the same and so is its difficulty, but every rounding falls differently.
+    The call is numerically as difficult as before, but every rounding error is different.
     """
     names = [name for name in OPS[op].gradients_of if name != "attn_mask"]
     return tuple(
@@ -91,28 +91,28 @@ def scaled(op: str, arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...
     )
 
 
-#: `scaled` with these gives further calls by which to know the reference's error.
+#: Factors for `scaled`: further calls that sample the reference's error.
 FACTORS = (0.97, 0.94, 0.91)
 
 
 def tries_for(elements: int) -> int:
-    """How many calls make the reference's error more than luck: few where elements are many."""
+    """Returns the number of calls that sample the reference's error: fewer for more elements."""
     return max(1, min(len(FACTORS) + 1, 20_000 // max(1, elements)))
 
 
 def as_results(result: Any) -> tuple[Tensor | None, ...]:
-    """What an op returned, as a tuple."""
+    """Returns an op's result as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 @torch.no_grad()
 def oracle(op: str, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """The results of the op by its reference in fp64."""
+    """Returns the results of the op's reference in fp64."""
     return as_results(OPS[op].reference(*promote(arguments)))
 
 
 def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
-    """The call that a kernel's limits are asked about."""
+    """Returns the `Call` by which the dispatcher checks a kernel's limits."""
     spec = OPS[op]
     named = spec.named(arguments)
     tensors = tuple(named[name] for name in spec.gradients_of if name != "attn_mask")
@@ -136,9 +136,10 @@ def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
 def require_grad(
     op: str, arguments: tuple[Any, ...], names: tuple[str, ...] | None = None
 ) -> tuple[Any, ...]:
-    """The arguments, with leaves that want gradients for those of ``names`` that can have them.
+    """Returns the arguments with the floating-point ones of ``names`` as leaves that require grad.
 
-    Same values, same memory, same strides. ``names=None``: all that the op table says.
+    The leaves have the same memory and strides. ``names=None``: all differentiable arguments of the
+    op (`gradients_of` in its spec).
     """
     spec = OPS[op]
     names = spec.gradients_of if names is None else names

@@ -1,13 +1,14 @@
-"""The error budget: a kernel's error, and its gradients', against fp64, in units of the reference's.
+"""The error budget: errors of a kernel's results and gradients, relative to the reference's errors.
 
-A result is right if it is finite where the oracle is (but for overflow within the limit), and its
-largest error is at most
+All errors are measured against the fp64 oracle. A result passes if it is finite where the oracle is
+(except for overflow within the limit) and its largest error is at most
 
     factor * max(error of the same-dtype reference, eps / 2 * max|oracle|) + eps * max|oracle|
 
-eps being that of the result's dtype. The inner maximum is the rounding of the result itself, which
-a reference may escape by luck. For the same reason the reference's error on a small call is the
-worst of several equivalent ones (`scaled`), relative to max|oracle|. There are no other tolerances.
+where eps is that of the result's dtype. ``eps / 2 * max|oracle|`` is the rounding error of the result
+itself, which the reference may avoid by luck. For the same reason the reference's error on a small
+call is the largest of several equivalent calls (`scaled`), relative to max|oracle|. There are no
+other tolerances.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ __all__ = [
     "upstream",
 ]
 
-#: How many times the reference's error a kernel's results, and its gradients, may have.
+#: Largest error allowed for results and for gradients, as a multiple of the reference's error.
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a result is from the truth. For several results: the one nearest its limit."""
+    """The error of a result. Of several results: the error of the one closest to its limit."""
 
     #: Largest absolute error against the fp64 oracle, of the result and of the reference.
     error: float
     reference_error: float
-    #: `error` in units of the reference's, which counts as at least half a unit of rounding.
+    #: `error` divided by the reference's, which counts as at least eps / 2 * max|oracle|.
     ratio: float
-    #: The largest error that passes.
+    #: Largest error that passes.
     limit: float
     ok: bool
-    #: Which result, where in it, and what stands there.
+    #: Name of the result, index of its worst element, and the values there.
     where: str
 
     def __str__(self) -> str:
@@ -97,14 +98,14 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def _errors(got: Tensor, true: Tensor) -> tuple[Tensor, float]:
-    """|got - true| where both are finite, flat, and max|true|."""
+    """Returns |got - true|, flattened, 0 where one is not finite; and max|true|."""
     known = true.isfinite() & got.isfinite()
     size = torch.where(true.isfinite(), true.abs(), 0.0).max().item()
     return torch.where(known, (got.detach().double() - true).abs(), 0.0).flatten(), size
 
 
 def relative_error(expected: Tensor | None, true: Tensor | None) -> float:
-    """The largest error in units of max|true|."""
+    """Returns the largest error, relative to max|true|."""
     if expected is None or true is None or true.numel() == 0:
         return 0.0
     errors, size = _errors(expected, true)
@@ -120,11 +121,13 @@ def compare(
     unit: float = 0.0,
     least_size: float = 0.0,
 ) -> Parity:
-    """One result against the reference's in the same dtype and the oracle's.
+    """Compares one result with the reference's in the same dtype and with the oracle's.
 
-    ``unit``: the reference's `relative_error` as other calls show it; counts if it is larger here.
-    ``least_size``: max|oracle| counts as at least this, for results that vanish by cancellation.
-    Where the oracle is not finite (overflow, NaN at visible places) the result must be the same.
+    Where the oracle is not finite (overflow, NaN in unmasked inputs) the result must be identical.
+
+    Args:
+        unit: the reference's `relative_error` in similar calls; used if it is larger than in this.
+        least_size: lower bound for max|oracle|, for results that vanish by cancellation.
     """
     problem = _form_problem(name, got, expected)
     if problem is not None:
@@ -142,7 +145,7 @@ def compare(
     unit = max(reference_error, unit * size, eps / 2 * size)
     limit = factor * unit + eps * size
     exact = got.detach().double()
-    # An error within the limit may take a result to where the dtype overflows.
+    # An error within the limit may make a result overflow its dtype.
     overflown = exact.isinf() & (exact * true > 0.0) & (true.abs() + limit > largest)
     alike = torch.where(
         true.isfinite(),
@@ -160,33 +163,34 @@ def compare(
 
 
 def worst_of(found: list[Parity]) -> Parity:
-    """The one nearest its limit, those beyond it first."""
+    """Returns the one closest to its limit, or farthest beyond it if any fails."""
     return max(found, key=lambda p: (not p.ok, p.error / p.limit if p.limit else 0.0))
 
 
-#: Results, or gradients, by name.
+#: Name -> result or gradient.
 Named = Mapping[str, "Tensor | None"]
 
 
 def named(op: str, result: Any) -> Named:
-    """What an op returned, by the names of its results."""
+    """Returns an op's results by name."""
     return dict(zip(OPS[op].results, as_results(result), strict=True))
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is known about a call's results, or gradients, before any kernel ran it, by name."""
+    """Expected results or gradients of a call, by name, which do not depend on the kernel."""
 
-    #: The reference's in the call's dtype, and the oracle's.
+    #: Those of the reference in the call's dtype, and those of the fp64 oracle.
     expected: Named
     true: Named
-    #: The reference's `relative_error` in the worst of several such calls.
+    #: The reference's largest `relative_error` in several equivalent calls.
     units: Mapping[str, float]
 
     def parity(
         self, got: Named, factor: float, what: str = "", least: Mapping[str, float] | None = None
     ) -> Parity:
-        """`compare` of the one nearest its limit; ``least``: of some, their ``least_size``."""
+        """Compares all results; returns the one closest to its limit. ``least``: `least_size` by
+        name."""
         return worst_of([
             compare(
                 what + name, found, self.expected[name], self.true[name], factor, self.units[name],
@@ -203,9 +207,12 @@ def find_truth(
     which: Callable[[Iterable[int]], int],
     tries: int | None = None,
 ) -> Truth:
-    """From what is expected and what is true of a call.
+    """Computes the truth of a call.
 
-    ``tries``: see `tries_for`, which chooses if None by ``which`` of the numbers of elements.
+    Args:
+        both: returns the expected and the true results of arguments.
+        which: min or max: whether the smallest or the largest result determines ``tries``.
+        tries: number of calls that sample the reference's error; None: `tries_for` determines it.
     """
     expected, true = both(arguments)
     units = {name: relative_error(expected[name], true[name]) for name in true}
@@ -226,9 +233,11 @@ def truth_of(
     tries: int | None = None,
     oracle: Callable[[str, tuple[Any, ...]], tuple[Tensor | None, ...]] = reference_in_fp64,
 ) -> Truth:
-    """The truth about a call's results, for `measure`.
+    """Returns the truth of a call's results, for `measure`.
 
-    ``tries``: see `tries_for`, which chooses if None. ``oracle``: gives the results in fp64.
+    Args:
+        tries: number of calls that sample the reference's error; None: `tries_for` determines it.
+        oracle: returns the results in fp64.
     """
 
     def both(called: tuple[Any, ...]) -> tuple[Named, Named]:
@@ -246,29 +255,29 @@ def measure(
     factor: float = OUTPUT_FACTOR,
     truth: Truth | None = None,
 ) -> Parity:
-    """How far ``result`` is from the truth for these arguments of ``reference.<op>``.
+    """Returns the error of ``result`` for these arguments of ``reference.<op>``.
 
-    ``truth``: `truth_of` the same arguments, where the caller has it already.
+    ``truth``: `truth_of` the same arguments, if the caller has it already.
     """
     truth = truth_of(op, arguments) if truth is None else truth
     return truth.parity(named(op, result), factor)
 
 
 def passed(op: str, parity: Parity) -> Parity:
-    """The parity; raises AssertionError with the place that is beyond its limit."""
+    """Returns the parity; raises AssertionError with the worst element if it is beyond the limit."""
     if not parity.ok:
         raise AssertionError(f"{op}: {parity}")
     return parity
 
 
 def check(op: str, result: Any, arguments: tuple[Any, ...], **options: Any) -> Parity:
-    """`measure`, raising AssertionError with the place where the result is beyond its limit."""
+    """Like `measure`; raises AssertionError with the worst element if it is beyond the limit."""
     return passed(op, measure(op, result, arguments, **options))
 
 
 def upstream(like: Tensor, seed: int) -> Tensor:
-    """A gradient for a result: normal values, rounded to its dtype, the same in every call."""
-    # Far from the seeds of cases: a gradient equal to the input would hide mistakes.
+    """Returns an upstream gradient: normal values rounded to the result's dtype, fixed by the seed."""
+    # Seeds differ from those of cases: a gradient equal to the input would hide errors.
     generator = torch.Generator(like.device).manual_seed(0x5EED0000 + seed)
     return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
 
@@ -281,14 +290,14 @@ def gradients(
     rounded_to: torch.dtype | None = None,
     twice: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients, by argument, of a fixed linear function of all results.
+    """Returns the gradients, by argument, of a fixed linear function of all results.
 
     Args:
-        run: has the signature of ``reference.<op>``.
-        names: of which arguments; None means all that can have one.
-        rounded_to: the upstream gradients are rounded to this dtype first, so that the oracle
-            starts from the same ones as the kernel.
-        twice: second derivatives: gradients of a fixed linear function of all gradients.
+        run: function with the signature of ``reference.<op>``.
+        names: arguments to differentiate; None: all that are differentiable.
+        rounded_to: dtype to which upstream gradients are rounded first, so that oracle and kernel
+            start from the same ones.
+        twice: return second derivatives: gradients of a fixed linear function of all gradients.
     """
     arguments = require_grad(op, arguments, names)
     leaves = {
@@ -329,9 +338,9 @@ def truth_of_gradients(
     oracle: Callable[[str, tuple[Any, ...], tuple[str, ...] | None], dict[str, Tensor]]
     | None = None,
 ) -> Truth:
-    """The truth about a call's gradients by argument, for `measure_gradients`.
+    """Returns the truth of a call's gradients, by argument, for `measure_gradients`.
 
-    ``oracle``: gives the gradients in fp64 of these arguments; None: the reference in fp64 does.
+    ``oracle``: returns the gradients of the arguments in fp64; None: the reference in fp64.
     """
     reference = OPS[op].reference
     dtype = arguments[0].dtype
@@ -355,16 +364,16 @@ def measure_gradients(
     twice: bool = False,
     truth: Truth | None = None,
 ) -> Parity:
-    """How far the gradients of ``run`` are from the truth: the argument nearest its limit.
+    """Returns the error of the gradients of ``run``: of the argument closest to its limit.
 
-    ``truth``: `truth_of_gradients` of the same arguments and names, where the caller has it.
+    ``truth``: `truth_of_gradients` of the same arguments and names, if the caller has it already.
     """
     got = gradients(op, run, arguments, names, twice=twice)
     truth = truth_of_gradients(op, arguments, names, twice) if truth is None else truth
     sizes = {name: _size(gradient) for name, gradient in truth.true.items()}
     largest, eps = max(sizes.values()), torch.finfo(arguments[0].dtype).eps
-    # A gradient that vanishes (one key: the weights are 1 whatever the query) is a difference of
-    # equal terms, whose rounding only the other gradients can tell.
+    # A gradient that vanishes (with one key all weights are 1, whatever the query) is a difference
+    # of equal terms. Their rounding error scales with the other gradients, not with this one.
     least = {name: largest for name, size in sizes.items() if size < eps * eps * largest}
     return truth.parity(got, factor, "grad of ", least)
 
@@ -378,5 +387,5 @@ def _size(x: Tensor | None) -> float:
 def check_gradients(
     op: str, run: Callable[..., Any], arguments: tuple[Any, ...], **options: Any
 ) -> Parity:
-    """`measure_gradients`, raising AssertionError with the place beyond its limit."""
+    """Like `measure_gradients`; raises AssertionError with the worst element beyond the limit."""
     return passed(op, measure_gradients(op, run, arguments, **options))

@@ -339,7 +339,7 @@ class Problem(NamedTuple):
         if self.mask.data is None:
             return NO_LISTS
         across = ceil_div(self.sizes[3], tile.keys)
-        if not config.lists_pay(
+        if not config.use_block_lists(
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
             return NO_LISTS

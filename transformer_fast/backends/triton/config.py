@@ -205,7 +205,9 @@ def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, in
     return min(tile.queries for tile in tiles), min(tile.keys for tile in tiles)
 
 
-def lists_pay(architecture: int, places: int, mask_places: int, queries: int, tiles: int) -> bool:
+def use_block_lists(
+    architecture: int, places: int, mask_places: int, queries: int, tiles: int
+) -> bool:
     """Whether to look at a mask of ``mask_places`` for tiles that ``places`` scores may skip.
 
     It costs two launches and one more reading of the mask, so the mask should be shared.
