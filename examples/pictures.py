@@ -6,7 +6,7 @@ masks. Writes PNGs and `index.html`, which holds all of them, to a folder.
 
     python examples/pictures.py --out build/pictures
 
-Needs matplotlib: pip install transformer_fast[viz]
+Needs matplotlib: pip install matplotlib
 """
 
 from __future__ import annotations

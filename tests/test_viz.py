@@ -508,8 +508,7 @@ except ImportError as error:
 
 def test_missing_matplotlib_is_named() -> None:
     assert python("-c", HIDDEN).stdout.strip() == (
-        "transformer_fast.viz needs matplotlib, which is not installed: "
-        "pip install transformer_fast[viz]"
+        "transformer_fast.viz needs matplotlib, which is not installed: pip install matplotlib"
     )
 
 

@@ -1,16 +1,15 @@
-"""Memory that the CPU kernels keep: for their next large results, and weights in their own layout.
+"""Memory that the CPU kernels cache: blocks for large results, and packed copies of weights.
 
-A page that a process touches for the first time costs more than writing it several times. So
-results of 256 KiB and more lie in memory that stays with the process when they are gone, and the
-next ones get it, as in PyTorch's caching allocator for CUDA. At most `limit` bytes are kept that no
-tensor uses; beyond that, those that have waited longest go back to the system, and all of them do
-before a result is refused for want of memory.
+Touching a new page costs more than writing it several times. So results of 256 KiB and more use memory
+that the process keeps when they are freed, like PyTorch's caching allocator for CUDA. At most `limit`
+bytes of unused memory are kept. Beyond that, the blocks unused for longest return to the system; all of
+them do before a call fails for lack of memory.
 
-Such tensors cannot grow in place, nor can their storage be resized, not to 0 either: ``resize_``
-raises a RuntimeError. After ``set_limit(0)`` results are PyTorch's memory, which can.
+Such tensors cannot grow in place, and their storage cannot be resized, not even to 0: ``resize_`` raises
+a RuntimeError. After ``set_limit(0)`` results use PyTorch's memory, which can be resized.
 
-In calls without gradients the kernels read a copy of each weight in a layout of their own, kept until
-the weight changes. `forget_packed` drops copies after writes that cannot be found.
+In calls without gradients the kernels read a packed copy of each weight, which is kept until the weight
+changes. `forget_packed` drops the copies after writes that cannot be detected.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST = 1 << 30
-#: Of each backend that keeps packed copies of weights: how many bytes they take, and what drops those
+#: For each backend with packed weights: a function that returns their bytes, and one that drops those
 #: of a module, or all.
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
 
 
 class Copies(NamedTuple):
-    """`cpu_packing.PackedWeights`, which finds packed copies, and `Snapshot`, the state of a tensor."""
+    """A backend's `cpu_packing.PackedWeights` (packed copies) and `Snapshot` (a tensor's state)."""
 
     packed: Callable[[], Any]
     snapshot: Callable[..., Any]
@@ -50,8 +49,8 @@ COPIES: dict[str, Copies] = {}
 class _Program(threading.local):
     """The compiled program that runs on this thread."""
 
-    #: Parameters that it reads through views, by the address of their storage: a view that inductor
-    #: makes does not know of what.
+    #: Parameters that it reads through views, by the address of their storage: inductor's views do not
+    #: record their base.
     parameters: Mapping[int, torch.Tensor] = {}
 
 
@@ -59,21 +58,22 @@ program = _Program()
 
 
 def kept() -> int:
-    """Bytes kept now that no tensor uses. 0 without the native module."""
+    """Returns the bytes of unused memory that are kept now; 0 without the native module."""
     return 0 if _native.module is None else int(_native.module.kept_bytes())
 
 
 def limit() -> int:
-    """Bytes kept at most: `set_limit`'s, or 1 GiB, or a sixteenth of the memory if less.
+    """Returns the limit of kept memory in bytes: `set_limit`'s, else 1 GiB or a sixteenth of the memory
+    if that is less.
 
-    The memory is that of the machine, or what its control groups (a container's limit) allow this
-    process. 0 without the native module.
+    The memory is the machine's, or the limit of the process's control group (a container). 0 without the
+    native module.
     """
     return 0 if _native.module is None else int(_native.module.kept_limit())
 
 
 def set_limit(size: int) -> None:
-    """Keep at most ``size`` bytes, 0 for none. What is beyond it is freed at once.
+    """Set the limit of unused memory that is kept, in bytes; 0: keep none. Frees the excess at once.
 
     Raises:
         ValueError: ``size`` is negative.
@@ -85,38 +85,37 @@ def set_limit(size: int) -> None:
 
 
 def release() -> None:
-    """Give all memory back to the system that is kept and that no tensor uses."""
+    """Return all kept memory that no tensor uses to the system."""
     if _native.module is not None:
         _native.module.release_kept()
 
 
 def packed() -> int:
-    """Bytes that copies of weights in the kernels' layout take now, at most
-    ``TRANSFORMER_FAST_PACKED_MB`` MiB (default 4096)."""
+    """Returns the bytes of packed weights; at most ``TRANSFORMER_FAST_PACKED_MB`` MiB (default: 4096)."""
     return sum(held_bytes() for held_bytes, _ in packings)
 
 
 def forget_packed(module: torch.nn.Module | None = None) -> None:
-    """Drop the kernels' copies of a module's weights, or of all weights; the next calls pack again.
+    """Drop the packed copies of a module's weights, or of all weights; the next calls pack them again.
 
-    The constants of compiled programs are dropped in either case, and computed again.
+    In either case the cached constants of compiled programs are dropped and computed again.
 
-    Needed only after writing single elements of a weight where PyTorch does not see it: through
-    ``.data``, NumPy or another tensor on the same memory. All that PyTorch sees, and rows and
-    columns however they are written, is found by itself.
+    Needed only after single elements of a weight were written without PyTorch's knowledge: through
+    ``.data``, NumPy or another tensor on the same memory. All other changes are detected, also rows and
+    columns written that way.
     """
     for _, forget in packings:
         forget(module)
 
 
 def forget_calls() -> None:
-    """Drop what is remembered of calls on GPUs (which kernel takes them, what it launches), at most
-    4096 of each op. No tensors are kept with it."""
+    """Drop the cached kernel selections and launch plans of GPU calls, at most 4096 of each op. They hold
+    no tensors."""
     call_cache.forget()
 
 
 def _memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, or less in a control group."""
+    """Returns the memory limit of the process in bytes: the machine's, or its control group's."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -130,7 +129,7 @@ def _memory(root: Path = Path("/")) -> int:
                 continue
             mount, name = mount / "memory", "memory.limit_in_bytes"
         group = mount / path.lstrip("/")
-        # In a container the path may be the host's, of which only the mount's root is there.
+        # In a container the path may be the host's, of which only the mount's root exists.
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
                 sizes.append(int((folder / name).read_text()))

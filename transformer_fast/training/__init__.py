@@ -1,4 +1,4 @@
-"""Training that can be copied: losses, schedules, batches, checkpoints and a loop.
+"""Training: losses, schedules, batches, checkpoints and a loop.
 
     sampler = training.TokenBatches(lengths, max_tokens=4096)
     loader = DataLoader(pairs, batch_sampler=sampler, collate_fn=training.PairCollator(0, 1, 2))
@@ -10,8 +10,7 @@
     trainer.resume()
     trainer.fit(loader, epochs=10, validation=other_loader)
 
-The parts work by themselves too, in a loop of your own. ``torchrun`` needs two lines more,
-`process_group` and `parallelise`.
+The parts also work in your own loop. For ``torchrun`` add `process_group` and `parallelise`.
 """
 
 from .batches import *
@@ -21,7 +20,7 @@ from .optimizer import *
 from .processes import *
 from .trainer import *
 
-#: All classes and functions above.
+#: All classes and functions imported above.
 __all__ = sorted(
     n for n, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)
 )

@@ -1,4 +1,4 @@
-"""Batches of sequences of like length, so that little of them is padding, and their tensors."""
+"""Batches of sequences of similar length, with little padding, and their tensors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["PairBatch", "PairCollator", "TokenBatches", "pad_sequences"]
 class TokenBatches(Sampler[list[int]]):
     """A batch sampler: lists of indices whose padded size is at most ``max_tokens`` tokens.
 
-    Sequences are shuffled, ordered by length, and cut into batches; then the batches are shuffled.
-    The order follows from ``seed`` and the epoch alone. With several processes each gets batches of
-    its own, all get the same number, and those of one step are of like length; to even out the
-    number, large batches are halved, so that every sequence comes exactly once in each epoch.
+    Sequences are shuffled, sorted by length and cut into batches; then the batches are shuffled. The
+    order depends only on ``seed`` and the epoch. With several processes each gets its own batches, all
+    get the same number, and the batches of one step have similar lengths. Large batches are halved to
+    make the numbers equal, so that every sequence occurs exactly once in each epoch.
 
         DataLoader(pairs, batch_sampler=TokenBatches(lengths, 4096), collate_fn=...)
 
     Args:
-        lengths: of each sequence; or of each pair (source, target), whose sizes add up. As the
-            model will see them: with start or end tokens, if those are added later.
-        max_tokens: most tokens in a batch, padding included: sequences * the longest.
-        max_sequences: most sequences in a batch; None: no limit.
-        shuffle: whether the order is random; if not, short sequences come first.
-        seed: of the shuffling.
-        rank, world_size: which of how many processes this is; None: as torch.distributed says.
+        lengths: length of each sequence, or (source, target) lengths of each pair, whose sizes are
+            added. Include start and end tokens that are added later.
+        max_tokens: maximum number of tokens in a batch, padding included: sequences * the longest.
+        max_sequences: maximum number of sequences in a batch; None: no limit.
+        shuffle: True: random order; False: short sequences first.
+        seed: seed of the shuffling.
+        rank, world_size: number of this process, and of processes; None: torch.distributed's.
 
     Raises:
-        ValueError: a sequence that is empty or longer than max_tokens; sequences that cannot be
-            shared evenly; arguments out of range.
+        ValueError: a sequence is empty or longer than max_tokens, the sequences cannot be distributed
+            evenly, or an argument is out of range.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TokenBatches(Sampler[list[int]]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What decides the order, for checkpoints."""
+        """Returns the values that determine the order, for checkpoints."""
         weights = torch.arange(1, self._lengths.numel() + 1)
         return {
             "sequences": len(self._lengths),
@@ -93,11 +93,11 @@ class TokenBatches(Sampler[list[int]]):
         }
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Which epoch comes next, and how many of its batches (per process) are left out."""
+        """Sets the next epoch, and how many of its batches (per process) to skip."""
         self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch, for this process."""
+        """Returns the number of batches of a whole epoch, for this process."""
         return len(self._plan()) // self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -106,7 +106,7 @@ class TokenBatches(Sampler[list[int]]):
         return iter(plan[first :: self.world_size])
 
     def _plan(self) -> list[list[int]]:
-        """The epoch's batches of all processes, one step after the other."""
+        """Returns the epoch's batches of all processes, step by step."""
         if self._planned[0] != self.epoch:
             self._planned = self.epoch, self._make_plan()
         return self._planned[1]
@@ -115,7 +115,7 @@ class TokenBatches(Sampler[list[int]]):
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         count = len(self._lengths)
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        # Stable sorts, the first length last: by it, then by the second, then by chance.
+        # Stable sorts: by the first length, then by the second; equal ones stay in random order.
         for column in reversed(range(self._lengths.shape[1])):
             keys = self._lengths[order, column]
             order = order[keys.argsort(stable=True)]
@@ -164,10 +164,10 @@ class PairBatch(NamedTuple):
 
 
 def pad_sequences(sequences: Sequence[Sequence[int]], pad_token: int) -> Tensor:
-    """Token lists as one int64 tensor (B, longest), pad_token behind each.
+    """Returns token lists as one int64 tensor (B, longest), with pad_token after each.
 
     Raises:
-        ValueError: no sequences, or an empty one.
+        ValueError: there are no sequences, or one is empty.
     """
     if not sequences:
         raise ValueError("sequences is empty: there must be at least one")

@@ -1,5 +1,5 @@
-"""Checkpoints, written whole or not at all and safe to load, and what they hold of a run: weights,
-the optimiser's state, random numbers, and where in the data it stands."""
+"""Checkpoints, written atomically and safe to load: weights, the optimiser's state, random states and
+the position in the data."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ __all__ = [
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # Windows, where a file that is open cannot be removed
+except ImportError:  # Windows, which cannot remove open files
     fcntl = None
 
-#: What a checkpoint holds; another number means another layout.
+#: Version of a checkpoint's layout.
 FORMAT = 1
 
 
 class CheckpointError(RuntimeError):
-    """A file that is no checkpoint, is damaged, or does not fit this run."""
+    """The file is no checkpoint, is damaged, or belongs to another kind of run."""
 
 
 def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Save ``state`` so that ``path`` always holds either the old checkpoint or the new one.
+    """Save ``state`` atomically: ``path`` always holds either the old checkpoint or the new one.
 
-    It goes to another file of the same folder first, which takes the old one's place when it is
-    complete and on the disk. What a process that was killed left of such a file is removed.
+    The state is written to another file of the same folder, which replaces the old one when it is
+    complete and on the disk. Such files that killed processes left behind are removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the folder's entry has to be on the disk too
+    if os.name == "posix":  # the folder's entry must be on the disk as well
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -73,13 +73,13 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
             os.close(folder)
 
 
-#: No system but POSIX has these; elsewhere nothing is followed and nothing is converted.
+#: POSIX only; other systems neither follow links nor convert line ends here.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether no other process writes this file. Raises OSError where files cannot be locked."""
+    """Returns True if no other process writes this file. Raises OSError if files cannot be locked."""
     if fcntl is None:
         return True
     try:
@@ -90,10 +90,10 @@ def _lock(descriptor: int) -> bool:
 
 
 def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside ``path``, locked for as long as it is open.
+    """Creates a file beside ``path``, locked as long as it is open.
 
-    Its name cannot be guessed, and it must not exist: who may write to the folder could otherwise
-    have laid a link there to a file of the user's.
+    Its name is random and must not exist. Otherwise another user of the folder could place a link there
+    to one of the user's files.
     """
     while True:
         name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
@@ -101,13 +101,13 @@ def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
         file = os.fdopen(os.open(name, flags, 0o666), "w+b")
         with suppress(OSError):
             if not _lock(file.fileno()) or os.fstat(file.fileno()).st_nlink == 0:
-                file.close()  # another process took it for one that was left behind
+                file.close()  # another process took it for a leftover file
                 continue
         return name, file
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove files of `_new_file` whose writer is gone: nobody holds their lock."""
+    """Remove files of `_new_file` whose process has ended: they are not locked."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with suppress(OSError):
             descriptor = os.open(left, os.O_RDWR | _NO_LINK | _BINARY)
@@ -119,18 +119,20 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write_checkpoint` saved, on the CPU, by ``torch.load(weights_only=True)``.
+    """Returns the state that `write_checkpoint` saved, on the CPU.
+
+    Uses ``torch.load(weights_only=True)``.
 
     Raises:
-        FileNotFoundError: no such file.
-        CheckpointError: the file is damaged, no checkpoint, or of another format.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is damaged, is no checkpoint, or has another format.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)!r}") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, OSError) as error:
-        # Reading behind the end of a truncated file is an invalid argument to the system.
+        # Reading beyond the end of a truncated file raises EINVAL.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         told = (str(error).splitlines() or ["it ends too early"])[0]
@@ -146,10 +148,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def whole_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state_dicts of model and optimiser, by parameter names, complete on the first process.
+    """Returns the state_dicts of model and optimiser, by parameter names, complete on the first process.
 
-    The same for a plain model, under DistributedDataParallel, fully_shard and torch.compile, so
-    that a run of one kind can go on as another. All processes must call it.
+    They are the same for a plain model, DistributedDataParallel, fully_shard and torch.compile, so that
+    a run of one kind can continue as another. All processes must call it.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -163,10 +165,10 @@ def load_whole_state(
     state: dict[str, Any],
     optimizer_state: dict[str, Any],
 ) -> None:
-    """Load what `whole_state` gave; every process has to bring it.
+    """Load the result of `whole_state`, which every process must pass.
 
     Raises:
-        RuntimeError: names or shapes that do not fit (torch's).
+        RuntimeError: names or shapes do not match (PyTorch's error).
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
@@ -177,9 +179,9 @@ def load_whole_state(
 
 
 def random_state() -> dict[str, Any]:
-    """The states of torch's generators, Python's, and NumPy's if it is in use.
+    """Returns the states of the generators of PyTorch, Python, and NumPy if it is imported.
 
-    As what ``torch.load(weights_only=True)`` takes.
+    Uses only types that ``torch.load(weights_only=True)`` can load.
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -192,7 +194,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators into the states that `random_state` found."""
+    """Set the generators to the states that `random_state` returned."""
     torch.set_rng_state(state["torch"].cpu())
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -205,22 +207,22 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 class Position:
-    """The epoch, and how many of its batches this process has had."""
+    """The epoch, and the number of its batches that this process has used."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = 0
-        #: What decides the order of the batches, as far as the sampler can tell.
+        #: The sampler's ``config``, which determines the order of the batches; None: it has none.
         self.order: dict[str, Any] | None = None
         # An epoch may be shuffled by the global generators, as DataLoader(shuffle=True) does.
         self._random_at_start: dict[str, Any] | None = None
         self._random_after: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is the same for all processes."""
+        """Returns the state that all processes share."""
         return {"epoch": self.epoch, "batch": self.batch, "order": self.order}
 
     def random_states(self) -> dict[str, Any]:
-        """This process's generators: at the start of the epoch, None between two, and now."""
+        """Returns this process's generator states: at the epoch's start (None between two), and now."""
         return {"epoch": self._random_at_start, "now": self._random_after or random_state()}
 
     def load_state_dict(self, state: dict[str, Any], random_states: dict[str, Any]) -> None:
@@ -229,11 +231,11 @@ class Position:
         self._random_after = random_states["now"]
 
     def groups(self, batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """The rest of the epoch, ``size`` batches at a time; then the next epoch begins.
+        """Yields the rest of the epoch, ``size`` batches at a time; then the next epoch begins.
 
         Raises:
-            ValueError: the epoch has no batches, or not as many for each process.
-            CheckpointError: the run stands inside of an epoch in another order than that of ``batches``.
+            ValueError: the epoch has no batches, or processes have different numbers of them.
+            CheckpointError: the resumed epoch had another order than that of ``batches``.
         """
         iterator = self._at_position(batches)
         while group := list(itertools.islice(iterator, size)):
@@ -247,7 +249,7 @@ class Position:
         sampler = getattr(batches, "batch_sampler", None)
         self._check_order(getattr(sampler, "config", None))
         after = self._random_after
-        if self._random_at_start is not None:  # inside of an epoch
+        if self._random_at_start is not None:  # within an epoch
             after = random_state() if after is None else after
             set_random_state(self._random_at_start)
         else:
@@ -256,7 +258,7 @@ class Position:
                 after = None
             self._random_at_start = random_state()
         skip = self.batch
-        if hasattr(sampler, "config"):  # one of ours, which need not make what is skipped
+        if hasattr(sampler, "config"):  # `TokenBatches` skips batches without making them
             sampler.set_epoch(self.epoch, self.batch)  # type: ignore[union-attr]
             skip = 0
         else:

@@ -1,4 +1,4 @@
-"""The loss of the next token: cross entropy with label smoothing, counted per real token."""
+"""Next-token loss: cross entropy with label smoothing, per real token."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def label_smoothing_loss(
 ) -> Tensor:
     """``mean over real tokens of (1 - s) * -log p[expected] + s * mean over v of -log p[v]``.
 
-    ``p = softmax(logits)``, in fp32 at least. Without a single real token the loss is 0.
+    ``p = softmax(logits)``, in fp32 at least. Without any real token the loss is 0.
 
     Args:
         logits: (..., V).
-        expected: int64 or int32 (...), the token that is right.
-        pad_token: where expected holds it, nothing counts; None: all tokens count.
+        expected: int64 or int32 (...), the correct tokens.
+        pad_token: the token of padding, which does not count; None: all tokens count.
         smoothing: s in [0, 1].
-        reduction: "mean" over real tokens, "sum" over them, or "none" for (...), 0 at padding.
+        reduction: "mean" or "sum" over real tokens, or "none" for (...), 0 at padding.
 
     Raises:
-        TypeError, ValueError: arguments of another kind, shapes that do not fit.
-        IndexError: an expected token that is not in [0, V) (torch's, on the CPU).
+        TypeError, ValueError: arguments of another type, or shapes that do not match.
+        IndexError: an expected token is outside [0, V) (PyTorch's error, on the CPU).
 
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
     """
@@ -61,7 +61,7 @@ def label_smoothing_loss(
 
 
 def token_count(expected: Tensor, pad_token: int | None) -> Tensor:
-    """How many of the tokens are real, as an int64 scalar on their device."""
+    """Returns the number of real tokens, as an int64 scalar on their device."""
     if pad_token is None:
         return torch.tensor(expected.numel(), device=expected.device)
     return (expected != pad_token).sum()
@@ -87,12 +87,12 @@ def _check(logits: Tensor, expected: Tensor, smoothing: float, reduction: str) -
 
 
 class NextTokenLoss:
-    """An objective for `Trainer`: batches ``(*inputs, expected)``, a model that gives logits.
+    """An objective for `Trainer`: batches ``(*inputs, expected)``, a model that returns logits.
 
-    ``(source, target, expected)`` for `models.Transformer`, ``(tokens, expected)`` for
-    `models.LanguageModel`. These two, wrapped for several processes or compiled or as they are,
-    give the losses themselves, so that logits are never in memory as a whole; a subclass with a
-    ``forward`` of its own, and every other model, is asked for logits.
+    Batches are ``(source, target, expected)`` for `models.Transformer` and ``(tokens, expected)`` for
+    `models.LanguageModel`. These two, also wrapped for several processes or compiled, return the losses
+    themselves, so that all logits are never in memory at once. Every other model, and a subclass with
+    its own ``forward``, returns logits.
 
     Args:
         pad_token, smoothing: as in `label_smoothing_loss`.
@@ -104,7 +104,7 @@ class NextTokenLoss:
         self.pad_token, self.smoothing = pad_token, smoothing
 
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses and the number of real tokens."""
+        """Returns the sum of the losses and the number of real tokens."""
         *inputs, expected = batch
         if _gives_losses(model):
             total = model(
@@ -122,7 +122,7 @@ class NextTokenLoss:
 
 
 def _gives_losses(model: Any) -> bool:
-    """Whether calling the model comes to the forward of one of ours."""
+    """True if the model's forward is that of `Transformer` or `LanguageModel`."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

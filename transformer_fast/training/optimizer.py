@@ -1,4 +1,4 @@
-"""The optimiser, its learning rates, and what happens to gradients before it sees them."""
+"""The optimiser, its learning rates, and the clipping and scaling of gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["adamw", "clip_gradients", "linear_schedule", "paper_schedule", "para
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters: matrices with weight decay; vectors and embedding tables without.
+    """Returns the trainable parameters: matrices with weight decay, vectors and embedding tables without.
 
-    A table that is the output's weight too counts as a table.
+    A table that is also the output's weight counts as a table.
 
     Raises:
         ValueError: no parameter is trainable, or weight_decay is negative.
@@ -48,16 +48,16 @@ def adamw(
     weight_decay: float = 0.0,
     fused: bool = True,
 ) -> torch.optim.AdamW:
-    """AdamW on `parameter_groups`, with the paper's betas and eps.
+    """Returns AdamW on `parameter_groups`, with the paper's betas and eps.
 
-    Without weight decay it is the paper's Adam. Make it after the model was moved, wrapped or
-    sharded (`parallelise`).
+    Without weight decay it is the paper's Adam. Create it after moving, wrapping or sharding the model
+    (`parallelise`).
 
     Args:
         model: the module whose trainable parameters are updated.
-        lr: the rate that the schedule scales; 1.0 is what `paper_schedule` with a d_model expects.
+        lr: the rate that the schedule scales; `paper_schedule` with a d_model expects 1.0.
         betas, eps, fused: as in `torch.optim.AdamW`.
-        weight_decay: of matrices only, see `parameter_groups`.
+        weight_decay: for matrices only, see `parameter_groups`.
 
     Raises:
         ValueError: as `parameter_groups` and torch.optim.AdamW.
@@ -70,13 +70,13 @@ def adamw(
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most max_norm; the norm before that.
+    """Scale all gradients so that their total 2-norm is at most max_norm; returns the norm before.
 
     Args:
-        max_norm: above 0; None: only measure.
+        max_norm: positive; None: do not scale.
 
     Raises:
-        ValueError: max_norm is not above 0.
+        ValueError: max_norm is not positive.
     """
     if max_norm is not None and not max_norm > 0.0:
         raise ValueError(f"max_norm must be above 0, or None, not {max_norm}")
@@ -105,11 +105,11 @@ def paper_schedule(
 ) -> LambdaLR:
     """``lr * d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)`` at step 1, 2, ...
 
-    ``lr`` is what the optimiser was made with: 1.0 gives the paper's rates.
+    ``lr`` is the optimiser's rate: 1.0 gives the paper's rates.
 
     Args:
         d_model: size M of the model; None: ``lr`` is the highest rate, reached at warmup_steps.
-        warmup_steps: steps of linear increase; after them the rate falls with the root of the step.
+        warmup_steps: steps of linear increase; then the rate falls with the square root of the step.
 
     Raises:
         ValueError: d_model or warmup_steps below 1.
@@ -131,10 +131,10 @@ def paper_schedule(
 def linear_schedule(optimizer: Optimizer, total_steps: int, warmup_steps: int = 1) -> LambdaLR:
     """``lr * min(step / warmup_steps, (total_steps + 1 - step) / (total_steps + 1 - warmup_steps))``.
 
-    For runs whose length is known: the highest rate ``lr`` at warmup_steps, near 0 at the end.
+    For runs of known length: the highest rate is ``lr`` at warmup_steps; the rate ends near 0.
 
     Raises:
-        ValueError: warmup_steps below 1 or above total_steps.
+        ValueError: warmup_steps is below 1 or above total_steps.
     """
     _check_warmup(warmup_steps)
     if warmup_steps > total_steps:

@@ -1,5 +1,5 @@
-"""Processes and memory: one process or several, as ``torchrun`` started them, where the same script
-runs either way; and less memory for more time, activations being computed again in the backward."""
+"""Processes and memory: the same script for one process or several of ``torchrun``; and activation
+checkpointing, which saves memory by recomputing activations in the backward."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ STRATEGIES = ("ddp", "fsdp")
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
+    """True if there is a process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def rank() -> int:
-    """This process's number; 0 without a process group."""
+    """Returns this process's rank; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """The number of processes; 1 without a process group."""
+    """Returns the number of processes; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 @contextmanager
 def process_group(device: torch.device | str | None = None) -> Iterator[torch.device]:
-    """Within the block, the process group of ``torchrun``, if it started this; gives the device.
+    """Context manager with the process group of ``torchrun``, if it started this process; yields the
+    device.
 
-    A group that exists already is left as it is.
+    An existing group is left unchanged.
 
     Args:
-        device: "cpu" or "cuda"; None: cuda where there is one. Process n of a machine gets its
-            n-th GPU; "nccl" connects GPUs, "gloo" CPUs.
+        device: "cpu" or "cuda"; None: cuda if available. Process n of a machine gets its n-th GPU;
+            GPUs communicate by "nccl", CPUs by "gloo".
     """
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if "LOCAL_RANK" in os.environ and str(kind) == "cuda":
@@ -57,24 +58,24 @@ def process_group(device: torch.device | str | None = None) -> Iterator[torch.de
     finally:
         if ours:
             dist.destroy_process_group()
-            # Gloo's threads need the interpreter to let go of tensors. Those that still wait for it
-            # when it ends take the process down with them (PyTorch 2.13).
+            # Gloo's threads need the interpreter to release tensors. Threads that still wait for it
+            # when it ends crash the process (PyTorch 2.13).
             time.sleep(0.1)
 
 
 def parallelise(model: torch.nn.Module, strategy: str = "ddp") -> torch.nn.Module:
-    """The model for all processes of the group; without a group, the model as it is.
+    """Returns the model wrapped for all processes of the group; without a group, the model itself.
 
-    Make the optimiser from the result. Every process must bring the same weights for "fsdp"; for
-    "ddp" those of the first one count.
+    Create the optimiser from the result. For "fsdp" every process must pass the same weights; for "ddp"
+    those of the first process are used.
 
     Args:
-        strategy: "ddp": each process has the whole model, gradients are averaged
+        strategy: "ddp": each process has the whole model, and gradients are averaged
             (DistributedDataParallel). "fsdp": parameters, gradients and the optimiser's state are
-            sharded (FSDP2's fully_shard), each Transformer layer by itself.
+            sharded (FSDP2's fully_shard), one shard group for each Transformer layer.
 
     Raises:
-        ValueError: unknown strategy.
+        ValueError: the strategy is unknown.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, not {strategy!r}")
@@ -83,7 +84,7 @@ def parallelise(model: torch.nn.Module, strategy: str = "ddp") -> torch.nn.Modul
     device = next(model.parameters()).device
     if strategy == "ddp":
         ids = [device.index] if device.type == "cuda" else None
-        # Buffers here are tables that never change.
+        # The buffers are constant tables.
         return torch.nn.parallel.DistributedDataParallel(
             model, device_ids=ids, broadcast_buffers=False
         )
@@ -98,13 +99,13 @@ def parallelise(model: torch.nn.Module, strategy: str = "ddp") -> torch.nn.Modul
 
 
 def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All encoder and decoder layers, ours and torch's."""
+    """Returns all encoder and decoder layers, of this package and of torch.nn."""
     kinds = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def without_sync(model: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Within the block, gradients are exchanged between processes only if it is the ``last``."""
+    """Context manager in which processes exchange gradients only if ``last``."""
     inner: Any = getattr(model, "_orig_mod", model)
     if hasattr(inner, "set_requires_gradient_sync"):
         inner.set_requires_gradient_sync(last)
@@ -114,14 +115,14 @@ def without_sync(model: torch.nn.Module, last: bool) -> AbstractContextManager[A
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum over all processes."""
+    """Returns the sum over all processes."""
     if is_distributed():
         dist.all_reduce(values)
     return values
 
 
 def gathered(value: Any) -> list[Any]:
-    """Each process's value, in the order of their ranks, on every process."""
+    """Returns the values of all processes by rank, on every process."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -130,13 +131,13 @@ def gathered(value: Any) -> list[Any]:
 
 
 def checkpoint_activations(model: torch.nn.Module, every: int = 1) -> int:
-    """Keep only the inputs of the encoder and decoder layers until backward; how many layers.
+    """Save only the inputs of encoder and decoder layers for backward; returns the number of layers.
 
-    Changes the model in place: names, parameters and state_dict stay, and so do the numbers, since
-    dropout's seeds are drawn again from the same state. Do it before `parallelise`.
+    Changes the model in place. Names, parameters and state_dict stay, and so do the results, because
+    dropout seeds are drawn again from the same state. Call it before `parallelise`.
 
     Args:
-        every: 1: all layers; n: one of n.
+        every: 1: all layers; n: every n-th layer.
 
     Raises:
         ValueError: every is below 1, or the model has no Transformer layers.

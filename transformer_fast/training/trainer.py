@@ -1,4 +1,4 @@
-"""The loop: steps, validation, checkpoints; and the loss on data that is not trained on."""
+"""The training loop: steps, validation, checkpoints; and evaluation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .processes import without_sync
 
 __all__ = ["History", "Trainer", "evaluate"]
 
-#: ``objective(model, batch)``: the sum of the losses, and the number of tokens it is the sum over.
+#: ``objective(model, batch)`` returns the sum of the losses and the number of tokens.
 Objective = Callable[[torch.nn.Module, Any], tuple[Tensor, Tensor]]
 
-#: A loader of batches, or ``validation(model)`` giving {name: value}.
+#: A loader of batches, or ``validation(model)``, which returns {name: value}.
 Validation = Iterable[Any] | Callable[[torch.nn.Module], dict[str, float]]
 
-#: Why a process may ask all to stop after the step: out of time, or a signal.
+#: Reasons to stop all processes after the step: out of time (0), or a signal.
 _STOPS = (0, signal.SIGINT, signal.SIGTERM)
 
 #: Advances the bar by a step of this loss, learning rate and speed in tokens per second.
@@ -48,7 +48,7 @@ Advance = Callable[[float, float, float], None]
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device: tensors, tuples, lists and dicts of them."""
+    """Returns the batch with its tensors on the device: tensors, or tuples, lists and dicts of them."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
@@ -57,7 +57,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> Any:
-    """autocast to ``dtype`` on the model's device; None: nothing."""
+    """Context manager: autocast to ``dtype`` on the model's device; None: no autocast."""
     return nullcontext() if dtype is None else torch.autocast(device_of(model).type, dtype)
 
 
@@ -69,16 +69,16 @@ def evaluate(
     *,
     autocast: torch.dtype | None = None,
 ) -> float:
-    """The mean loss per token over all batches (of all processes), without dropout.
+    """Returns the mean loss per token over all batches (of all processes), without dropout.
 
-    The model's mode and the random numbers that follow stay as they were.
+    Restores the model's mode and the state of the random generator.
 
     Args:
         model, objective, autocast: as in `Trainer`.
-        batches: what the objective takes, one batch after the other.
+        batches: iterable of batches for the objective.
 
     Raises:
-        ValueError: there is not one token.
+        ValueError: there are no tokens.
     """
     was_training = model.training
     device = device_of(model)
@@ -101,13 +101,13 @@ def evaluate(
 
 @dataclass
 class History:
-    """What a run of training did: one entry per step in each list, and what validation found."""
+    """Record of a training run: one entry per step in each list, and the results of validation."""
 
     loss: list[float] = field(default_factory=list)  #: mean per real token
     learning_rate: list[float] = field(default_factory=list)
     gradient_norm: list[float] = field(default_factory=list)  #: before clipping
-    tokens: list[int] = field(default_factory=list)  #: real ones, of all processes
-    seconds: list[float] = field(default_factory=list)  #: the step's own
+    tokens: list[int] = field(default_factory=list)  #: number of real tokens, of all processes
+    seconds: list[float] = field(default_factory=list)  #: duration of the step
     #: (step, {name: value})
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
@@ -124,31 +124,30 @@ class History:
 
 
 class Trainer:
-    """Trains a model; resumes to the same numbers; runs unchanged under ``torchrun``.
+    """Trains a model; resumes with identical results; runs unchanged under ``torchrun``.
 
-    Each step's loss is the mean over its tokens, those of all processes and of all ``accumulate``
-    batches together, so the gradients are those of one process with one large batch.
+    The loss of a step is the mean over the tokens of all processes and of all ``accumulate`` batches,
+    so the gradients are those of one process with one large batch.
 
         trainer = Trainer(model, adamw(model), NextTokenLoss(pad_token), schedule=...)
         trainer.fit(loader, steps=1000)
 
     Args:
-        model: plain, or from `parallelise` or torch.compile.
-        optimizer: made from that model.
-        objective: ``objective(model, batch)`` gives the sum of the losses and their number, two
-            scalar tensors.
-        schedule: its ``step`` follows each of the optimiser's.
-        clip_norm: highest 2-norm of all gradients; None: no limit.
+        model: a module, also from `parallelise` or torch.compile.
+        optimizer: the optimiser of that model.
+        objective: ``objective(model, batch)`` returns the sum of the losses and the number of tokens,
+            two scalar tensors.
+        schedule: stepped after each step of the optimiser.
+        clip_norm: maximum 2-norm of all gradients; None: no limit.
         accumulate: batches per step.
-        autocast: torch.bfloat16 for `torch.autocast` in the forward pass; None: none.
-        checkpoint: file to save to; None: nothing is saved.
-        checkpoint_every: steps between two saves; at the end of `fit`, or at Ctrl-C and SIGTERM,
-            is always one.
+        autocast: torch.bfloat16 for `torch.autocast` in the forward pass; None: no autocast.
+        checkpoint: file to save to; None: do not save.
+        checkpoint_every: steps between two saves. The end of `fit`, Ctrl-C and SIGTERM always save.
 
-    ``history`` has what happened (`History`).
+    ``history`` is the record of the run (`History`).
 
     Raises:
-        ValueError: accumulate, checkpoint_every or clip_norm out of range, or autocast to float16.
+        ValueError: accumulate, checkpoint_every or clip_norm is out of range, or autocast is float16.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """How many steps were done, those before a resume included."""
+        """The number of steps so far, including those before a resume."""
         return self.history.steps
 
     def fit(
@@ -197,30 +196,30 @@ class Trainer:
         validate_every: int | None = None,
         progress: bool = True,
     ) -> History:
-        """Train until the first of the limits is reached.
+        """Train until the first limit is reached.
 
         Args:
-            batches: gone through once per epoch, in the same order whenever its epoch is the same:
-                a DataLoader with `TokenBatches`, or any iterable; ``set_epoch`` is called where
-                its sampler has one.
-            steps, epochs: in all, those before a resume included.
-            minutes: of this call.
-            validation: a loader, whose mean loss is found, or a function of the model. With
-                several processes each calls it.
-            validate_every: steps between two validations; None: at the end of each epoch and of
-                fit.
-            progress: whether to show a bar, on a terminal.
+            batches: iterated once per epoch, in an order that depends only on the epoch: a DataLoader
+                with `TokenBatches`, or any iterable. ``set_epoch`` of its sampler is called if it
+                exists.
+            steps, epochs: total numbers, including those before a resume.
+            minutes: time limit of this call.
+            validation: a loader, whose mean loss is computed, or a function of the model. Every
+                process calls it.
+            validate_every: steps between two validations; None: validate at the end of each epoch and
+                of fit.
+            progress: show a progress bar on a terminal.
 
         Raises:
-            ValueError: no limit, one below 1, or no batches.
-            FloatingPointError: a gradient is NaN or infinite; model and optimiser are as before
-                that step.
-            KeyboardInterrupt, SystemExit: at a signal, once the step is complete and saved.
+            ValueError: there is no limit, one is below 1, or there are no batches.
+            FloatingPointError: a gradient is NaN or infinite; model and optimiser are as before the
+                step.
+            KeyboardInterrupt, SystemExit: at a signal, after the step is complete and saved.
         """
         limits = _Limits(steps, epochs, minutes)
         shown = progress and processes.rank() == 0
         due_at_epoch = validation is not None and validate_every is None
-        validated = self.step  # nothing is new to validate yet
+        validated = self.step  # there is nothing new to validate yet
         signals: list[int] = []
         self.model.train()
         with _interrupts() as received, _progress(steps, self.step, shown) as advance:
@@ -251,7 +250,7 @@ class Trainer:
     def _step(
         self, group: list[Any], limits: _Limits, received: list[int], advance: Advance
     ) -> tuple[bool, list[int]]:
-        """One step; and whether any process is out of time, and the signals any has received."""
+        """Runs one step; returns whether any process is out of time, and the signals received by any."""
         began = time.perf_counter()
         device = device_of(self.model)
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,7 +264,7 @@ class Trainer:
         stop = [limits.late(), *(number in received for number in _STOPS[1:])]
         told = torch.tensor(stop, dtype=torch.float64, device=device)
         loss_sum, count, *stops = processes.total(torch.cat((sums, told))).tolist()
-        # Gradients are means over the processes here; they shall be means over the tokens.
+        # The gradients are means over the processes; scale them to means over the tokens.
         scale_gradients(self.model.parameters(), processes.world_size() / max(count, 1.0))
         norm = clip_gradients(self.model.parameters(), self.clip_norm).item()
         if not math.isfinite(norm):
@@ -289,7 +288,7 @@ class Trainer:
         return bool(stops[0]), signals
 
     def _validate(self, validation: Validation | None) -> int:
-        """Validate, if that is wanted; the step at which it was."""
+        """Validates, if there is a validation; returns the current step."""
         if validation is not None:
             if callable(validation):
                 was_training = self.model.training
@@ -303,9 +302,9 @@ class Trainer:
         return self.step
 
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Save everything to ``path``, or to ``checkpoint``; without either do nothing.
+        """Save the run to ``path``, or to ``checkpoint``; without either do nothing.
 
-        All processes must call it; the first one writes.
+        All processes must call it; the first process writes.
         """
         path = self.checkpoint if path is None else path
         if path is None:
@@ -322,18 +321,18 @@ class Trainer:
                 "history": self.history.state_dict(),
             }
             write_checkpoint(path, state)
-        processes.gathered(None)  # nobody goes on before the file is there
+        processes.gathered(None)  # a barrier: no process continues before the file exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go back to where `save` was called; `fit` goes on from there, to the same numbers.
+        """Restore the state of `save`; `fit` continues from there with identical results.
 
-        That takes the same data, the same number of processes and the same versions and threads.
+        This requires the same data, number of processes, versions and threads.
 
         Raises:
-            FileNotFoundError: no such file.
-            CheckpointError: damaged, or saved by another number of processes or without the
-                schedule that is here.
-            RuntimeError: of another model.
+            FileNotFoundError: the file does not exist.
+            CheckpointError: the file is damaged, or was saved by another number of processes or without
+                a schedule.
+            RuntimeError: the file belongs to another model.
         """
         state = read_checkpoint(path)
         world = processes.world_size()
@@ -353,7 +352,7 @@ class Trainer:
         self.position.load_state_dict(state["position"], state["random"][processes.rank()])
 
     def resume(self) -> bool:
-        """`load` the file ``checkpoint`` if there is one; whether there was."""
+        """`load` the file ``checkpoint`` if it exists; returns True if it does."""
         if self.checkpoint is None or not os.path.exists(self.checkpoint):
             return False
         self.load(self.checkpoint)
@@ -361,7 +360,7 @@ class Trainer:
 
 
 class _Limits:
-    """When to stop."""
+    """The limits of `Trainer.fit`."""
 
     def __init__(self, steps: int | None, epochs: int | None, minutes: float | None) -> None:
         limits = {"steps": steps, "epochs": epochs, "minutes": minutes}
@@ -387,7 +386,7 @@ class _Limits:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Within the block the first SIGINT or SIGTERM is only put into the list; a second one acts."""
+    """Context manager that records the first SIGINT or SIGTERM in a list; a second one acts."""
     received: list[int] = []
     before: dict[int, Any] = {}
 
@@ -399,7 +398,7 @@ def _interrupts() -> Iterator[list[int]]:
         received.append(number)
         restore()
 
-    # Only the main thread may set handlers; in others signals do what they did.
+    # Only the main thread may set handlers.
     if threading.current_thread() is threading.main_thread():
         for number in _STOPS[1:]:
             handler = signal.getsignal(number)
@@ -413,7 +412,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 @contextmanager
 def _progress(total: int | None, done: int, shown: bool) -> Iterator[Advance]:
-    """Steps, loss, learning rate, speed and the time that is left; silent if not ``shown``."""
+    """Shows steps, loss, learning rate, speed and remaining time; nothing if not ``shown``."""
     smooth: float | None = None
 
     def advance(loss: float, learning_rate: float, speed: float) -> None:

@@ -1,11 +1,11 @@
-"""Pictures of models and of what happens in them, as matplotlib Figures.
+"""Pictures of models, their attention weights and their training, as matplotlib Figures.
 
     from transformer_fast import viz
 
     viz.model_diagram(model).savefig("model.png")
 
-Needs matplotlib (``pip install transformer_fast[viz]``). The figures are not pyplot's: no backend
-is chosen and no window opened; ``savefig`` works anywhere, and notebooks show them.
+Needs matplotlib (``pip install matplotlib``). The figures do not use pyplot, so no backend is chosen and
+no window opens. ``savefig`` works everywhere, and notebooks show the figures.
 """
 
 try:
@@ -14,8 +14,7 @@ except ModuleNotFoundError as missing:
     if missing.name != "matplotlib":
         raise
     raise ImportError(
-        "transformer_fast.viz needs matplotlib, which is not installed: "
-        "pip install transformer_fast[viz]"
+        "transformer_fast.viz needs matplotlib, which is not installed: pip install matplotlib"
     ) from missing
 
 from .curves import loss_curves, positional_encoding

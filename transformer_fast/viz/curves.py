@@ -1,5 +1,4 @@
-"""Curves: positional encodings, the whole table and single dimensions over the positions, and the loss
-of training, over steps and over time."""
+"""Curves: positional encodings, and the training loss over steps and over time."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ def positional_encoding(
     dimensions: Sequence[int] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """A table of position vectors as a heat map, and some of its columns as curves.
+    """Draws a table of position vectors as a heat map, and some of its columns as curves.
 
     Args:
         positions: `models.SinusoidalPositions`, `models.LearnedPositions`, a model or an embedding
-            that has one of them, or a table (L, M).
-        length: how many positions to show; None: the first 100, or all where there are fewer.
-        dimensions: which columns to draw as curves, at most 6; None: four, spread over the table.
-        title: of the whole picture; None: what is shown.
+            with one of them, or a table (L, M).
+        length: number of positions to show; None: the first 100, or all if there are fewer.
+        dimensions: columns to draw as curves, at most 6; None: four, spread over the table.
+        title: title of the figure; None: the kind and size of the positions.
 
     Raises:
-        TypeError: something else as positions.
-        ValueError: a length that the table does not have; a table of another shape.
-        IndexError: no such dimension.
+        TypeError: positions of another type.
+        ValueError: a length beyond the table, or a table of another shape.
+        IndexError: a dimension out of range.
 
     Source: "Attention Is All You Need", section 3.5.
     """
@@ -46,7 +45,7 @@ def positional_encoding(
         raise ValueError(f"length must be an int in [1, {longest}], not {length!r}")
     table = table[:length]
     if dimensions is None:
-        # Even ones: of sinusoids they are all sines, which differ in nothing but their period.
+        # Even dimensions of sinusoids are all sines, which differ only in their period.
         dimensions = sorted({size * i // 16 // 2 * 2 for i in (4, 6, 8, 10)})
     chosen = [style.check_index("dimensions", dimension, size) for dimension in dimensions]
     if not 1 <= len(chosen) <= len(style.LINES):
@@ -78,7 +77,7 @@ def positional_encoding(
         )
     curves.set_title("some dimensions over the positions", fontsize=style.LABEL_SIZE)
     style.curve_axes(curves, "position", "value")
-    # Below the curves, where it can hide none of them.
+    # Below the curves, so that it covers none of them.
     figure.legend(
         loc="outside lower right", ncols=2, fontsize=style.TICK_SIZE, frameon=False,
         handlelength=3.5,
@@ -92,7 +91,7 @@ def positional_encoding(
 
 
 def _table(positions: torch.nn.Module | Tensor) -> tuple[Tensor, str]:
-    """The table (L, M), and "sinusoidal", "learned" or "" where nobody knows."""
+    """Returns the table (L, M) and its kind: "sinusoidal", "learned" or "" (unknown)."""
     if isinstance(positions, Tensor):
         table = style.check_float("positions", positions)
         if table.dim() != 2 or table.numel() == 0:
@@ -114,19 +113,19 @@ def _table(positions: torch.nn.Module | Tensor) -> tuple[Tensor, str]:
 def loss_curves(
     histories: Mapping[str, History], *, window: int = 20, title: str | None = None
 ) -> Figure:
-    """The losses of one or several runs, over the steps and over the seconds they took.
+    """Draws the losses of one or several runs, over steps and over seconds.
 
-    Pale lines are single steps, strong ones the mean of the last ``window``; dots are the "loss" of
-    validation.
+    Pale lines show single steps, strong lines the mean of the last ``window`` steps, dots the
+    validation loss.
 
     Args:
-        histories: `training.Trainer.history` of each run, by the run's name; at most 6.
-        window: steps that the strong lines are means of.
-        title: of the whole picture; None: none.
+        histories: `training.Trainer.history` of each run, by the run's name; at most 6 runs.
+        window: number of steps that the strong lines average.
+        title: title of the figure; None: no title.
 
     Raises:
-        TypeError: something else as histories.
-        ValueError: no histories or more than 6, one without steps, or a window below 1.
+        TypeError: histories of another type.
+        ValueError: no histories or more than 6, a history without steps, or a window below 1.
     """
     if not isinstance(histories, Mapping):
         raise TypeError(f"histories must be a dict of History, not {type(histories).__name__}")
@@ -165,7 +164,7 @@ def loss_curves(
 
 
 def _means(values: list[float], window: int) -> list[float]:
-    """The mean of each value and up to ``window - 1`` before it."""
+    """Returns the means of each value and up to ``window - 1`` values before it."""
     sums = [0.0, *itertools.accumulate(values)]
     return [
         (sums[end] - sums[max(0, end - window)]) / min(end, window)

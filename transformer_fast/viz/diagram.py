@@ -1,4 +1,4 @@
-"""A diagram of how a model's layers connect, drawn from the model itself."""
+"""Diagram of a model's layers and their connections, drawn from the model itself."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _COLOURS = {
     "norm": "#F7F3B5",
     "output": "#CDEBDD",
 }
-#: Inches between two things in a column, around boxes in a frame, and of a residual's detour.
+#: Inches: gap between boxes of a column, padding of a frame, detour of a residual connection.
 _GAP, _PAD, _DETOUR = 0.24, 0.14, 0.2
-#: Between the two columns: the memory's way and its label.
+#: Inches between the two columns, for the memory's arrow and its label.
 _BETWEEN = 1.15
 
 
 def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure:
-    """Boxes and arrows: embeddings, layers with their residuals and norms, output.
+    """Draws a model as boxes and arrows: embeddings, layers with residuals and norms, output.
 
-    All is read from the model: numbers of layers, d_model, heads, FFN, activations, which norms
-    there are and where (post-norm or pre-norm), positions, scaling, tied weights. Layers that are
-    alike are drawn once.
+    Everything is read from the model: number of layers, d_model, heads, feed-forward size,
+    activations, kind and place of the norms (post-norm or pre-norm), positions, scaling, tied weights.
+    Equal layers are drawn once.
 
     Args:
-        model: of `transformer_fast.models`, torch.nn.Transformer, its stacks or its layers (torch's
-            or ours), or a module that holds exactly one of them.
-        title: what stands above; None: the class and its number of parameters.
+        model: a model of `transformer_fast.models`, a Transformer of torch.nn or transformer_fast.nn,
+            one of its stacks or layers, or a module that contains exactly one of these.
+        title: title of the figure; None: the class and its number of parameters.
 
     Raises:
-        TypeError: a model without layers of torch.nn's kind.
-        ValueError: a model that has several of them.
+        TypeError: the model has no such layers.
+        ValueError: the model contains several of them.
 
     Source: "Attention Is All You Need", figure 1.
     """
@@ -69,7 +69,7 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     width = max(2.0, max(map(_text_width, texts)) + 0.24)
     paired = len(facts.stacks) == 2
     columns = [
-        # Residuals run on the outer side, so that the memory's way in is free.
+        # Residuals run on the outer side, so that they do not cross the memory's arrow.
         _Column(canvas, stack, i * (width + 2 * _PAD + _BETWEEN), width, 2 * i - 1 if paired else 1)
         for i, stack in enumerate(facts.stacks)
     ]
@@ -86,7 +86,7 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     canvas.text("output", last.x, last.end + 0.03, words, va="bottom")
     _memory(canvas, first if paired else None, last)
     if facts.tied_output:
-        # Around all that stands beside the last column.
+        # Around everything beside the last column.
         right, far = last.x + width / 2, canvas.extent().x1 + 0.16
         low, high = last.middles["embedding"], last.middles["output.linear"]
         points = [(right, low), (far, low), (far, high), (right, high)]
@@ -100,7 +100,7 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
 
 
 def _memory(canvas: _Canvas, encoder: _Column | None, decoder: _Column) -> None:
-    """The encoder's output, to every cross-attention."""
+    """Draws the arrows from the encoder's output to every cross-attention."""
     edge = decoder.x - decoder.width / 2
     way = edge - _PAD - _BETWEEN / 2
     crossings = [y for name, y in decoder.middles.items() if name.endswith(".multihead_attn")]
@@ -120,7 +120,7 @@ def _memory(canvas: _Canvas, encoder: _Column | None, decoder: _Column) -> None:
 
 
 def _words(canvas: _Canvas, facts: ModelFacts, title: str | None) -> None:
-    """Title, what all layers have in common, and what dashes mean."""
+    """Writes the title, the properties that all layers share, and the meaning of dashes."""
     layers = [layer for stack in facts.stacks for _, layer in stack.layers]
     drawn = canvas.extent()
     middle, top = (drawn.x0 + drawn.x1) / 2, drawn.y1 + 0.14
@@ -142,7 +142,7 @@ def _words(canvas: _Canvas, facts: ModelFacts, title: str | None) -> None:
 
 
 def _sublayers(stack: StackFacts, layer: LayerFacts) -> list[tuple[str, str]]:
-    """(name, text) from the bottom up."""
+    """Returns (name, text) of each box, from the bottom up."""
     heads = f"\n{layer.heads} heads of {layer.d_model // layer.heads}"
     kind = "Causal self-attention" if stack.causal else "Self-attention"
     sizes = f"{layer.d_model} \u2192 {layer.hidden} \u2192 {layer.d_model}"
@@ -165,7 +165,7 @@ def _projection_text(projection: torch.nn.Linear) -> str:
 
 
 def _output_boxes(output: OutputProjection | None) -> list[tuple[str, str]]:
-    """(name, text) from the bottom up."""
+    """Returns (name, text) of each box, from the bottom up."""
     if output is None:
         return []
     vocab_size, size = output.weight.shape
@@ -177,7 +177,7 @@ def _output_boxes(output: OutputProjection | None) -> list[tuple[str, str]]:
 
 
 def _column_texts(stack: StackFacts) -> list[str]:
-    """What has to fit into the boxes of a column."""
+    """Returns the texts that must fit into the boxes of a column."""
     texts = [stack.final_norm or "", _embedding_text(stack.embedding) if stack.embedding else ""]
     for _, layer in stack.layers:
         texts += [layer.norm, *(text for _, text in _sublayers(stack, layer))]
@@ -187,7 +187,7 @@ def _column_texts(stack: StackFacts) -> list[str]:
 class _Column:
     """One stack, drawn from the bottom up around x.
 
-    ``outer``, 1 or -1: on which side are residuals, positions and numbers of layers.
+    ``outer``: the side of residuals, positions and numbers of layers; 1: right, -1: left.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class _Column:
     ) -> None:
         self.canvas, self.stack, self.x, self.width, self.outer = canvas, stack, x, width, outer
         self.d_model = stack.layers[-1][1].d_model if stack.layers else "M"
-        #: Top of what was drawn last, where the next arrow starts.
+        #: Top of the last box, where the next arrow starts.
         self.end = 0.0
-        #: Height of each box's middle, by name.
+        #: y of each box's centre, by name.
         self.middles: dict[str, float] = {}
 
     def _out(self, inches: float) -> float:
-        """The place so far from the column's edge on its outer side."""
+        """Returns the x at this distance from the column's outer edge."""
         return self.x + self.outer * (self.width / 2 + inches)
 
     def draw(self, whose: str) -> None:
@@ -221,7 +221,7 @@ class _Column:
         self.end = y
 
     def box(self, name: str, text: str, colour: str, gap: float = _GAP) -> None:
-        """On top of what is there."""
+        """Draws a box on top of the column."""
         self.arrow_to(self.end + gap)
         height = _text_height(text) + 0.16
         place = (self.x - self.width / 2, self.end, self.width, height)
@@ -230,7 +230,7 @@ class _Column:
         self.end += height
 
     def _sum(self, name: str) -> float:
-        """Gives the height of its middle."""
+        """Draws the residual sum; returns the y of its centre."""
         self.arrow_to(self.end + _GAP)
         y = self.end + _SUM_RADIUS
         self.canvas.sum(f"{self.stack.side}.{name}", self.x, y)
@@ -270,13 +270,13 @@ class _Column:
             f"{name}.count", edge + self.outer * 0.12, (bottom + top) / 2, f"{count} \u00d7",
             ha="left" if self.outer > 0 else "right", fontsize=13, fontweight="bold",
         )  # fmt: skip
-        # The way on starts where the frame ends.
+        # The next arrow starts at the frame's end.
         self.canvas.line("flow", (self.x, self.end), (self.x, top), arrow=False)
         self.end = top
 
     def _sublayer(self, name: str, text: str, layer: LayerFacts) -> None:
         """Post-norm: norm(x + f(x)); pre-norm: x + f(norm(x))."""
-        # The residual leaves below the first box; the arrow into that box starts lower still.
+        # The residual branches off below the first box, above the start of that box's arrow.
         branch = self.end + 0.32
         if layer.norm_first:
             self.box(f"{name}.norm", layer.norm, "norm", 0.48)
@@ -291,7 +291,7 @@ class _Column:
 
 
 def _text_width(text: str) -> float:
-    """Inches of the widest line."""
+    """Returns the width of the widest line, in inches."""
     font = FontProperties(size=_FONT_SIZE)
     lines = filter(str.strip, text.split("\n"))
     return max((TextPath((0, 0), s, prop=font).get_extents().width for s in lines), default=0) / 72
@@ -302,7 +302,7 @@ def _text_height(text: str) -> float:
 
 
 class _Canvas:
-    """A drawing of which a unit is an inch; names become the gid of the artists."""
+    """A drawing in units of inches; names become the gid of the artists."""
 
     def __init__(self) -> None:
         self._figure = Figure(figsize=(1.0, 1.0))
@@ -313,7 +313,7 @@ class _Canvas:
         self, name: str, left: float, bottom: float, width: float, height: float, text: str,
         colour: str,
     ) -> None:  # fmt: skip
-        """A box with its text in the middle."""
+        """Draws a box with centred text."""
         self._round(name, left, bottom, width, height, 0.07, facecolor=colour, edgecolor=_INK)
         self.text(name, left + width / 2, bottom + height / 2, text)
 
@@ -333,14 +333,14 @@ class _Canvas:
         self._axes.add_artist(patch)
 
     def sum(self, name: str, x: float, y: float) -> None:
-        """A circle with a plus: what comes in is added."""
+        """Draws a circle with a plus sign: a sum."""
         self._add(Circle((x, y), _SUM_RADIUS), name, facecolor="white", edgecolor=_INK)
         self.text(name, x, y, "+", fontsize=11)
 
     def line(
         self, name: str, *points: tuple[float, float], arrow: bool = True, dashed: bool = False
     ) -> None:
-        """Straight pieces through the points, with a head at the last one."""
+        """Draws straight lines through the points, with an arrow head at the last."""
         patch = FancyArrowPatch(
             path=Path(points), arrowstyle="-|>" if arrow else "-", mutation_scale=9
         )
@@ -357,31 +357,31 @@ class _Canvas:
         self._axes.text(x, y, text, gid=name, parse_math=False, **usual | options)
 
     def extent(self) -> Bbox:
-        """Of all that is on it."""
+        """Returns the bounding box of all artists."""
         drawn: Sequence[Any] = (*self._axes.patches, *self._axes.texts)
         boxes = [artist.get_window_extent() for artist in drawn]
         return Bbox.union(boxes).transformed(self._axes.transData.inverted())
 
     def figure(self) -> Figure:
-        """The drawing with a margin; one inch of it is one inch of the figure."""
+        """Returns the drawing with a margin, at its size in inches."""
         found = self.extent().padded(0.2)
         self._figure.set_size_inches(found.width, found.height)
         self._axes.set(xlim=found.intervalx, ylim=found.intervaly)
         return self._figure
 
 
-# What the diagram tells about a model, read from the model itself.
+# The facts about a model that the diagram shows, read from the model.
 
 
 class LayerFacts(NamedTuple):
-    #: Whether it attends to a memory too.
+    #: True if it has cross-attention.
     crossed: bool
     d_model: int
     heads: int
     hidden: int
     activation: str
     norm_first: bool
-    #: The class of its norms.
+    #: Class name of its norms.
     norm: str
     dropout: float
 
@@ -389,13 +389,13 @@ class LayerFacts(NamedTuple):
 class StackFacts(NamedTuple):
     #: "encoder" or "decoder".
     side: str
-    #: Runs of equal layers, the first first.
+    #: Runs of equal layers and their lengths, in order.
     layers: list[tuple[int, LayerFacts]]
     final_norm: str | None
-    #: Whether self-attention always is causal; if not, the call decides.
+    #: True if self-attention is always causal; False if the call decides.
     causal: bool
     embedding: TokenEmbedding | None
-    #: How many positions there are.
+    #: Number of positions.
     max_len: int
 
 
@@ -404,9 +404,9 @@ class ModelFacts(NamedTuple):
     parameters: int
     stacks: list[StackFacts]
     output: OutputProjection | None
-    #: Whether the output's weight is the last stack's table.
+    #: True if the output shares its weight with the last stack's embedding.
     tied_output: bool
-    #: Whether both embeddings have one table.
+    #: True if both embeddings share one table.
     shared_table: bool
 
 
@@ -417,7 +417,7 @@ _KNOWN = (*_PAIRS, LanguageModel, Encoder, torch.nn.TransformerEncoder, *_DECODE
 
 
 def read_model(model: Any) -> ModelFacts:
-    """Read ``model``, or the one known model inside of it."""
+    """Returns the facts about ``model``, or about the only known model inside it."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     inner: Any = model if isinstance(model, _KNOWN) else _inside(model)
@@ -440,7 +440,7 @@ def read_model(model: Any) -> ModelFacts:
 
 
 def _inside(model: torch.nn.Module) -> torch.nn.Module:
-    """The only outermost known model in a module that somebody wrote around it."""
+    """Returns the only outermost known model inside a wrapper module."""
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, _KNOWN) and not any(name.startswith(f"{n}.") for n in found):
@@ -459,7 +459,7 @@ def _inside(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _stack(part: Any, side: str) -> StackFacts:
-    """Of a layer, of layers, or of the half of a model that has them."""
+    """Returns the facts about a layer, a stack, or the encoder or decoder that has one."""
     whole = isinstance(part, (Encoder, Decoder))
     stack = part.stack if whole else part
     layers = [stack] if isinstance(stack, _LAYERS) else getattr(stack, "layers", None)

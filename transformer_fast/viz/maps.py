@@ -1,5 +1,5 @@
-"""Maps of queries and keys: attention weights, given or of a model that is run, and masks, what each of
-them hides and what they hide together."""
+"""Maps of queries and keys: attention weights, given or computed by a model, and masks, one by one and
+combined."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from . import style
 
 VISIBLE, HIDDEN, BLIND = "#56B4E9", "#D9D9D9", "#D55E00"
 _HIDDEN: Any = {"facecolor": HIDDEN, "edgecolor": "#B8B8B8", "hatch": "////", "linewidth": 0.0}
-#: Inches that a tick's label takes across its axis.
+#: Height of a tick's label, in inches.
 _TICK_SPACE = style.TICK_SIZE * 1.35 / 72
 _LONGEST_TOKEN = 16
 
 
 Vocabulary = Sequence[str] | Mapping[int, str]
 
-#: Of each kind of model, and kind of attention: its name in a layer, and its picture's title.
+#: By class of model and kind of attention: the attention's name in a layer, and the figure's title.
 _KINDS: dict[type[torch.nn.Module], dict[str, tuple[str, str]]] = {
     Transformer: {
         "encoder": ("encoder.stack.layers.{}.self_attn", "Encoder self-attention"),
@@ -57,32 +57,32 @@ def attention_maps(
     is_causal: bool = False,
     title: str | None = None,
 ) -> Figure:
-    """A map of attention weights for each layer (rows) and head (columns), tokens on the axes.
+    """Draws attention weights: one map for each layer (rows) and head (columns), tokens on the axes.
 
         with models.attention_weights(model, "decoder.*.multihead_attn") as weights:
             model(source, target)
         viz.attention_maps(weights, target_words, source_words)
 
-    A row of a map is a query, a column a key; all maps share one scale, from 0 to the greatest
-    weight. What is hidden is grey.
+    Each row of a map is a query, each column a key. All maps share one scale, from 0 to the largest
+    weight. Hidden positions are grey.
 
     Args:
-        weights: (B, H, T, S), (H, T, S) or (T, S); or several of one T and S by their layers'
-            names, as `models.attention_weights` gives them.
-        query_tokens: T tokens; None: their places.
-        key_tokens: S tokens; None: the query's where S is T and they are given, else their places.
-        index: which sequence of the batch.
-        heads: which heads; None: all.
-        average: one map for each layer, the mean of the heads.
-        query_padding: bool (T,), True at queries that are padding, shown grey; None: there are none.
-        key_padding: bool (S,), the same of keys.
-        is_causal: whether keys after the query (s > t) are hidden, shown grey.
-        title: of the whole picture.
+        weights: (B, H, T, S), (H, T, S) or (T, S); or several with the same T and S, by layer name,
+            as `models.attention_weights` returns them.
+        query_tokens: T tokens; None: their positions.
+        key_tokens: S tokens; None: the query tokens if given and S is T, else their positions.
+        index: sequence of the batch.
+        heads: heads to draw; None: all.
+        average: draw one map for each layer, the mean of its heads.
+        query_padding: bool (T,), True at padding, drawn grey; None: no padding.
+        key_padding: bool (S,), the same for keys.
+        is_causal: draw keys after the query (s > t) as hidden.
+        title: title of the figure.
 
     Raises:
-        TypeError: weights that are no floating-point tensors; a padding mask that is not bool.
-        ValueError: shapes that do not fit; NaN or negative numbers among the weights.
-        IndexError: no such sequence or head.
+        TypeError: weights are not floating-point tensors, or a padding mask is not bool.
+        ValueError: shapes do not match, or weights are NaN or negative.
+        IndexError: a sequence or head out of range.
     """
     maps = _maps_of(weights, index)
     rows, columns = next(iter(maps.values())).shape[-2:]
@@ -126,27 +126,27 @@ def model_attention(
     target_vocabulary: Vocabulary | None = None,
     title: str | None = None,
 ) -> Figure:
-    """`attention_maps` of a model of `transformer_fast.models`, run on the given tokens.
+    """Runs a model of `transformer_fast.models` on the given tokens and draws its `attention_maps`.
 
-    The model runs without gradients and without dropout, in whatever mode it is; padding and what
-    the causal mask hides are grey.
+    The model runs without gradients and without dropout, even in training mode. Padding and causally
+    masked positions are grey.
 
     Args:
         model: `models.Transformer`, `models.LanguageModel` or `models.Encoder`.
-        source: token ids (B, S); of the other models: their tokens.
-        target: token ids (B, T) the decoder is given; for `models.Transformer` only.
+        source: token ids (B, S) of the source, or of the only sequence.
+        target: token ids (B, T) for the decoder; only for `models.Transformer`.
         kind: "encoder" (self-attention), "decoder" (self-attention) or "cross" (decoder to
-            encoder). None: "cross" of a `models.Transformer`, the only one of the others.
-        layers: which layers; None: all.
+            encoder). None: "cross" for `models.Transformer`, else the model's only kind.
+        layers: layers to draw; None: all.
         heads, average, index, title: as in `attention_maps`.
         source_vocabulary: the token of each id; None: ids are shown.
-        target_vocabulary: the same of the target; None: ids, or the source's where the model has
-            one vocabulary for both.
+        target_vocabulary: the same for the target; None: ids, or the source's vocabulary if the model
+            shares it.
 
     Raises:
-        TypeError: a model of another kind.
-        ValueError: a kind that the model does not have, a target missing or not wanted.
-        IndexError: no such layer, head or sequence.
+        TypeError: a model of another class.
+        ValueError: a kind that the model does not have; a target missing or not expected.
+        IndexError: a layer, head or sequence out of range.
     """
     kinds = next((found for cls, found in _KINDS.items() if isinstance(model, cls)), None)
     if kinds is None:
@@ -223,7 +223,7 @@ def _words(ids: Sequence[int], name: str, vocabulary: Vocabulary | None) -> list
 
 
 def _maps_of(weights: Tensor | Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """(H, T, S) of one sequence by the layers' names, all of one T and S."""
+    """Returns the maps (H, T, S) of one sequence by layer name; T and S are the same for all."""
     if not isinstance(weights, Mapping):
         weights = {"": weights}
     if not weights:
@@ -255,7 +255,7 @@ def _maps_of(weights: Tensor | Mapping[str, Tensor], index: int) -> dict[str, Te
 
 
 def _heads(weights: Tensor, heads: Sequence[int] | None, average: bool) -> dict[str, Tensor]:
-    """The maps (T, S) of one row of the picture by what stands above them."""
+    """Returns the maps (T, S) of one row of the figure, by their titles."""
     numbers = range(weights.shape[0]) if heads is None else heads
     if len(numbers) == 0:
         raise ValueError("heads must name at least one head")
@@ -268,7 +268,7 @@ def _heads(weights: Tensor, heads: Sequence[int] | None, average: bool) -> dict[
 
 
 def _row_names(names: Sequence[str]) -> list[str]:
-    """ "layer 0" where the names differ in the layer's number alone."""
+    """Returns "layer 0", ... if the names differ only in the layer's number; else the names."""
     matches = [re.fullmatch(r"(.*\blayers)\.(\d+)\.(\w+)", name) for name in names]
     if len({m and (m[1], m[3]) for m in matches}) == 1 and matches[0]:
         return [f"layer {m[2]}" for m in matches if m]
@@ -290,27 +290,27 @@ def masks(
     key_tokens: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Each given mask of attention, and all together, with what its True means above it.
+    """Draws each mask of a call of attention and their combination, titled with the meaning of True.
 
     Blue: the query (row) may attend to the key (column); grey: hidden; other colours: added to the
-    score. Outlined rows see nothing: their output is 0.
+    score. Outlined rows are fully masked: their output is 0.
 
     Args:
         query_length, key_length: T and S; key_length None: S is T.
-        attn_mask: bool or float, broadcastable to (B, H, T, S). Float is added, -inf hides.
+        attn_mask: bool or float, broadcastable to (B, H, T, S). A float mask is added; -inf hides.
         key_padding: bool, broadcastable to (B, S), True at padding as in torch.nn.
-        key_lengths: int (B,); keys from there on are hidden.
-        is_causal: query t sees keys s <= t only.
-        true_means: what True of a bool attn_mask means: "visible" as in
+        key_lengths: int (B,); keys at this position and later are hidden.
+        is_causal: query t sees only keys s <= t.
+        true_means: meaning of True in a bool attn_mask: "visible" as in
             `transformer_fast.functional`, or "hidden" as in torch.nn.
-        index, head: which sequence of the batch, which head.
-        query_tokens, key_tokens: tokens for the axes; None: their places.
-        title: of the whole picture.
+        index, head: sequence of the batch, and head.
+        query_tokens, key_tokens: tokens for the axes; None: their positions.
+        title: title of the figure.
 
     Raises:
         TypeError: a mask of another dtype.
-        ValueError: a shape that does not fit; true_means that is neither.
-        IndexError: no such sequence or head.
+        ValueError: a shape that does not match, or another value of true_means.
+        IndexError: a sequence or head out of range.
     """
     rows = _length("query_length", query_length)
     columns = rows if key_length is None else _length("key_length", key_length)
@@ -318,10 +318,10 @@ def masks(
         raise ValueError(f'true_means must be "visible" or "hidden", not {true_means!r}')
     queries, keys = check_tokens(query_tokens, key_tokens, rows, columns)
 
-    # The reference decides what is visible; of the tensors it only wants the sizes.
+    # The reference computes visibility; it reads only the sizes of these tensors.
     like = (torch.empty(rows, 0), torch.empty(columns, 0))
     everywhere = torch.ones((rows, columns), dtype=torch.bool)
-    #: Titles, (T, S) where a query may attend, and what is added to the scores there.
+    #: Title, visible positions (T, S), and the float mask added to the scores (T, S).
     panels: list[tuple[str, Tensor, Tensor | None]] = []
     added: Tensor | None = None
 
@@ -370,7 +370,7 @@ def _length(name: str, value: int) -> int:
 
 
 def _one_of(x: Tensor, index: int, name: str = "index") -> Tensor:
-    """Of one sequence, or head; where there is one for all, that."""
+    """Returns the slice of one sequence or head; the only one if all share it."""
     return x[0 if x.shape[0] == 1 else style.check_index(name, index, x.shape[0])]
 
 
@@ -440,18 +440,18 @@ def _draw(
 
 
 def legend_entry(label: str, colour: str | None = None) -> Patch:
-    """For a colour, or for what is hidden."""
+    """Returns a legend entry for a colour; None: for hidden positions."""
     return Patch(label=label, **({"facecolor": colour} if colour else _HIDDEN))
 
 
 class Map(NamedTuple):
-    """A query's values for each key, as a picture."""
+    """One panel: values of queries and keys."""
 
     title: str
-    #: (T, S), shown where not `hidden`.
+    #: (T, S), drawn where `hidden` is False.
     values: Tensor
     hidden: Tensor
-    #: Ends of the scale of colours; None: there is one colour, `VISIBLE`.
+    #: Ends of the colour scale; None: a single colour, `VISIBLE`.
     limits: tuple[float, float] | None = None
 
 
@@ -465,10 +465,10 @@ def draw_maps(
     legend: list[Patch],
     title: str | None,
 ) -> tuple[Figure, Any]:
-    """Rows of maps, with their tokens at the left and below; the figure, and its axes as an array.
+    """Draws rows of maps, with tokens at the left and below; returns the figure and an array of axes.
 
-    A map has at most ``most`` inches, unless it could not be seen then, and is at least ``narrowest``
-    wide. ``scale``: what the colours of maps with limits stand for.
+    A map measures at most ``most`` inches, unless it would become invisible, and is at least
+    ``narrowest`` inches wide. ``scale``: label of the colour scale of maps with limits.
     """
     across, longest = max(map(len, rows)), max(len(queries), len(keys))
     cell = max(min(0.26, most / longest), 1.3 / longest)
@@ -482,7 +482,7 @@ def draw_maps(
     bar = None
     for i, row in enumerate(rows):
         for panel, one in zip(panels[i], row, strict=False):
-            # Behind the image: grey, and hatched, so that no pale colour is like it.
+            # Behind the image: grey and hatched, so that no pale colour resembles it.
             panel.patch.set(**_HIDDEN)
             values = numpy.ma.array(one.values.numpy(), mask=one.hidden.numpy())
             colours: Colormap = ListedColormap([VISIBLE])
@@ -509,7 +509,7 @@ def draw_maps(
 
 
 def shown(token: str) -> str:
-    """A token as one short line: white space is made visible, the end of a long one cut off."""
+    """Returns the token as one short line: white space made visible, a long token cut off."""
     signs = (s if s.isprintable() else s.encode("unicode_escape").decode() for s in token)
     token = "".join(signs).replace(" ", "\N{OPEN BOX}")
     if len(token) <= _LONGEST_TOKEN:
@@ -518,21 +518,21 @@ def shown(token: str) -> str:
 
 
 def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:
-    """Tokens at 0, 1, ...; as many of them, in even steps, as there is room for.
+    """Labels 0, 1, ... with tokens: as many as fit, in even steps.
 
-    Below a map they stand upright where they do not fit side by side.
+    Below a map they are rotated if they do not fit side by side.
     """
     names = [shown(token) for token in tokens]
     below = isinstance(axis, XAxis)
     rotated = below and token_inches(names) + 0.06 > inches / len(names)
     if rotated and all(name.isdigit() for name in names):
-        # Places: some of them are enough.
+        # Positions: some of them are enough.
         rotated, space = False, token_inches(names) + 0.06
     else:
         space = 0.0 if below and not rotated else _TICK_SPACE
     step = max(1, math.ceil(len(names) * space / inches))
     axis.set_ticks(list(range(0, len(names), step)))
-    # What looks like mathematics ("$") is text too.
+    # Tokens such as "$" are no formulas.
     axis.set_ticklabels(
         names[::step], fontsize=style.TICK_SIZE, rotation=90 if rotated else 0, parse_math=False
     )
@@ -540,12 +540,12 @@ def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:
 
 
 def token_inches(tokens: Sequence[str]) -> float:
-    """Roughly what the longest takes along its line."""
+    """Returns the approximate width of the longest token, in inches."""
     return max(len(shown(token)) for token in tokens) * 0.075
 
 
 def legend_below(figure: Figure, entries: list[Patch]) -> None:
-    """As many columns as the figure has room for."""
+    """Draws the legend below, with as many columns as fit."""
     widest = max(len(str(entry.get_label())) for entry in entries) * 0.065 + 0.5
     figure.legend(
         handles=entries,
@@ -557,7 +557,7 @@ def legend_below(figure: Figure, entries: list[Patch]) -> None:
 
 
 def cell_borders(axes: Axes, rows: int, columns: int) -> None:
-    """Thin lines between the cells, where there are few enough to see."""
+    """Draws thin lines between the cells, unless there are too many cells."""
     if max(rows, columns) > 40:
         return
     axes.set_xticks([i - 0.5 for i in range(1, columns)], minor=True)
@@ -569,8 +569,8 @@ def cell_borders(axes: Axes, rows: int, columns: int) -> None:
 def check_tokens(
     queries: Sequence[Any] | None, keys: Sequence[Any] | None, rows: int, columns: int
 ) -> list[list[str]]:
-    """The names of queries and keys; keys have those of queries where there are equally many, and the
-    places are names where there are none."""
+    """Returns the names of queries and keys. Keys default to the names of as many queries, and names to
+    positions."""
     if keys is None and rows == columns:
         keys = queries
     found = []

@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, curves and heat maps, checks of arguments."""
+"""Shared by all pictures: colours, curves and heat maps, checks of arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# Okabe and Ito's colours, told apart by all eyes; never the only thing that tells lines apart.
+# Okabe and Ito's colours, for colour-blind readers too; lines also differ in their dashes.
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-#: From nothing to much, in even steps of lightness; and around zero.
+#: Colour maps: from 0 up, in even steps of lightness; and around 0.
 SEQUENTIAL, DIVERGING = "viridis", "PuOr_r"
 
 TITLE_SIZE, LABEL_SIZE, TICK_SIZE = 11, 9, 8
@@ -28,7 +28,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def image(axes: Axes, values: Any, colours: Colormap | str, low: float, high: float) -> Any:
-    """A heat map with a value for each cell."""
+    """Draws a heat map with one cell for each value."""
     return axes.imshow(
         values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
@@ -41,7 +41,7 @@ def colour_bar(figure: Figure, of: Any, beside: Any, label: str, **options: Any)
 
 
 def curve_axes(axes: Axes, x: str, y: str = "") -> None:
-    """Axes of curves: labels, a pale grid, no frame above and on the right."""
+    """Styles the axes of curves: labels, a pale grid, no frame above and on the right."""
     axes.set_xlabel(x, fontsize=LABEL_SIZE)
     axes.set_ylabel(y, fontsize=LABEL_SIZE)
     axes.tick_params(labelsize=TICK_SIZE)
@@ -62,7 +62,7 @@ def check_tensor(name: str, value: Any, what: str = "a Tensor") -> Tensor:
 
 
 def check_float(name: str, value: Any) -> Tensor:
-    """As a tensor in CPU memory that numpy knows: fp32 or fp64."""
+    """Returns the value as a CPU tensor in a dtype that NumPy supports: fp32 or fp64."""
     tensor = check_tensor(name, value, "a Tensor of floating point")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a Tensor of floating point, not {tensor.dtype}")
