@@ -1,4 +1,4 @@
-"""The op table: what tests, benchmarks, comparisons and documents iterate over."""
+"""The op table: one `OpSpec` per op, which tests, benchmarks, `compare` and the docs iterate over."""
 
 from .. import reference
 from . import attention, cross_entropy, feed_forward, layer_norm, linear

@@ -1,4 +1,4 @@
-"""Op table: attention. Cases are of sizes (B, H, T, S, D), every kind of mask, every layout."""
+"""Op table entry of attention. Cases have sizes (B, H, T, S, D), all kinds of masks, all layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..reference.attention import supports_query_lengths, visible_places
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
-#: Makes an argument of a case once its sizes (B, H, T, S) are known.
+#: Builds an argument of a case: ``make(draw, B, H, T, S)``.
 Make = Callable[[Draw, int, int, int, int], "Tensor | None"]
 
 
@@ -34,7 +34,7 @@ def arrange(
     query_lengths: Tensor | None = None,
     longest: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
-    """The positional arguments of ``reference.attention``."""
+    """Returns the positional arguments of ``reference.attention``."""
     arguments = (
         query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights,
         query_lengths,
@@ -83,7 +83,7 @@ def _attention(
 def _in_sequence(
     heads: int, lengths: Sequence[int], size: int, *, causal: bool = False
 ) -> Callable[[Draw], tuple[Any, ...]]:
-    """Packed sequences that attend to themselves, as one projection makes them."""
+    """Packed self-attention; query, key and value are views of one fused projection (N, 3, H, D)."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         rows = draw.normal(sum(lengths), 3, heads, size)
@@ -97,7 +97,7 @@ def _in_sequence(
     return build
 
 
-# Masks. Letters name the dimensions that are not 1.
+# Masks. ``letters`` of "bhts" name the dimensions that are not broadcast (size 1).
 
 
 def _bools(letters: str, true: float = 0.7) -> Make:
@@ -125,13 +125,13 @@ def _bool_strided(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 
 def _bool_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # Padding on both sides, of more than a panel.
+    # Padding at both ends, longer than one panel of keys.
     key = torch.arange(s, device=draw.device)
     return ((key >= 70) & (key < s - 50))[None, None, None]
 
 
 def _bool_tiles(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # Whole blocks of keys that nobody may see, between others that everybody may.
+    # Blocks of 128 keys, alternately masked out for all queries and visible to all.
     block = torch.arange(s, device=draw.device) // 128
     return (block % 2 == 1)[None, None, None, :] & draw.bools(b, 1, 1, s, true=2.0)
 
@@ -145,7 +145,7 @@ def _float_hiding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 
 def _float_lowest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # finfo.min is finite: a row that has nothing else attends to all of them.
+    # finfo.min is finite: a row that is finfo.min everywhere attends to all keys.
     lowest = torch.zeros((b, 1, t, s), dtype=draw.dtype, device=draw.device)
     hidden = draw.bools(b, 1, t, s) | draw.bools(b, 1, t, 1, true=0.2)
     return lowest.masked_fill(hidden, torch.finfo(draw.dtype).min)
@@ -158,16 +158,16 @@ def _distance_bias(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 
 def _rising(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # ALiBi (Press et al., 2022) the other way round: later keys weigh more, so that in each row the
-    # largest score stands the further from those of the first keys the longer the row is.
+    # ALiBi (Press et al., 2022) with the opposite sign: later keys have larger scores. So the distance
+    # between a row's largest score and the scores of the first keys grows with the row's length.
     place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
     slope = torch.arange(h, device=draw.device)[:, None, None]
     return (place / 2.0**slope)[None].to(draw.dtype)
 
 
 def _first_keys_smallest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # By 60 to 120, in steps: beyond 87.3 exponentials leave the range of normal fp32 numbers, and
-    # beyond 88.7 that of finite ones.
+    # The first keys are smaller by 60 to 120, from the first query to the last. exp(-87.3) is the
+    # smallest normal fp32 number, and beyond 88.7 exp overflows.
     below = torch.linspace(60.0, 120.0, t, device=draw.device)[:, None]
     first = torch.arange(s, device=draw.device) < 48
     return torch.where(first, -below, 0.0)[None, None].to(draw.dtype)
@@ -178,13 +178,13 @@ def _lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 
 def _lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # Nothing, everything, beyond everything, below nothing.
+    # Empty, full, longer than the keys, negative.
     ends = [0, s, s + 5, -3]
     return torch.tensor([ends[i % 4] for i in range(b)], dtype=torch.int32, device=draw.device)
 
 
 def _query_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # Every second of a longer tensor; the last has no query at all.
+    # A strided tensor (stride 2); the last sequence has no queries.
     lengths = torch.tensor([t - i * t // max(1, b - 1) for i in range(b)], device=draw.device)
     return lengths.repeat_interleave(2)[::2]
 
@@ -238,7 +238,7 @@ def _equal_keys(draw: Draw) -> tuple[Any, ...]:
     return arrange(draw.normal(1, 2, 20, 16), key, draw.normal(1, 2, 90, 16))
 
 
-# Garbage at hidden places.
+# NaN and inf at masked-out positions.
 
 
 def _garbage_beyond_lengths(draw: Draw) -> tuple[Any, ...]:
@@ -261,7 +261,7 @@ def _garbage_beyond_query_lengths(draw: Draw) -> tuple[Any, ...]:
 
 
 def _garbage_in_the_future(draw: Draw) -> tuple[Any, ...]:
-    # Hidden from the first queries only; the last of them sees it, so it is no query here.
+    # NaN and inf at keys 25 and later. Queries stop at 24, so the causal mask hides them from all.
     arguments = _attention(1, 2, 25, 40, 16, causal=True)(draw)
     arguments[1][:, :, 25:], arguments[2][:, :, 25:] = math.nan, -math.inf
     return arguments
@@ -371,7 +371,7 @@ CASES = (
 
 
 def _padded_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    # Real lengths between 30 % and 100 % of S, evenly spread over the batch.
+    # Lengths from 30 % to 100 % of S, evenly spaced over the batch.
     share = torch.linspace(0.3, 1.0, b, device=draw.device)
     return (share * s).round().to(torch.int64)
 
@@ -451,7 +451,7 @@ def _joined_mask(
     key_lengths: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor | None, bool]:
-    """SDPA takes a mask or is_causal, not both; lengths it does not take."""
+    """Merges lengths into the mask, and causality, too: SDPA accepts a mask or is_causal, not both."""
     keys = key.shape[-2]
     if key_lengths is not None:
         real = torch.arange(keys, device=key.device) < key_lengths[:, None]
@@ -489,7 +489,7 @@ def _by_pytorch(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output, None
-    # What torch.nn.MultiheadAttention does when it is asked for the weights.
+    # The computation of torch.nn.MultiheadAttention with need_weights=True.
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
     if is_causal:
@@ -515,12 +515,12 @@ def _text(masked: str, text: Text) -> list[tuple[Any, ...]]:
 
 
 def _padding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    """Key lengths from half of the keys to all of them."""
+    """Lengths between S / 2 and S."""
     return draw.integers(b, end=s // 2 + 1) + (s - s // 2)
 
 
 def _documents(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    """Four documents in a row, each seen by itself only."""
+    """Block-diagonal mask of four concatenated documents: each attends to itself only."""
     of_query = torch.arange(t, device=draw.device) * 4 // t
     of_key = torch.arange(s, device=draw.device) * 4 // s
     return (of_query[:, None] == of_key).expand(b, 1, t, s)
@@ -546,19 +546,19 @@ def _gpu_case(
     name = f"({batch},{heads},{queries},{keys},{size}), {seen}"
     build = _attention(batch, heads, queries, keys, size, dropout_p=dropout_p, **_VISIBLE[seen])
     name += f", dropout {dropout_p}" if dropout_p else ""
-    # Steps of decoding have no gradients.
+    # Decoding steps have no gradients.
     return case(name, build, gradients=queries > 4)
 
 
 def _packed_case(heads: int, sequences: int, longest: int, size: int) -> Case:
-    # From half of the longest to all of it.
+    # From half of `longest` to all of it.
     lengths = [longest - i * longest // (2 * sequences) for i in range(sequences)]
     name = f"{sequences} packed sequences of up to {longest}, ({heads},{size})"
     return case(name, _in_sequence(heads, lengths, size))
 
 
 _UNMASKED = ("no mask", "causal", "key lengths")
-#: Sequences of 16 heads: one, and enough for all multiprocessors.
+#: Batch sizes for 16 heads: the smallest, and one that occupies all multiprocessors.
 _FEW, _MANY = 1, 16
 
 
@@ -569,7 +569,7 @@ def _gpu_cases() -> Iterator[Case]:
                 if seen != "lengths of both":
                     yield _gpu_case(_FEW, 16, length, length, size, seen)
                 yield _gpu_case(8192 // length, 16, length, length, size, seen)
-        # A decoder's tokens, by themselves or a few at a time.
+        # Decoding: 1 or 4 query tokens.
         for seen in ("no mask", "key lengths"):
             for keys in (128, 1024, 4096, 8192):
                 for batch in (_FEW, _MANY):
@@ -588,7 +588,7 @@ def _gpu_cases() -> Iterator[Case]:
         for seen in ("documents", "bias"):
             for batch in (_FEW, _MANY):
                 yield _gpu_case(batch, 16, 1, 1024, size, seen)
-        # A decoder's attention to a source of another length.
+        # Cross-attention of a decoder to a source of another length.
         for seen in ("no mask", "key lengths"):
             for queries, keys in ((128, 1024), (1024, 128)):
                 for batch in (_FEW, _MANY):

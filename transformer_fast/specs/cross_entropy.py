@@ -1,4 +1,4 @@
-"""Op table: cross_entropy and linear_cross_entropy."""
+"""Op table entries of cross_entropy and linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _hidden_classes(draw: Draw) -> tuple[Any, ...]:
 
 
 def _hidden_blocks(smoothing: float) -> Any:
-    """-inf throughout the first, a middle or the last block of classes, by turns."""
+    """Logits with -inf in a whole block of classes: the first, a middle or the last, row by row."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         x, row = draw.normal(260, 150), torch.arange(260, device=draw.device) % 3
@@ -60,7 +60,8 @@ def _hidden_blocks(smoothing: float) -> Any:
 
 
 def _rising(draw: Draw) -> tuple[Any, ...]:
-    # Every block raises, or none does, the maximum by more than fp32 has room for.
+    # In rising rows every block of classes has a new maximum, in falling rows (the flipped ones) only
+    # the first block has. The logits differ by up to 1200; exp of that overflows fp32.
     x = torch.linspace(-600.0, 600.0, 300, device=draw.device).to(draw.dtype).repeat(260, 1)
     x[::2] = x[::2].flip(1)
     return x, draw.integers(260, end=300), _IGNORED, 0.1
@@ -180,7 +181,8 @@ def _linear_bench(rows: int, inputs: int, classes: int) -> Case:
 
 
 def _flops(arguments: tuple[Any, ...]) -> float:
-    # Maximum, difference, sum of exponentials, sum for the smoothing; exponentials are not counted.
+    # Per logit: maximum, difference, sum of exponentials, sum for the smoothing. The exponentials
+    # themselves are not counted.
     return 4.0 * float(arguments[0].numel())
 
 
@@ -216,7 +218,7 @@ def _linear_by_pytorch(
 
 
 def _linear_text(text: Text) -> list[tuple[Any, ...]]:
-    """The target of each position is the next token; padding behind the text is ignored."""
+    """Returns calls where the target of each position is the next token; padding is ignored."""
     parameters = text.parameters(text.size.vocabulary, text.size.model)
     targets = [F.pad(b.tokens[:, 1:], (0, 1), value=text.padding).flatten() for b in text.batches]
     pairs = zip(targets, text.embedded, strict=True)

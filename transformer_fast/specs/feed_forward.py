@@ -1,4 +1,4 @@
-"""Op table: feed_forward."""
+"""Op table entry of feed_forward."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Calls of the op table in sizes that say something about a GPU: what `prove` checks and times (of
-`COMMON` also `compare`), and what ``python -m benchmarks.gpu`` reports.
+"""Cases of the op table in GPU-sized shapes.
 
-They stand for their classes of `proof.shape_class`: of calls in other classes PyTorch's own take care.
-What is checked is the call that is timed, so its fp64 reference has to fit into memory: of attention
-a head at a time, unless it has dropout.
+`prove` checks and times them, `compare` does so for the classes in `COMMON`, and
+``python -m benchmarks.gpu`` reports them. Each case represents its class of `proof.shape_class`; calls
+of classes without a case run PyTorch's kernels. The checked call is the timed one, so its fp64
+reference has to fit into memory. The reference of attention runs head by head, unless the case has
+dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class GpuCase(NamedTuple):
 
 GPU_CASES = tuple(GpuCase(op, one) for op, spec in OPS.items() for one in spec.gpu_cases)
 
-#: Of each op the classes of `proof.shape_class` that `compare` measures.
+#: Op -> classes of `proof.shape_class` that `compare` measures.
 COMMON = {op: spec.gpu_classes for op, spec in OPS.items()}
 
 _NAMES = {(one.op, one.name) for one in GPU_CASES}

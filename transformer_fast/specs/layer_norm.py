@@ -1,4 +1,4 @@
-"""Op table: the norms, alone and behind a residual connection."""
+"""Op table entries of layer norm and RMS norm, each with and without a residual connection."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _constant_rows(draw: Draw) -> tuple[Any, ...]:
 
 
 def _outlier(draw: Draw) -> tuple[Any, ...]:
-    # Equal small squares beside one large square: a running sum of all of them rounds every one of
-    # them the same way.
+    # One large square and many small equal ones: a running sum rounds each small square the same
+    # way, so the rounding errors add up.
     x = draw.normal(2, 4096, scale=0.0)
     x[:, 15] = 3.0
     return x, (4096,), None, None, _EPS
@@ -121,7 +121,7 @@ _ADD_CASES = (
 
 
 def _without_bias(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of layer_norm or add_layer_norm, for the RMS norm."""
+    """Converts the arguments of layer_norm or add_layer_norm to those of the RMS norm."""
     place = 3 if len(arguments) == len(LAYER_NORM.arguments) else 4
     return *arguments[:place], *arguments[place + 1 :]
 
@@ -156,8 +156,10 @@ def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
 
 
 def _flops(each: int, summands: int = 1) -> Callable[[tuple[Any, ...]], float]:
-    """So many for each element, one more for the weight, and one for the bias; ``summands``: tensors
-    that are neither. Roots are not counted."""
+    """Returns a FLOP counter: ``each`` per element, plus one for the weight and one for the bias.
+
+    ``summands``: number of tensor arguments other than weight and bias. Roots are not counted.
+    """
 
     def count(arguments: tuple[Any, ...]) -> float:
         return float(arguments[0].numel()) * (each + len(_tensors(arguments)) - summands)
@@ -166,7 +168,7 @@ def _flops(each: int, summands: int = 1) -> Callable[[tuple[Any, ...]], float]:
 
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
-    """Every tensor once, and one result."""
+    """Returns the memory traffic: every argument read once, one result written once."""
     return bytes_of(*_tensors(arguments)) + arguments[0].numel() * arguments[0].element_size()
 
 
@@ -175,7 +177,7 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _add_bytes(arguments: tuple[Any, ...]) -> float:
-    """The same, and the sum, another result."""
+    """Like `_bytes`, plus a second result: the sum of input and residual."""
     return _bytes(arguments) + arguments[0].numel() * arguments[0].element_size()
 
 
@@ -212,7 +214,7 @@ LAYER_NORM = OpSpec(
     gradients_of=("input", "weight", "bias"),
     cases=_CASES,
     bench_cases=(_bench(4096, 512), _bench(65536, 512), _bench(4096, 2048), _bench(32, 512)),
-    flops=_flops(5),  # mean 1, centre 1, square and add 2, scale 1
+    flops=_flops(5),  # mean 1, subtract mean 1, square and add 2, scale 1
     bytes=_bytes,
     pytorch=F.layer_norm,
     tiny=case("call", _plain(1, 8)),

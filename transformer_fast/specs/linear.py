@@ -1,4 +1,4 @@
-"""Op table: linear."""
+"""Op table entry of linear."""
 
 from __future__ import annotations
 

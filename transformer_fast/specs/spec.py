@@ -1,4 +1,4 @@
-"""The shape of the op table's rows, and how the inputs of a case are drawn."""
+"""`OpSpec`, an entry of the op table, and `Draw`, which generates the random inputs of its cases."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from .. import reference
 
-#: ``build(dtype, device, generator)`` gives the positional arguments of ``reference.<op>``.
+#: ``build(dtype, device, generator)`` returns the positional arguments of ``reference.<op>``.
 Build = Callable[[torch.dtype, "torch.device | str", "torch.Generator | None"], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: a name, and what draws fresh arguments for it."""
+    """A named call of an op, and the function that generates its arguments."""
 
     name: str
     build: Build
-    #: Whether its gradients are of interest, too.
+    #: True if its gradients are checked and timed, too.
     gradients: bool = True
 
     def __str__(self) -> str:
@@ -36,43 +36,43 @@ def _everything(arguments: tuple[Any, ...]) -> float:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What is known about an op, whoever implements it."""
+    """Specification of an op, independent of the backends."""
 
     name: str
-    #: One sentence.
+    #: Description in one sentence.
     summary: str
-    #: Where the op is defined.
+    #: The publication that defines the op.
     paper: str
     #: Names of the reference's arguments and results, in order.
     arguments: tuple[str, ...]
     results: tuple[str, ...]
-    #: The arguments that may have gradients.
+    #: Names of the differentiable arguments.
     gradients_of: tuple[str, ...]
-    #: Small calls that between them reach every decision of the reference.
+    #: Small calls for tests; together they cover every edge case of the reference.
     cases: tuple[Case, ...]
-    #: The calls whose speed is reported.
+    #: Calls for benchmarks.
     bench_cases: tuple[Case, ...]
-    #: Arithmetic of a call as if nothing were masked: 2 * M * N * K per matrix product.
+    #: FLOPs of a call, masks ignored: 2 * M * N * K per matrix product.
     flops: Callable[[tuple[Any, ...]], float]
     #: Least memory traffic of a call: every argument read once, every result written once.
     bytes: Callable[[tuple[Any, ...]], float]
-    #: PyTorch's equivalent as a user would write it, with the reference's signature. For comparison only:
-    #: unlike the backend `torch`, it may let NaN at masked positions reach the result.
+    #: The PyTorch equivalent that a user would write, with the reference's signature. A baseline for
+    #: timings only: unlike in the backend `torch`, NaN at masked positions may reach the result.
     pytorch: Callable[..., Any]
-    #: A call with next to no data: its time is overhead.
+    #: A call with almost no data, whose time is the overhead of a call.
     tiny: Case
-    #: What `compare` runs it on: names, and functions that give a call for each batch of the text.
+    #: Cases of `compare`: (name, function that returns the arguments of one call per batch of text).
     text_cases: tuple[tuple[str, Callable[[Text], list[tuple[Any, ...]]]], ...]
-    #: Calls in sizes that say something about a GPU, see `specs.gpu`.
+    #: Calls in GPU-sized shapes, see `specs.gpu`.
     gpu_cases: tuple[Case, ...]
-    #: The classes of `proof.shape_class` that `compare` measures: those of ordinary batches.
+    #: Classes of `proof.shape_class` that `compare` measures: those of common batch sizes.
     gpu_classes: tuple[str, ...]
     #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
     gpu_bench_cases: tuple[Case, ...] = ()
-    #: The public function on the reference's arguments, of which `functional` is the first, as far as
-    #: `tiny` needs; None: its name and its arguments are the reference's.
+    #: ``public(functional, *arguments)`` calls the public function with the reference's arguments, as
+    #: far as `tiny` needs them. None: the public function has the reference's name and arguments.
     public: Callable[..., Any] | None = None
-    #: The part of `flops` that masks leave to do, in [0, 1].
+    #: Fraction of `flops` that is not masked out, in [0, 1].
     useful_share: Callable[[tuple[Any, ...]], float] = _everything
 
     @property
@@ -82,19 +82,20 @@ class OpSpec:
         return function
 
     def useful_flops(self, arguments: tuple[Any, ...]) -> float:
-        """Arithmetic of a call that its masks leave to do."""
+        """Returns the FLOPs of a call that are not masked out."""
         return self.flops(arguments) * self.useful_share(arguments)
 
     def named(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """The arguments by name; hints behind them, which only some kernels take, are left out.
+        """Returns the arguments by name.
 
-        The last may be missing where None is their default.
+        Trailing arguments that default to None may be missing. Hints that follow the arguments, and
+        that only some kernels take, are left out.
         """
         missing = (None,) * (len(self.arguments) - len(arguments))
         return dict(zip(self.arguments, (*arguments, *missing), strict=False))
 
     def case(self, name: str) -> Case:
-        """The case or bench case of that name."""
+        """Returns the case or benchmark case with that name."""
         for case in (*self.cases, *self.bench_cases):
             if case.name == name:
                 return case
@@ -103,7 +104,7 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws a case's tensors, already rounded to the dtype under test."""
+    """Generates the random tensors of a case, rounded to the dtype under test."""
 
     dtype: torch.dtype
     device: torch.device | str
@@ -115,37 +116,37 @@ class Draw:
         return draw(shape, dtype=dtype, device=place, generator=self.generator)
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """Normal values of standard deviation ``scale`` around ``shift``."""
+        """Returns normal values with mean ``shift`` and standard deviation ``scale``."""
         drawn = self._float(torch.randn, shape)
         return drawn.mul_(scale).add_(shift).to(self.device, self.dtype)
 
     def weight(self, rows: int, columns: int) -> Tensor:
-        """The matrix of a linear map that keeps the size of its input."""
+        """Returns the weight of a linear layer whose outputs have the magnitude of its inputs."""
         return self.normal(rows, columns, scale=1.0 / math.sqrt(max(1, columns)))
 
     def bools(self, *shape: int, true: float = 0.5) -> Tensor:
-        """True with that probability."""
+        """Returns bools that are True with probability ``true``."""
         return (self._float(torch.rand, shape) < true).to(self.device)
 
     def integers(self, *shape: int, end: int) -> Tensor:
-        """int64 in [0, end)."""
+        """Returns int64 values in [0, end)."""
         drawn = self._float(torch.rand, shape).double() * end
         return drawn.to(self.device, torch.int64).clamp_(max=end - 1)
 
     def seed(self) -> Tensor:
-        """A dropout seed with bits in both words."""
+        """Returns a dropout seed in [0, 2^62), so that both 32-bit words are used."""
         drawn = self._float(torch.rand, ()).double() * 2**62
         return drawn.to(torch.int64).to(self.device)
 
 
 @dataclass(frozen=True)
 class Text(Draw):
-    """Draws calls on batches of a text (`measure.cases`) under one random embedding."""
+    """Generates calls on batches of text (`measure.cases`), embedded by one random table."""
 
     batches: Sequence[Any]
-    #: The token behind the end of a text.
+    #: The padding token.
     padding: int
-    #: Those of the base model, a `measure.cases.Size`.
+    #: Dimensions of the base model, a `measure.cases.Size`.
     size: Any
 
     @cached_property
@@ -154,24 +155,24 @@ class Text(Draw):
         return [table[batch.tokens] for batch in self.batches]
 
     def parameters(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias of a linear map."""
+        """Returns weight and bias of a linear layer."""
         return self.weight(rows, columns), self.normal(rows, scale=0.1)
 
     def heads(self, x: Tensor) -> Tensor:
-        """A projection of x, split into heads: (B, H, T, D), strided as in a real model."""
+        """Returns a projection of x split into heads (B, H, T, D), with the strides of a real model."""
         projected = x @ self.weight(self.size.model, self.size.model).t()
         return projected.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)
 
 
 def case(name: str, build: Callable[[Draw], tuple[Any, ...]], gradients: bool = True) -> Case:
-    """A case from a function of a `Draw`."""
+    """Returns a case whose arguments are built from a `Draw`."""
     return Case(
         name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), gradients
     )
 
 
 def bytes_of(*tensors: Tensor | None) -> float:
-    """Bytes of the distinct elements: what is expanded or absent costs nothing more."""
+    """Returns the bytes of the distinct elements: expanded dimensions count once, None counts 0."""
     total = 0
     for tensor in tensors:
         if tensor is not None:
