@@ -120,10 +120,11 @@ struct AttentionBackwardKernels {
   // keys_per_tile(): writes their gradients, and their contribution to grad_query into `part`
   // (heads of the group, T, D), or, in fp32, into grad_query itself if part is nullptr. Adds their
   // contribution to the gradient of an additive mask to mask_sums, mask_size, contiguous, unless
-  // nullptr. Returns false, with incomplete results, if an operand is out of range of the products:
-  // not representable as bf16x3.
+  // nullptr. `next` is the pair, b * key_heads + key_head, whose same keys the thread probably
+  // takes next, or -1; its first rows are prefetched. Returns false, with incomplete results, if an
+  // operand is out of range of the products: not representable as bf16x3.
   bool (*keys)(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-               float* part, float* mask_sums, void* scratch);
+               float* part, float* mask_sums, long next, void* scratch);
 };
 
 TF_KERNEL(const AttentionBackwardKernels* attention_backward_kernels())

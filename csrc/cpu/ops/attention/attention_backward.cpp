@@ -88,13 +88,18 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
       division;
   const int64_t scratch = kernels.scratch(args);
   const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
-  const int64_t part_size = heads * args.queries * args.size;
+  const int64_t rows = heads * args.queries, part_size = rows * args.size;
   // Sums are in fp32: reduced types always use a part.
   const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
   const long* size = args.mask_size;
   const int64_t mask_elements = size[0] * size[1] * size[2] * size[3];
   float* masks = mask_sums > 1 ? shared_scratch(2).floats(mask_sums * mask_elements) : grad_mask;
+  // Where one part reads all rows of a head, it computes their delta, and they stay in cache.
+  if (parts > 1)
+    torch::stable::parallel_for(0, groups * rows, 256, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(attention_delta, args, begin, end);
+    });
   const bool did = all_items(owners * chunks * parts, [&](int64_t item) {
     // With causal masking the first keys have the most queries; they are scheduled first.
     const int64_t part = item / (owners * chunks), chunk = item / owners % chunks;
@@ -116,11 +121,18 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
       for (int64_t i = 0; i < mask_heads * size[2]; ++i, row += size[3])
         std::fill_n(row, columns, 0.0f);
     }
-    for (int64_t pair = pairs * chunk / chunks; pair < pairs * (chunk + 1) / chunks; ++pair) {
-      const int64_t b = first_b + pair / pairs_across, key_head = first_head + pair % pairs_across;
-      const int64_t group = b * args.key_heads + key_head;
-      if (!kernels.keys(args, b, key_head, begin, end,
-                        split ? sums + (group * parts + part) * part_size : nullptr, mask,
+    const int64_t last = pairs * (chunk + 1) / chunks;
+    for (int64_t pair = pairs * chunk / chunks; pair < last; ++pair) {
+      const auto group_of = [&](int64_t i) {
+        return (first_b + i / pairs_across) * args.key_heads + first_head + i % pairs_across;
+      };
+      const int64_t group = group_of(pair), after = group + torch::stable::get_num_threads();
+      const int64_t next = pair + 1 < last                ? group_of(pair + 1)
+                           : pairs == 1 && after < groups ? after
+                                                          : -1;
+      if (parts == 1) TF_DISPATCH(attention_delta, args, group * rows, (group + 1) * rows);
+      if (!kernels.keys(args, group / args.key_heads, group % args.key_heads, begin, end,
+                        split ? sums + (group * parts + part) * part_size : nullptr, mask, next,
                         bytes_of(kernel_scratch(), scratch)))
         return false;
     }
@@ -134,7 +146,7 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
         for (int64_t j = begin; j < end; ++j) grad_mask[j] += masks[i * mask_elements + j];
     });
   if (!split) return true;
-  const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
+  const int64_t blocks = (rows + 255) / 256;
   for_each_item(groups * blocks, [&](int64_t item) {
     const int64_t group = item / blocks, block = item % blocks;
     TF_DISPATCH(attention_backward_sum, args, group / args.key_heads, group % args.key_heads,
@@ -270,11 +282,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
       torch::stable::zero_(*tensor);
     return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
   }
-  const int64_t rows = batch * heads * queries;
-  args.delta = shared_scratch(0).floats(rows);
-  torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(attention_delta, args, begin, end);
-  });
+  args.delta = shared_scratch(0).floats(batch * heads * queries);
   float* mask_data = want_mask ? static_cast<float*>(grad_mask.mutable_data_ptr()) : nullptr;
   if (!with_kernels(args, [&](const auto& kernels) { return run(args, kernels, mask_data); }))
     return all_in_float();

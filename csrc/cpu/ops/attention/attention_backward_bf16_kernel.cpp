@@ -166,7 +166,7 @@ class BackwardBlock : Scores {
       : Scores(call, mask, place.scores), args(call), work(place) {}
 
   // Processes the panels in order; returns false if the rows are out of range of the products.
-  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums) {
+  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums, RowsAhead& ahead) {
     if (!load_rows()) return false;
     start_ = tile.start;
     sums_ = &sums;
@@ -175,7 +175,7 @@ class BackwardBlock : Scores {
     const long panels = (count + kPanel - 1) / kPanel;
     for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
       const long index = (panel.start - tile.start) / kPanel, lead = lead_of(panel);
-      prefetch(index, panels);
+      ahead.fetch(panels);
       const auto meanwhile = [&]() __attribute__((always_inline)) {
         differentiate_rows(min(pairs_, done_ + share));
       };
@@ -248,13 +248,19 @@ class BackwardBlock : Scores {
   }
 
   void add_mask_sums(long i, const Vec (&ds)[2]) {
-    float row[kPanel];
+    if (i >= rows) return;
     const bool by_block = sums_->by_block();
-    float* to = by_block ? block_sums_ : row;
-    TF_UNROLL for (int u = 0; u < 2; ++u)
-        store(to + u * kLanes, by_block ? load(to + u * kLanes) + ds[u] : ds[u]);
-    if (!by_block && i < rows)
-      sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
+    if (by_block || (sums_->by_column && pending_.count == kPanel)) {
+      float* to = by_block ? block_sums_ : sums_->place(block_mask.first + i, pending_.start);
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        _mm_prefetch(reinterpret_cast<const char*>(to + kPanel + u * kLanes), _MM_HINT_T1);
+        store(to + u * kLanes, load(to + u * kLanes) + ds[u]);
+      }
+      return;
+    }
+    float row[kPanel];
+    TF_UNROLL for (int u = 0; u < 2; ++u) store(row + u * kLanes, ds[u]);
+    sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
   }
 
   // Completes the pending panel: accumulates dK and dV.
@@ -425,18 +431,6 @@ class BackwardBlock : Scores {
       }
   }
 
-  // Prefetches a share, for one of `panels` panels, of the rows that the next block reads.
-  void prefetch(long panel, long panels) const {
-    const long next = min(2 * rows, query_count(args, block_mask.b) - block_mask.first);
-    const long begin = min(next, rows + rows * panel / panels);
-    const long end = min(next, rows + rows * (panel + 1) / panels);
-    const auto fetch = [&](const T* from, long stride, long n) {
-      for (long i = begin; i < end; ++i) fetch_row(from + i * stride, n);
-    };
-    fetch(at(args.query, args.query_stride), args.query_stride[2], args.size);
-    fetch(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size);
-  }
-
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
   const MaskSums* sums_ = nullptr;
@@ -455,6 +449,7 @@ struct Bf16Products {
   using Tile = BackwardTile<T>;
   using Block = BackwardBlock<T>;
   static constexpr long kQueryRows = kRows, kQueryUnit = kPanel;
+  static constexpr bool kByRow = false;
 };
 
 // Calls f(workspace) with denormals flushed and the tile registers configured.
@@ -475,10 +470,10 @@ constexpr AttentionBackwardKernels kKernels{
         [](const AttentionBackwardArgs& args) { return BackwardWorkspace<T>(args, nullptr).bytes; },
     .keys =
         [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-           float* part, float* mask_sums, void* scratch) {
+           float* part, float* mask_sums, long next, void* scratch) {
           return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
             return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
-                                              end, part, mask_sums);
+                                              end, part, mask_sums, next);
           });
         }};
 

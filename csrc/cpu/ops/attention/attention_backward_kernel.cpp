@@ -205,9 +205,9 @@ struct Block {
   Block(const AttentionBackwardArgs& call, const Workspace& place, const BlockMask& mask)
       : args(call), work(place), block_mask(mask) {}
 
-  bool pass(KeyTile& tile, long count, const MaskSums& sums) {
+  bool pass(KeyTile& tile, long count, const MaskSums& sums, RowsAhead& ahead) {
     load_rows();
-    differentiate(tile.start, count);
+    differentiate(tile.start, count, ahead);
     if (sums.first != nullptr) add_mask_sums(tile.start, count, sums);
     accumulate_dk_dv(tile, count);
     return true;
@@ -234,9 +234,10 @@ struct Block {
 
   // Products of the block's rows and a tile of keys, except for register tiles behind the diagonal.
   void scores(const float* packed, long size, const float* panels, long start, long count,
-              float* to) const {
+              float* to, RowsAhead& ahead) const {
     const long rows = block_mask.rows, stride = kPackedRows * round_up(size, kLanes);
     for (long j = 0; j < count; j += kPanel) {
+      ahead.fetch((count + kPanel - 1) / kPanel * 2);
       long tile = 0, row = 0;
       if (args.causal)
         each_tile(rows, [&](long t, long i, long here) {
@@ -251,10 +252,10 @@ struct Block {
 
   // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds. With
   // causal masking, a row is complete up to the last key that any row of its register tile sees.
-  void differentiate(long start, long count) const {
+  void differentiate(long start, long count, RowsAhead& ahead) const {
     const long rows = block_mask.rows;
-    scores(work.query_packed, args.size, work.keys_transposed, start, count, work.p);
-    scores(work.grad_packed, args.value_size, work.values_transposed, start, count, work.ds);
+    scores(work.query_packed, args.size, work.keys_transposed, start, count, work.p, ahead);
+    scores(work.grad_packed, args.value_size, work.values_transposed, start, count, work.ds, ahead);
     const float* shared = block_mask.shared_row(start, count);
     for (long i = 0; i < rows; ++i) {
       const long here =
@@ -392,6 +393,7 @@ struct Products {
   using Tile = KeyTile;
   using Block = TF_ISA::Block;
   static constexpr long kQueryRows = kQueryBlock, kQueryUnit = 1;
+  static constexpr bool kByRow = true;
 };
 
 template <class T>
@@ -442,9 +444,9 @@ constexpr AttentionBackwardKernels kKernels{
         },
     .keys =
         [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-           float* part, float* mask_sums, void* scratch) {
+           float* part, float* mask_sums, long next, void* scratch) {
           return loop_keys<Products>(args, workspace(args, scratch), keys_per_tile(args), b,
-                                     key_head, begin, end, part, mask_sums);
+                                     key_head, begin, end, part, mask_sums, next);
         }};
 
 }  // namespace

@@ -191,14 +191,17 @@ struct MaskSums {
   // All rows of a block have the same destination: they are summed first.
   bool by_block() const { return stride == 0 && by_column; }
 
+  float* place(long row, long start) const {
+    return first + row * stride + (by_column ? start : 0);
+  }
+
   // Adds `count` values of query `row` for the keys from `start` on.
   void add(long row, long start, const float* ds, long count) const {
-    float* to = first + row * stride;
+    float* to = place(row, start);
     if (by_column) {
       for (long s = 0; s < count; s += kLanes) {
         const long here = min(kLanes, count - s);
-        float* place = to + start + s;
-        store_some(place, load_some(place, here) + load_some(ds + s, here), here);
+        store_some(to + s, load_some(to + s, here) + load_some(ds + s, here), here);
       }
       return;
     }
@@ -208,17 +211,113 @@ struct MaskSums {
   }
 };
 
+// Rows to prefetch into the second-level cache, a few at a time between products: the hardware does
+// not predict rows that are a stride of several lines apart.
+class RowsAhead {
+ public:
+  void add(const void* row, long stride, long n, long rows, long element_bytes) {
+    if (row == nullptr || rows <= 0) return;
+    ranges_[count_++] = {static_cast<const char*>(row), stride * element_bytes, n * element_bytes,
+                         rows};
+    total_ += rows;
+  }
+  // Prefetches one of `shares` shares.
+  TF_INLINE void fetch(long shares) {
+    for (long left = (total_ + shares - 1) / shares; left > 0 && at_ < count_; --left) {
+      Range& range = ranges_[at_];
+      for (long byte = 0; byte < range.bytes; byte += kLine)
+        _mm_prefetch(range.row + byte, _MM_HINT_T1);
+      range.row += range.stride;
+      if (--range.rows == 0) ++at_;
+    }
+  }
+
+ private:
+  struct Range {
+    const char* row;
+    long stride, bytes, rows;
+  };
+  Range ranges_[12];
+  long count_ = 0, at_ = 0, total_ = 0;
+};
+
+// The rows that a block of queries writes, and those that are read next: by this block, of masks
+// and grad_weights (`by_row`), then by the following block, key head or pair. Measured with T =
+// 128: 8 % less time in fp32, 17 % in bfloat16.
+inline RowsAhead rows_ahead(const AttentionBackwardArgs& args, const KeyRange& tile,
+                            const BlockMask& block, const QueryRows& out, const MaskSums& sums,
+                            bool by_row, long begin, long step, long keys, long next) {
+  RowsAhead ahead;
+  const long group = args.heads / args.key_heads, bytes = element_bytes(args.type);
+  const auto add = [&](const void* tensor, const int64_t* starts, const long* stride, long b,
+                       long head, long row, long n, long rows) {
+    if (tensor != nullptr)
+      ahead.add(static_cast<const char*>(tensor) +
+                    (head_offset(starts, stride, b, head) + row * stride[2]) * bytes,
+                stride[2], n, rows, bytes);
+  };
+  const auto add_queries = [&](long b, long head, long row, long rows) {
+    rows = min(rows, query_count(args, b) - row);
+    add(args.query, args.query_starts, args.query_stride, b, head, row, args.size, rows);
+    add(args.grad, args.query_starts, args.grad_stride, b, head, row, args.value_size, rows);
+    return rows > 0;
+  };
+  const auto add_keys = [&](const void* key, const long* key_stride, const void* value,
+                            const long* value_stride, long b, long head, long row, long rows) {
+    add(key, args.key_starts, key_stride, b, head, row, args.size, rows);
+    add(value, args.key_starts, value_stride, b, head, row, args.value_size, rows);
+  };
+  if (out.data != nullptr)
+    ahead.add(out.data + block.head % group * out.head_stride + block.first * out.stride,
+              out.stride, args.size, block.rows, sizeof(float));
+  if (by_row) {
+    if (args.mask != nullptr && args.mask_stride[2] != 0 && args.mask_stride[3] == 1)
+      ahead.add(block.mask_at(0, tile.start), args.mask_stride[2], tile.count, block.rows,
+                element_bytes(args.mask_type));
+    if (sums.first != nullptr && sums.stride != 0 && sums.by_column)
+      ahead.add(sums.place(block.first, tile.start), sums.stride, tile.count, block.rows,
+                sizeof(float));
+    if (args.grad_weights != nullptr) {
+      const long row = (block.b * args.heads + block.head) * args.queries + block.first;
+      ahead.add(
+          static_cast<const char*>(args.grad_weights) + (row * args.keys + tile.start) * bytes,
+          args.keys, tile.count, block.rows, bytes);
+    }
+  }
+  if (add_queries(block.b, block.head, block.first + block.rows, block.rows)) return ahead;
+  if (block.head + 1 < (tile.key_head + 1) * group) {
+    add_queries(block.b, block.head + 1, 0, block.rows);
+    return ahead;
+  }
+  add_keys(args.grad_key, args.grad_key_stride, args.grad_value, args.grad_value_stride, tile.b,
+           tile.key_head, tile.start, tile.rows);
+  const bool same = tile.start + step < keys;
+  if (!same && next < 0) return ahead;
+  const long b = same ? tile.b : next / args.key_heads;
+  const long key_head = same ? tile.key_head : next % args.key_heads;
+  add_keys(args.key, args.key_stride, args.value, args.value_stride, b, key_head,
+           same ? tile.start + step : begin, min(step, keys - begin));
+  add_queries(b, key_head * group, 0, block.rows);
+  if (!same)
+    add(args.output, args.query_starts, args.output_stride, b, key_head * group, 0, args.value_size,
+        block.rows);
+  return ahead;
+}
+
 // See AttentionBackwardKernels::keys. Kind has a Workspace, kQueryRows, the maximum rows of a
-// block, kQueryUnit, of which their first rows are multiples, and
+// block, kQueryUnit, of which their first rows are multiples, kByRow, true if masks are read by
+// whole rows of a tile, and
 //
 //   Tile(args, work, range)         pack(); write(), for dK and dV
-//   Block(args, work, block_mask)   pass(tile, count, sums), for P, dS, dK, dV and the mask's sums;
+//   Block(args, work, block_mask)   pass(tile, count, sums, ahead), for P, dS, dK, dV and the sums
+//                                   for the mask, while it prefetches `ahead`;
 //                                   accumulate_dq(tile, count, to, stride, accumulate)
 //
 // Returns false once pack() or pass() does: an operand is out of range of the products.
 template <class Kind>
 bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
-               long b, long key_head, long begin, long end, float* part, float* mask_sums) {
+               long b, long key_head, long begin, long end, float* part, float* mask_sums,
+               long next) {
   const long group = args.heads / args.key_heads, queries = query_count(args, b);
   const bool wants_query = args.grad_query != nullptr;
   const QueryRows out =
@@ -246,7 +345,9 @@ bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace
         each_block(args, range, head, cut, work.bias, [&](const BlockMask& block_mask, long count) {
           if (!did) return;
           typename Kind::Block block(args, work, block_mask);
-          did = block.pass(tile, count, sums);
+          RowsAhead ahead =
+              rows_ahead(args, range, block_mask, out, sums, Kind::kByRow, begin, step, keys, next);
+          did = block.pass(tile, count, sums, ahead);
           if (!did || !wants_query) return;
           clear_to(block_mask.first);
           block.accumulate_dq(tile, count, to + block_mask.first * out.stride, out.stride,
