@@ -756,7 +756,7 @@ def test_compare_that_writes_nothing(comparing, capsys, monkeypatch, why):
         options = [why]
     assert comparing({"linear": program([common()])}, *options) == 0
     shown = capsys.readouterr().out
-    told = "linear: its process ended before it was done (there was no time left)"
+    told = "linear: its process ended before it was done (the time limit was reached)"
     assert (told in shown) == (why == "no time")
     assert ("2.00x" in shown) == (why == "--no-proof")
     assert "triton *" not in shown
@@ -898,7 +898,7 @@ def test_a_crash_costs_one_piece_of_work(processes, tmp_path):
 def test_a_process_that_hangs_is_given_up(processes, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.STAGES, "smoke", gpu.STAGES["smoke"]._replace(limit=1.0))
     found = session(tmp_path, stage="smoke").do("smoke", [[{"sleeps": 60}, {"n": 1}]], 1)
-    assert [one.get("problem") for one in found] == ["it said nothing for 1 seconds", None]
+    assert [one.get("problem") for one in found] == ["no output for 1 seconds", None]
 
 
 def test_what_does_not_fit_is_skipped(processes, tmp_path):

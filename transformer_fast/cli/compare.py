@@ -43,10 +43,10 @@ from .console import bullets, output, progress
 DTYPES = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16", "float64")}
 MODELS = ("encoder_layer", "transformer")
 _MODEL = Size(vocabulary=VOCABULARY)
-#: Inputs of the same shapes with different data; calls alternate between them.
+#: Number of inputs with the same shapes and different data; calls alternate between them.
 _INPUTS = 2
 
-#: Ops, the names of their cases, and what makes the calls.
+#: (op, name of the case, function that builds the calls).
 CASES: tuple[tuple[str, str, Callable[[Text], list[Arguments]]], ...] = tuple(
     (op, name.format(vocabulary=VOCABULARY), build)
     for op, spec in SPECS.items()
@@ -55,13 +55,13 @@ CASES: tuple[tuple[str, str, Callable[[Text], list[Arguments]]], ...] = tuple(
 COMPARED = (*OPS, *MODELS)
 
 _PLAN = Plan(rounds=25, seconds=1.0, least=5, sample=0.003)
-#: The text: paragraphs per batch, and where a paragraph is cut.
+#: The text: batches, paragraphs per batch, and bytes at which a paragraph is cut.
 _BATCHES, _SIZE, _LONGEST = 2, 8, 256
 _MODEL_LONGEST = 160
 
 
 class OneOrMore(argparse.Action):
-    """Stores the values of an option that takes several; 'all' stands for every choice."""
+    """Stores an option with one or more values; the value 'all' stands for every choice."""
 
     def __init__(self, *, choices: Sequence[str], **options: Any) -> None:
         super().__init__(
@@ -78,7 +78,10 @@ class OneOrMore(argparse.Action):
 
 
 def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
-    """What is run, and on what; ``more``: to be said of no device."""
+    """Adds the options that select ops, backend, device, dtype and threads.
+
+    ``more``: help text on the default of ``--device``.
+    """
     parser.add_argument(
         "--op", action=OneOrMore, choices=ops, default=list(ops), metavar="OP",
         help=f"one or more of: {', '.join(ops)} (default: all of them)",
@@ -114,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """``--device``, and sets ``--threads``; a wrong one ends the program."""
+    """Returns the device of ``--device`` and sets ``--threads``; exits if one of them is invalid."""
     if options.threads is not None:
         if options.threads < 1:
             parser.error(f"argument --threads: must be at least 1, not {options.threads}")
@@ -123,7 +126,7 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
         device = torch.device(options.device)
         torch.empty(1, device=device).item()
     except Exception as error:
-        # torch has no common class for "no such device here"; the first line says which it is.
+        # PyTorch has no common exception for missing devices; the first line names the problem.
         why = str(error).splitlines()[0]
         parser.error(f"argument --device: {options.device!r} cannot be used here: {why}")
     return device
@@ -132,8 +135,10 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
 def text_cases(
     options: argparse.Namespace, device: torch.device, text: Sequence[Batch]
 ) -> Iterator[tuple[str, Callable[[], BenchmarkCase]]]:
-    """The names and the makers of the cases that are asked for, ops, an encoder layer and the base
-    Transformer, on ``text``; inputs are created when a maker is called."""
+    """Yields (name, builder) of the selected cases on ``text``; builders create the inputs.
+
+    The cases are those of ops, of an encoder layer and of the base Transformer.
+    """
     dtype = DTYPES[options.dtype]
     backends = options.backend or [None]
 
@@ -159,7 +164,7 @@ def text_cases(
         return encoder_case(_MODEL.label, inputs, _MODEL, backends, peers)
 
     def transformer() -> BenchmarkCase:
-        # Two inputs that cost the same and differ: the pairs, and the pairs with each batch reversed.
+        # Two different inputs of equal cost: the pairs, and the pairs with each batch reversed.
         pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
         there = [tuple(batch.to(device) for batch in both) for both in pair]
         back = [tuple(Batch(b.tokens.flip(0), b.lengths.flip(0)) for b in both) for both in there]
@@ -177,9 +182,9 @@ def text_cases(
 def run(
     work: Sequence[tuple[str, Callable[[], BenchmarkCase]]], plan: Plan, **options: bool
 ) -> tuple[list[Row], list[str]]:
-    """Makes and runs benchmark cases: their rows, and notes on what ran on no kernel of ours.
+    """Builds and runs benchmark cases; returns their rows, and notes on ops without a kernel of ours.
 
-    ``options``: those of `run_case`. Cases may set the number of threads.
+    ``options``: those of `run_case`. A case may set the number of threads; it is restored after it.
     """
     rows: list[Row] = []
     remarks: list[str] = []
@@ -199,7 +204,7 @@ def run(
 def show(
     console: Console, rows: list[Row], sections: dict[str, list[str]], legend: Sequence[str] = ()
 ) -> None:
-    """The table, its legend, and the sections that are not empty."""
+    """Prints the table, its legend, and the sections that are not empty."""
     console.print(form.table(rows, console.width))
     for line in legend:
         console.print(line, style="dim")
@@ -211,8 +216,10 @@ def show(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns 1 if a result exceeds its error budget, or was asked for and not checked, or if a GPU
-    kernel crashed; else 0."""
+    """Returns the exit status: 0 if all selected results were checked and are right, else 1.
+
+    A crash of a GPU kernel also gives 1.
+    """
     on_gpu = gpu_ops(options)
     options.device = options.device or "cpu"
     if options.json is not None and not options.json.resolve().parent.is_dir():
@@ -220,7 +227,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
     plan = QUICK if options.quick else _PLAN
-    # One measurement of the roof for each case: they take as long as the timing.
+    # The roof is measured once per case, not twice, because that takes as long as the timing.
     rows, remarks = run([*text_cases(options, device, text)], plan, probe_before=False)
     measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
     kept = None if options.no_proof else prove.keep(measured, short=True)
@@ -273,11 +280,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 1
 
 
-# The kernels of a GPU: what a run of `prove` found, by op, dtype and kernel.
+# GPU kernels: the findings of `prove`, by op, dtype and kernel.
 
 
 def gpu_ops(options: argparse.Namespace) -> list[str]:
-    """Those whose GPU kernels `compare` measures; none without a GPU, or if it is not to."""
+    """Returns the ops whose GPU kernels are measured; none without a GPU, or if options exclude it."""
     if options.device or options.backend or options.quick or not torch.cuda.is_available():
         return []
     wanted = [
@@ -286,12 +293,12 @@ def gpu_ops(options: argparse.Namespace) -> list[str]:
         if op in options.op
         and any(one.proven is not None and one.unavailable is None for one in kernels(op))
     ]
-    # Where the time is too short, it is the op with most classes that lacks some.
+    # The op with most classes comes last, so that a time limit cuts off some of its classes only.
     return sorted(wanted, key=lambda op: len(COMMON[op]))
 
 
 def _selected(known: Proof | None) -> set[tuple[object, ...]]:
-    """The keys of the verdicts by which the dispatcher selects a kernel."""
+    """Returns the keys of the verdicts for which the dispatcher selects the kernel."""
     best: dict[tuple[object, ...], proof.Verdict] = {}
     for verdict in known.verdicts if known else ():
         call = verdict.op, *verdict[2:5]
@@ -301,7 +308,8 @@ def _selected(known: Proof | None) -> set[tuple[object, ...]]:
 
 
 def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
-    """A row for each op, dtype and kernel: its worst error, and the time of one call of each case."""
+    """Returns a row per op, dtype and kernel: the worst error, and the time of one call of each
+    case."""
     selected = _selected(known)
     found: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
@@ -322,7 +330,7 @@ def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
         if wrong:
             row.reason = f"{wrong[0].shape}: {wrong[0].problem}"
         elif timed:
-            # One piece of work is all cases, as a case on text is several batches.
+            # The time of a row is the sum over all cases, as it is over all batches of a text case.
             row.samples, theirs = (
                 [sum(times) for times in zip(*series, strict=True)]
                 for series in zip(*((one.samples, one.torch_samples) for one in timed), strict=True)
@@ -335,7 +343,7 @@ def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
 
 
 def gpu_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> list[str]:
-    """What the dispatcher goes by from now on."""
+    """Returns lines on the verdicts, and on the file by which the dispatcher selects from now on."""
     verdicts = measured.verdicts
     chosen = sum(verdict.chosen for verdict in verdicts)
     lines = [
@@ -345,14 +353,14 @@ def gpu_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> li
     if kept is None:
         return [*lines, "nothing was written"]
     known, path = kept
-    return [*lines, f"the dispatcher goes by {path}{proof.longer_way(known)}"]
+    return [*lines, f"the dispatcher selects by {path}{proof.longer_way(known)}"]
 
 
-# What comes of it.
+# Exit status and JSON output.
 
 
 def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:
-    """Returns what is wrong in one line, or None if everything asked for was checked and is right."""
+    """Returns the problem in one line, or None if all selected results were checked and are right."""
     checked = [row for row in rows if row.ok is not None]
     ours = [row for row in checked if row.ours]
     if failed := sum(row.failed for row in rows):
@@ -387,6 +395,6 @@ def _write(
 
 
 def _named(row: Row) -> dict[str, Any]:
-    """Named tuples as objects; json would make lists of them."""
+    """Converts named tuples to dicts, because json would write them as lists."""
     fields = {"time": row.time, "vs_reference": row.vs_reference, "vs_torch": row.vs_torch}
     return {key: value and value._asdict() for key, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Where the commands print, and how."""
+"""Console output of the commands: tables, lists, progress bars."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rich.text import Text
 
 
 def output() -> Console:
-    """Standard output; 100 columns where it is no terminal and nobody says how wide it is."""
+    """Returns a console on standard output; 100 columns without a terminal and without $COLUMNS."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
     return Console(width=width, highlight=False)
 
 
 def columns(words: Iterable[str], figures: Iterable[str] = ()) -> Table:
-    """A table without lines, of columns with these headings; figures are set to the right."""
+    """Returns a table without lines, with these headings; columns of ``figures`` are right-aligned."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for heading in words:
         table.add_column(heading)
@@ -38,7 +38,7 @@ def columns(words: Iterable[str], figures: Iterable[str] = ()) -> Table:
 
 
 def bullets(console: Console, lines: Iterable[str]) -> None:
-    """A list; long lines go on under their own first word."""
+    """Prints a bulleted list with hanging indents."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -48,7 +48,7 @@ def bullets(console: Console, lines: Iterable[str]) -> None:
 
 
 def progress(shown: bool = True, transient: bool = True) -> Progress:
-    """A bar on standard error; nothing where that is not a terminal, which it would only litter."""
+    """Returns a progress bar on standard error; disabled without a terminal, to keep logs clean."""
     console = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
@@ -63,12 +63,12 @@ def progress(shown: bool = True, transient: bool = True) -> Progress:
     )
 
 
-#: What shells report of a program that SIGINT ended.
+#: The exit status that shells report for a program killed by SIGINT.
 INTERRUPTED = 130
 
 
 def until_interrupted(run: Callable[..., int], *arguments: Any) -> int:
-    """The exit status of ``run(*arguments)``, or `INTERRUPTED` after Ctrl-C, without a traceback."""
+    """Returns the exit status of ``run(*arguments)``; `INTERRUPTED`, without traceback, on Ctrl-C."""
     try:
         return run(*arguments)
     except KeyboardInterrupt:

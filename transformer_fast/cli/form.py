@@ -1,5 +1,4 @@
-"""Results as people read them: figures, `compare`'s table, and why some work has no row in it or did not
-run on a kernel of ours."""
+"""Formats results: numbers, the table of `compare`, and notes on work without a row or our kernel."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def seconds(value: float) -> str:
-    """Three digits and a unit: '12.3 ms'."""
+    """Formats a time with three significant digits and a unit: '12.3 ms'."""
     size, unit = _unit(value)
     return f"{three_digits(value / size)} {unit}"
 
 
 def interval(low: float, high: float) -> str:
-    """'12.1-12.9'."""
+    """Formats an interval: '12.1-12.9'."""
     return f"{three_digits(low)}-{three_digits(high)}"
 
 
 def spread(time: Summary) -> str:
-    """The quartiles in the median's unit."""
+    """Formats the quartiles, in the unit of the median."""
     size, _ = _unit(time.median)
     return interval(time.low / size, time.high / size)
 
@@ -51,7 +50,7 @@ def error(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """'2.14x'."""
+    """Formats a factor: '2.14x'."""
     return "" if value is None else f"{three_digits(value)}x"
 
 
@@ -60,7 +59,7 @@ def percent(value: float | None) -> str:
 
 
 def rate(amount: float, time: float) -> str:
-    """Billions per second."""
+    """Formats a rate in billions per second."""
     return three_digits(amount / time / 1e9)
 
 
@@ -97,8 +96,8 @@ def _rate(row: Row, amount: float) -> str:
     return rate(amount, row.time.median) if row.time and amount else ""
 
 
-#: Of a column: its heading, what is in it, and its rank. Where the table is wider than the terminal,
-#: the columns of the highest rank are left out first; those of rank 0 always stay.
+#: Columns: (heading, rank, function that formats a row's cell). If the table is wider than the
+#: terminal, columns of the highest rank are omitted first; those of rank 0 are always shown.
 _COLUMNS: tuple[tuple[str, int, Callable[[Row], Text | str | None]], ...] = (
     ("on", 0, _name),
     ("error", 2, lambda row: _parity(row, error(row.error))),
@@ -126,7 +125,7 @@ def _widths(grid: Sequence[Sequence[Text]]) -> list[int]:
 
 
 def _layout(grid: Sequence[Sequence[Text]], width: int) -> tuple[list[int], str]:
-    """The columns that fit into ``width``, and the space between them: two characters, or one."""
+    """Returns the columns that fit into ``width``, and the gap between them: one space or two."""
     widths, kept = _widths(grid), list(range(len(_COLUMNS)))
     for highest in sorted({rank for _, rank, _ in _COLUMNS}, reverse=True):
         kept = [column for column in kept if _COLUMNS[column][1] <= highest]
@@ -141,7 +140,7 @@ _INDENT = "  "
 
 
 def table(rows: Sequence[Row], width: int) -> Text:
-    """One line for each candidate that has figures, or whose result is wrong, below its case."""
+    """Returns the table: below each case one line per candidate that was timed or is wrong."""
     shown = [row for row in rows if row.time is not None or row.failed]
     grid = [[Text(heading, "bold") for heading, *_ in _COLUMNS]]
     grid += [[_cell(content(row)) for *_, content in _COLUMNS] for row in shown]
@@ -176,12 +175,12 @@ LEGEND = (
     "*: selected by the dispatcher",
 )
 
-#: The machine counts as busy if the quartiles of a typical row are further apart, relative to its time.
+#: The machine counts as busy if the median row has a larger (interquartile range / time).
 _QUIET_SPREAD = 0.15
 
 
 def busy(rows: Iterable[Row]) -> str | None:
-    """Says that the times are uncertain, if quartiles lie far apart."""
+    """Returns a warning that times are uncertain if quartiles are far apart, else None."""
     spreads = [(row.time.high - row.time.low) / row.time.median for row in rows if row.time]
     if not spreads or (typical := median(spreads)) <= _QUIET_SPREAD:
         return None
@@ -192,9 +191,10 @@ def busy(rows: Iterable[Row]) -> str | None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """'right in all 30; 1.1 to 3.1 times PyTorch; worst: attention causal, 1.10x'.
+    """Returns a line such as 'right in all 30; 1.1 to 3.1 times PyTorch; worst: attention causal,
+    1.10x'.
 
-    Only our results count, and of the speeds those of the candidates that the dispatcher selects.
+    It counts our results only, and the speeds of the candidates that the dispatcher selects.
     """
     checked = sum(row.ok is not None and row.ours for row in rows)
     right = f"right in all {checked}" if checked != 1 else "right"
@@ -212,12 +212,12 @@ def summary(rows: Sequence[Row]) -> str:
 
 # Notes.
 
-#: Kernels of ours, as opposed to what they are measured against.
+#: Backends that are the baselines of our kernels.
 _FALLBACKS = ("reference", "torch")
 
 
 def absent(rows: Iterable[Row]) -> list[str]:
-    """Candidates that were not measured, by reason: 'triton: it runs on ... (all 9 cases)'."""
+    """Lists candidates that were not measured, by reason: 'triton: it runs on ... (all 9 cases)'."""
     rows = list(rows)
     cases: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -242,9 +242,9 @@ def failures(rows: Iterable[Row]) -> list[str]:
 
 
 def fallbacks(case: BenchmarkCase) -> list[str]:
-    """Ops of a case that run on the reference or on PyTorch's, with the reasons; alike ones together.
+    """Lists the ops of a case that run on the reference or on PyTorch, grouped by reason.
 
-    Reasons are those of the backends for the device of the case, if there are any.
+    The reasons are those of the backends for the device of the case if there are any, else of all.
     """
     device = case.device.type
     found: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""``python -m transformer_fast info``: what can run on this machine, and why the rest cannot."""
+"""``python -m transformer_fast info``: kernels available here, and why others are not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def gpu_state() -> str:
-    """One sentence about GPUs."""
+    """Returns a sentence on the GPUs of this machine."""
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return f"{', '.join(names)} (CUDA {torch.version.cuda})"
@@ -42,9 +42,9 @@ def gpu_state() -> str:
 
 
 def proof_state() -> str:
-    """One sentence about what was measured on the GPU."""
+    """Returns a sentence on the validation record of the current GPU."""
     if not torch.cuda.is_available():
-        return "none: kernels are proven on the GPU that is to run them"
+        return "none: kernels are validated on the GPU that will run them"
     found, problem = proof.known(torch.cuda.current_device())
     if found is None:
         return f"none: {problem}"
@@ -108,13 +108,13 @@ _DTYPES = {
 
 
 def dtype_names(dtypes: frozenset[torch.dtype]) -> str:
-    """'fp32 bf16'; no limit is 'any'."""
+    """Returns names such as 'fp32 bf16', or 'any' if there is no limit."""
     named = [name for dtype, name in _DTYPES.items() if dtype in dtypes]
     return " ".join([*named, *(str(d)[6:] for d in dtypes if d not in _DTYPES)]) or "any"
 
 
 def activation_names(kernel: Kernel) -> str:
-    """'named' for all that have a name, 'any' for callables too; '' where there is none."""
+    """Returns 'named' for all named activations, 'any' for callables, too, '' if the op has none."""
     if "activation" not in specs.OPS[kernel.op].arguments:
         return ""
     if kernel.activations is None:
@@ -130,7 +130,7 @@ def state(kernel: Kernel) -> str:
 
 
 def kernel_row(kernel: Kernel) -> tuple[str, ...]:
-    """backend, state, devices, dtypes, gradients, dropout, activations."""
+    """Returns (backend, state, devices, dtypes, gradients, dropout, activations)."""
     gradients = "yes" if kernel.gradients else "no"
     if kernel.op == "attention" and kernel.gradients and not kernel.mask_gradient:
         gradients = "not of masks"
@@ -149,7 +149,7 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
 
 
 def reasons(kernels: Iterable[Kernel]) -> list[str]:
-    """Why some cannot run here: 'cpu: the native module was not built (all its ops)'."""
+    """Lists why kernels cannot run here: 'cpu: the native module was not built (all its ops)'."""
     found: dict[tuple[str, str], list[str]] = {}
     totals: dict[str, int] = {}
     for kernel in kernels:
@@ -172,12 +172,12 @@ def _kernel_table() -> Table:
     return table
 
 
-#: Bytes of a buffer, per thread.
+#: Buffer sizes in bytes per thread, with their names.
 _SIZES = ((1 << 15, "32 KiB"), (1 << 19, "512 KiB"), (1 << 22, "4 MiB"), (1 << 26, "64 MiB"))
 
 
 def _peaks() -> Table:
-    """fp32 and bf16 arithmetic by instruction set, bandwidth by size of the buffer."""
+    """Returns a table of arithmetic rates by instruction set and of bandwidth by buffer size."""
     module = _native.module
     assert module is not None
     threads = torch.get_num_threads()
@@ -216,7 +216,7 @@ def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
 
 
 def show_compiled(console: Console, architectures: Sequence[int]) -> None:
-    """Compile and print; says why where that cannot be done."""
+    """Compiles the Triton kernels and prints their resources, or the reason why it cannot."""
     try:
         work = [one for architecture in architectures for one in AHEAD[architecture]()]
     except NotImplementedError as error:
@@ -233,7 +233,7 @@ def show_compiled(console: Console, architectures: Sequence[int]) -> None:
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns 0: a missing part is no error."""
+    """Returns the exit status 0, because an unavailable kernel is not an error."""
     console: Console = output()
     console.print(_facts())
     console.print("\n[bold]Kernels[/], in the dispatcher's order")

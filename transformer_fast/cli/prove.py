@@ -1,4 +1,4 @@
-"""``python -m transformer_fast prove``: which GPU kernels are right and faster on this machine's GPU."""
+"""``python -m transformer_fast prove``: finds the GPU kernels that are right and faster on this GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..measure.device import OUT_OF_TIME, Finding, lines_of
 from ..proof import Proof, Verdict
 from .console import bullets, columns, output, progress
 
-#: Seconds without a word after which an op's process is given up.
+#: Seconds without output after which the process of an op is killed; the latter for short runs.
 _PATIENCE, _SHORT_PATIENCE = 300.0, 120.0
-#: Seconds that the short selection may take in all.
+#: Time limit of a short run in seconds, for all ops together.
 _SHORT_SECONDS = 300.0
 _INTERRUPTED = "interrupted"
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forget", action="store_true", help="remove the results of earlier runs and exit"
     )
-    # What `measure` starts: one op, a line of JSON for each trial.
+    # Internal options of the subprocesses of `measure`: one op, a line of JSON per trial.
     parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
     parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
 
@@ -64,12 +64,12 @@ def _command(op: str, short: bool) -> list[str]:
 
 @dataclass
 class Measured:
-    """What was found in the processes of several ops, and which of those ended too early."""
+    """Findings of the processes of several ops, and the processes that ended early."""
 
     findings: list[Finding] = field(default_factory=list)
-    #: Why a process did not finish, by op.
+    #: Op -> why its process did not finish.
     problems: dict[str, str] = field(default_factory=dict)
-    #: Ops whose process was not stopped from here: it finished or crashed.
+    #: Ops whose process finished or crashed; not those whose process was interrupted or timed out.
     ended: list[str] = field(default_factory=list)
     interrupted: bool = False
     seconds: float = 0.0
@@ -112,7 +112,8 @@ def _measure_op(op: str, short: bool, until: float, bar: Progress, measured: Mea
             }
         if problem not in (_INTERRUPTED, OUT_OF_TIME):
             measured.ended.append(op)
-        # A class is right and faster only if all of its cases are.
+        # A class is right and faster only if all of its cases are; classes with unfinished cases
+        # count only if a finished case is wrong.
         measured.findings += [
             one
             for findings in done
@@ -122,9 +123,9 @@ def _measure_op(op: str, short: bool, until: float, bar: Progress, measured: Mea
 
 
 def measure(ops: Sequence[str], short: bool = False) -> Measured:
-    """Check and time the GPU kernels of these ops, each op in a process of its own, until Ctrl-C.
+    """Checks and times the GPU kernels of ``ops``, each op in a subprocess; Ctrl-C ends it early.
 
-    ``short``: only the classes in `specs.gpu.COMMON`, and for `_SHORT_SECONDS` at most.
+    ``short``: only the classes in `specs.gpu.COMMON`, in `_SHORT_SECONDS` at most.
     """
     measured = Measured()
     start = time.monotonic()
@@ -140,7 +141,7 @@ def measure(ops: Sequence[str], short: bool = False) -> Measured:
 
 
 def keep(measured: Measured, short: bool = False) -> tuple[Proof, Path] | None:
-    """Write the proof with what was measured; None if that is nothing."""
+    """Writes the validation record and returns it with its path; None if nothing was measured."""
     if not measured.findings and not measured.ended:
         return None
     machine = proof.machine_of()
@@ -170,7 +171,8 @@ def _summary(console: Console, found: Proof) -> None:
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """0 if all was right; 1 if a kernel was wrong or an op's process ended; 2 without a GPU."""
+    """Returns 0 if all is right, 1 if a kernel is wrong or a process did not finish, 2 without a
+    GPU."""
     console = output()
     if options.forget:
         removed = proof.forget()

@@ -1,4 +1,4 @@
 """Measurement: text inputs, interleaved timing, measured rooflines, machine description.
 
-Shared by ``python -m transformer_fast compare`` and the benchmark suite.
+Used by ``python -m transformer_fast compare`` and by the benchmark suite.
 """

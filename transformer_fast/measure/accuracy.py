@@ -1,4 +1,5 @@
-"""Accuracy of many candidates on the same inputs, by `testing`'s error budget; one oracle for all."""
+"""Checks the accuracy of many candidates against one cached oracle, by the error budget of
+`testing`."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ Results = tuple["Tensor | None", ...]
 
 
 def leaves(op: str, arguments: Arguments) -> dict[str, Tensor]:
-    """The arguments that require gradients, by name."""
+    """Returns the arguments that require gradients, by name."""
     named = OPS[op].named(arguments)
     return {n: x for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
 
 
 class BothWays:
-    """Runs the op, then the gradients of a fixed linear function of its results."""
+    """Runs the op forward, then backward from fixed upstream gradients; returns the gradients."""
 
     def __init__(
         self, op: str, run: Callable[..., Any], starts: Sequence[Tensor] | None = None
@@ -49,23 +50,23 @@ class BothWays:
 
 
 def unchecked(dropout_p: float) -> str | None:
-    """Why PyTorch's result cannot be checked, as a sentence, or None."""
+    """Returns the reason why PyTorch's result cannot be checked, or None."""
     if dropout_p != 0.0:
         return "PyTorch drops other elements for the same seed, so its result cannot be checked"
     return None
 
 
 def scores_of(arguments: Arguments) -> int:
-    """Elements of the (B, H, T, S) scores of an attention call."""
+    """Returns the number of elements of the (B, H, T, S) scores of an attention call."""
     return math.prod(arguments[0].shape[:-1]) * int(arguments[1].shape[-2])
 
 
-#: The reference computes at most this many scores of attention at once: it holds several copies.
+#: Most attention scores that the reference computes at once; it holds several copies of them.
 SCORES_AT_ONCE = 1 << 26
 
 
 def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Results]:
-    """The reference's results, or gradients, in the call's dtype and in fp64.
+    """Returns the reference's results or gradients in the call's dtype, and those in fp64.
 
     Large attention is computed a few heads at a time.
     """
@@ -79,7 +80,7 @@ def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Resu
         exact = BothWays(op, reference, [start.double() for start in run.starts or ()])
         return expected, exact(*require_grad(op, promote(arguments)))
 
-    # Dropout depends on the index of the head.
+    # Dropout depends on the index of the head, so heads cannot be computed separately.
     if op != "attention" or arguments[7] or scores_of(arguments) <= SCORES_AT_ONCE:
         return both(arguments, None)
     query, value = arguments[0], arguments[2]
@@ -100,13 +101,14 @@ def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Resu
 
 
 class _Checker:
-    """Caches the results of the oracle and the reference, whose error is the unit, by arguments.
+    """Callable that checks results; caches the truth (oracle and reference) of each call's arguments.
 
-    ``oracle`` takes arguments whose floating-point tensors are fp64.
+    ``oracle`` is called with floating-point arguments in fp64. ``reference`` is called in the dtype
+    of the call, and its error is the unit of the error budget.
     """
 
     factor = OUTPUT_FACTOR
-    #: The op, whose reference gets a second look where it may have been lucky.
+    #: The op, by which the reference's error can be sampled in more calls; "": no op.
     op = ""
 
     def __init__(
@@ -117,7 +119,7 @@ class _Checker:
         self._known: dict[tuple[int, int], tuple[Arguments, Truth]] = {}
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
-        """(the reference's results in the arguments' dtype, the oracle's)."""
+        """Returns (the reference's results in the arguments' dtype, the oracle's results)."""
         expected = self._results(self.reference(*arguments), arguments)
         return expected, self._results(self.oracle(*promote(arguments)), arguments)
 
@@ -145,15 +147,16 @@ class _Checker:
             return Parity(float("inf"), 0.0, float("inf"), 0.0, False, message)
         parity = self._parity(got, arguments, 1)
         if self.op and not parity.ok and math.isfinite(parity.error):
-            # Of half a million elements one may err more than all of the reference's by chance.
+            # Of half a million elements one may by chance have a larger error than all of the
+            # reference's. So before failing, the reference's error is sampled in more calls.
             parity = self._parity(got, arguments, len(FACTORS) + 1)
         return parity
 
 
 class OpChecker(_Checker):
-    """For ``checker(result, arguments)`` of one op, arguments being those of ``reference.<op>``.
+    """Checks one op: ``checker(result, arguments)`` with the arguments of ``reference.<op>``.
 
-    ``gradients_of``: the arguments whose gradients, as `BothWays` returns them, are the result.
+    ``gradients_of``: the result is the gradients of these arguments, as `BothWays` returns them.
     """
 
     def __init__(self, op: str, gradients_of: Sequence[str] = ()) -> None:
@@ -166,14 +169,14 @@ class OpChecker(_Checker):
         return truth(self.op, arguments, self.gradients)
 
 
-#: With more scores than this a sample of the queries is checked.
+#: If attention has more scores than this, only a random sample of the queries is checked.
 MOST_SCORES = 1 << 27
 
 
 class SampledAttentionChecker(_Checker):
-    """For attention too long for an oracle of all scores: a random choice of queries.
+    """Checks a random sample of queries, for attention too long for an oracle of all scores.
 
-    A query's result does not depend on other queries, so each one chosen is checked in full.
+    A query's result does not depend on other queries, so each sampled query is checked in full.
     """
 
     def __init__(self, queries: int = 64) -> None:
@@ -197,7 +200,7 @@ class SampledAttentionChecker(_Checker):
         if mask is not None and mask.shape[-2] != 1:
             mask = mask[:, :, rows]
         if is_causal:
-            # The chosen queries are not the first ones, so causality becomes a mask.
+            # The sampled queries are not the first ones, so causality is converted to a mask.
             past = (torch.arange(key.shape[-2], device=key.device) <= rows[:, None])[None, None]
             if mask is None:
                 mask = past
@@ -213,16 +216,16 @@ class SampledAttentionChecker(_Checker):
 
 
 def checker_of(op: str, arguments: Arguments) -> _Checker:
-    """The checker for calls of that size."""
+    """Returns the checker for calls of that size."""
     if op == "attention" and scores_of(arguments) > MOST_SCORES and arguments[7] == 0.0:
         return SampledAttentionChecker()
     return OpChecker(op)
 
 
 class ModuleChecker(_Checker):
-    """For modules that give one (B, T, ...) tensor, of which only real places count.
+    """Checks modules that return one (B, T, ...) tensor, at positions that are not padding.
 
-    ``real``: gives the bool (B, T) tensor of the places that count.
+    ``real``: returns a bool tensor (B, T), True where the result counts.
     """
 
     def __init__(
@@ -239,6 +242,6 @@ class ModuleChecker(_Checker):
 
 
 class StepChecker(_Checker):
-    """For a training step that returns its loss and its gradients, named in that order."""
+    """Checks a training step that returns its loss and its gradients; ``names`` has that order."""
 
     factor = GRADIENT_FACTOR

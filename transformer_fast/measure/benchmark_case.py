@@ -1,4 +1,4 @@
-"""One case, its candidates, and what comes of it: parity first, then time, then the roof."""
+"""Runs one benchmark case with several candidates: parity check, timing, comparison with the roof."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..testing import Parity
 from . import roof
 from .clock import ORDINARY, Plan, Ratio, Summary, alternate, peak, speed_up, summarise
 
-#: Error allowed for peers, in units of the reference's error. Our own kernels are held to the error
-#: budget; this only has to reject other work or half precision, which errs thousands of times as much.
+#: Error allowed for peers, in units of the reference's error. Our own kernels have to meet the error
+#: budget. This limit only has to reject other computations or low precision, whose errors are
+#: thousands of times as large.
 PEER_FACTOR = 256.0
 
 #: Positional arguments of one call.
@@ -31,7 +32,7 @@ class Candidate:
     name: str
     run: Callable[..., Any] | None
     reason: str | None = None
-    #: Held to the error budget; a wrong result fails the run. Peers: see PEER_FACTOR.
+    #: Ours has to meet the error budget, and a wrong result fails the run. Peers: see PEER_FACTOR.
     ours: bool = True
 
 
@@ -53,23 +54,23 @@ class BenchmarkCase:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     #: The candidate that the dispatcher would choose.
     chosen: str | None = None
-    #: Names of the candidates that others are measured against.
+    #: Names of the candidates that are the baselines of the speed-ups.
     reference: str = "reference"
     torch: tuple[str, ...] = ("torch",)
-    #: The (op, backend) that the dispatcher chose, in modules for each op, and why not the others.
+    #: (op, backend) that the dispatcher chose -> why not the other backends. Modules: one per op.
     inside: Mapping[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
 
 @dataclass
 class Row:
-    """Result of one candidate in one case; all figures are for one input."""
+    """The result of one candidate in one case; all figures are for one input."""
 
     op: str
     case: str
     candidate: str
     ours: bool
     chosen: bool
-    #: Why it was not run, or not timed.
+    #: Why it was not run or not timed.
     reason: str | None = None
     ok: bool | None = None
     error: float | None = None
@@ -78,11 +79,11 @@ class Row:
     samples: list[float] = field(default_factory=list)
     vs_reference: Ratio | None = None
     vs_torch: Ratio | None = None
-    #: Which of torch's candidates was the fastest.
+    #: The fastest of PyTorch's candidates.
     best_torch: str | None = None
-    #: Time at the roof / time taken.
+    #: Time at the roof / measured time.
     roof_share: float | None = None
-    #: The same of fp32's second roof (see `roof`), where it is another one.
+    #: The same for fp32's second roof (see `roof`), if it has one.
     split_share: float | None = None
     bound: str | None = None
     flops: float = 0.0
@@ -93,7 +94,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether it is ours and its result is wrong."""
+        """True if the candidate is ours and its result is wrong."""
         return self.ours and self.ok is False
 
 
@@ -106,7 +107,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def problem_of(error: Exception) -> str:
-    """The first line of an error, with the function that raised it."""
+    """Returns the first line of an error, with the function that raised it."""
     lines = str(error).strip().splitlines()
     where = traceback.extract_tb(error.__traceback__)[-1].name
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
@@ -115,7 +116,7 @@ def problem_of(error: Exception) -> str:
 class Trial:
     """One candidate of a case: its row, and the calls to time.
 
-    Constructing it checks parity. ``able``: it may be timed; the row has the reason why not.
+    The constructor checks parity. ``able``: True if it may be timed; else the row has the reason.
     """
 
     def __init__(self, case: BenchmarkCase, candidate: Candidate) -> None:
@@ -142,7 +143,7 @@ class Trial:
                 result = run(*arguments)
                 parity = self.case.checker(result, arguments)
             except Exception as error:
-                # A peer that raises is reported; a kernel of ours that raises fails the run.
+                # An exception of a peer is reported; one of our kernels fails the run.
                 row.ok, row.reason = (False if row.ours else None), problem_of(error)
                 return False
             for tensor, copy in zip(_tensors(arguments), before, strict=True):
@@ -167,7 +168,7 @@ class Trial:
     def finish(self, samples: Sequence[float], top: roof.Roof | None) -> None:
         """Fills in the row's time and its share of the roof, if the result is still right.
 
-        The result is checked on data that parity has not seen yet.
+        The result is checked once more, on an input that the first parity check did not use.
         """
         assert self.run is not None
         row, arguments = self.row, self.case.inputs[-1][-1]
@@ -216,10 +217,10 @@ def _compare(case: BenchmarkCase, rows: Iterable[Row]) -> None:
 def run_case(
     case: BenchmarkCase, plan: Plan = ORDINARY, probe_before: bool = True, memory: bool = False
 ) -> list[Row]:
-    """Check, time and compare the candidates of one case; a row for each, in their order.
+    """Checks, times and compares the candidates of one case; returns one row for each, in order.
 
-    No gradients are recorded, unless a candidate turns them on. ``probe_before=False`` saves one
-    of the two measurements of the roof; ``memory=True`` adds the peak memory.
+    Autograd is off, unless a candidate enables it. ``probe_before=False`` saves one of the two
+    measurements of the roof; ``memory=True`` adds the peak memory.
     """
     trials = [Trial(case, candidate) for candidate in case.candidates]
     able = {trial.row.candidate: trial for trial in trials if trial.able}

@@ -1,4 +1,4 @@
-"""A recorder of the kernel calls that ran, and calls forced on a backend."""
+"""Records which kernels ran, and forces calls to run on a given backend."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from ..testing import call_of
 
 @dataclass
 class Record:
-    """The backends that a block of code ran on."""
+    """The kernel calls of a block of code."""
 
-    #: How often each (op, backend) ran.
+    #: Number of calls of each (op, backend).
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     #: For the first call of each (op, backend): why other backends were not selected.
     reasons: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def backends(self) -> str:
-        """As 'cpu+torch'."""
+        """Sorted names of the backends that ran, such as 'cpu+torch'."""
         return "+".join(sorted({backend for _, backend in self.calls}))
 
 
 def _sublayers(kinds: Sequence[int], eps: Sequence[float]) -> list[str]:
-    """Names of what a call of layers runs, given the kinds of one layer and each sub-layer's eps."""
+    """Names the sub-layers that a call of several layers runs.
+
+    ``kinds``: the kinds of one layer's sub-layers (2: feed-forward). ``eps``: one value per sub-layer
+    of all layers.
+    """
     names = ["feed_forward sub-layer" if kind == 2 else "attention sub-layer" for kind in kinds]
     return names * (len(eps) // len(kinds))
 
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """Records every kernel call in the block. Single-threaded; slows calls down."""
+    """Context manager that records every kernel call. Not thread-safe; slows calls down."""
     found = Record()
 
     def watch(kernel: Kernel) -> Kernel:
@@ -81,7 +85,7 @@ def record() -> Iterator[Record]:
 
 
 def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
-    """``run`` with all ops on ``backend``; None: the dispatcher's choice."""
+    """Wraps ``run`` so that all ops run on ``backend``; None: the dispatcher's choice."""
     if backend is None:
         return run
 

@@ -1,10 +1,10 @@
-"""Benchmark cases of ops, of modules beside those of torch.nn with the same weights, and of
-Transformers; and text to run them on.
+"""Benchmark cases of ops, modules and Transformers, and the text that they run on.
 
-The text is English that every Python installation carries: the paragraphs of Python's own language
-reference (`pydoc_data.topics`), as bytes, in the order in which they stand there. Their lengths vary
-as lengths of paragraphs do, so batches of them have the padding that real batches have. What is
-shorter than a sentence (headings, lines of grammar) is left out.
+Modules are compared with those of torch.nn with the same weights.
+
+The text is English that every Python installation has: the paragraphs of Python's language reference
+(`pydoc_data.topics`), as bytes, in their original order. Paragraph lengths vary, so batches have the
+padding of real batches. Paragraphs shorter than a sentence (headings, lines of grammar) are omitted.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from .accuracy import (
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .calls import forced, record
 
-#: Tokens are bytes; these two come after them.
+#: Tokens are bytes (0 to 255), and these two.
 PADDING = 256
 BEGIN = 257
 VOCABULARY = 258
 
+#: Minimum length of a paragraph in bytes.
 _SHORTEST = 80
 
 
 @functools.cache
 def paragraphs() -> tuple[bytes, ...]:
-    """About 1,700 paragraphs, 400 kB."""
+    """Returns about 1,700 paragraphs, 400 kB."""
     from pydoc_data.topics import topics
 
     found = []
@@ -64,9 +65,9 @@ def paragraphs() -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Paragraphs side by side."""
+    """A padded batch of paragraphs."""
 
-    #: (B, T) int64, PADDING behind the end.
+    #: (B, T) int64, PADDING beyond each length.
     tokens: Tensor
     #: (B,) int64.
     lengths: Tensor
@@ -78,7 +79,7 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether there is no padding."""
+        """True if there is no padding."""
         return bool((self.lengths == self.tokens.shape[1]).all())
 
     def to(self, device: torch.device | str) -> Batch:
@@ -86,7 +87,7 @@ class Batch:
 
 
 def batch(texts: list[bytes], longest: int, begin: bool = False) -> Batch:
-    """One batch of ``texts``, each cut after ``longest`` tokens, with BEGIN in front if asked."""
+    """Returns a batch of ``texts``, each cut to ``longest`` tokens; ``begin``: prepends BEGIN."""
     rows = [torch.tensor([BEGIN] * begin + list(text))[:longest] for text in texts]
     lengths = torch.tensor([len(row) for row in rows])
     return Batch(pad_sequence(rows, batch_first=True, padding_value=PADDING), lengths)
@@ -103,17 +104,17 @@ def _take(count: int, size: int, after: int = 0) -> list[list[bytes]]:
 
 
 def batches(count: int, size: int, longest: int = 512) -> list[Batch]:
-    """``count`` batches of ``size`` consecutive paragraphs."""
+    """Returns ``count`` batches of ``size`` consecutive paragraphs."""
     return [batch(texts, longest) for texts in _take(count, size)]
 
 
 def pairs(count: int, size: int, longest: int = 256) -> list[tuple[Batch, Batch]]:
-    """(source, target) batches for teacher forcing: each paragraph's target is the next one."""
+    """Returns (source, target) batches for teacher forcing; the target is the next paragraph."""
     targets = [batch(texts, longest, begin=True) for texts in _take(count, size, 1)]
     return list(zip(batches(count, size, longest), targets, strict=True))
 
 
-#: The reference is left out where attention's scores take more bytes; it holds several copies.
+#: The reference is not run if attention's scores take more bytes than this; it holds several copies.
 _MOST_SCORE_BYTES = 3 << 30
 
 
@@ -127,7 +128,7 @@ def _op_on(op: str, backend: str, arguments: Arguments) -> Candidate:
         if size > _MOST_SCORE_BYTES:
             reason = f"its scores alone would take {size / 2**30:.0f} GiB"
     if not reason and backend == "triton" and arguments[0].device.type == "cpu":
-        reason = "it would run in Triton's interpreter, whose speed says nothing"
+        reason = "it would run in Triton's interpreter, whose speed is meaningless"
     return Candidate(backend, None if reason else kernel.run, reason or None)
 
 
@@ -136,8 +137,8 @@ def _op_of_torch(op: str, arguments: Arguments) -> Candidate:
     return Candidate("torch", None if reason else OPS[op].pytorch, reason, ours=False)
 
 
-#: Cost of forward and backward: backward computes two products for each of the forward's, reads the
-#: inputs and the upstream gradient, and writes the gradients.
+#: Cost of forward and backward, in units of forward. Backward computes two products for each of
+#: forward's, reads the inputs and the upstream gradient, and writes the gradients.
 TIMES_FORWARD = 3.0
 
 
@@ -150,10 +151,13 @@ def op_case(
     peers: Sequence[Candidate] = (),
     gradients: bool = False,
 ) -> BenchmarkCase:
-    """The case for these inputs (see `BenchmarkCase.inputs`); always includes the reference and torch.
+    """Returns the benchmark case of an op; it always includes the reference and PyTorch.
 
-    ``backends``: which get a row; a backend that cannot run the call is listed with the reason.
-    ``gradients``: forward and backward; all inputs must then have the same shapes.
+    Args:
+        inputs: see `BenchmarkCase.inputs`.
+        backends: those that get a row; one that cannot run the call is listed with the reason.
+        peers: further candidates.
+        gradients: time forward and backward; all inputs must then have the same shapes.
     """
     if gradients:
         inputs = [[require_grad(op, arguments) for arguments in calls] for calls in inputs]
@@ -163,7 +167,7 @@ def op_case(
     candidates = [_op_on(op, name, first) for name in BACKENDS if name in wanted]
     explanation = dispatch.explain_call(call_of(op, first))
     choice = explanation.backend
-    # The same op in both cases; as the dispatcher's choice it is held to our error budget.
+    # The same op in both cases. If it is the dispatcher's choice, it has to meet our error budget.
     as_choice = choice == "torch"
     candidates.append(_op_on(op, "torch", first) if as_choice else _op_of_torch(op, first))
     if gradients:
@@ -187,23 +191,23 @@ def op_case(
     )
 
 
-#: Runs a module on one call's arguments.
+#: Calls a module with one call's arguments.
 Forward = Callable[..., Tensor]
-#: From a call's arguments: (flops, useful flops, bytes).
+#: A call's arguments -> (FLOPs, useful FLOPs, bytes).
 Work = Callable[..., tuple[float, float, float]]
 
-#: Candidates of which the fastest stands for PyTorch.
+#: PyTorch's candidates; speed-ups are relative to the fastest of them.
 OF_TORCH = ("torch eager", "torch fast path", "torch.compile")
 
 
 @contextmanager
 def fast_path(enabled: bool) -> Iterator[None]:
-    """torch.nn's fused inference path, on or off within the block."""
+    """Context manager that enables or disables the fused inference path of torch.nn."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
         with warnings.catch_warnings():
-            # The fast path converts padded batches to nested tensors, which warn.
+            # The fast path converts padded batches to nested tensors, which emit a warning.
             warnings.filterwarnings("ignore", message=".*nested tensors.*")
             yield
     finally:
@@ -211,12 +215,12 @@ def fast_path(enabled: bool) -> Iterator[None]:
 
 
 def with_fast_path(run: Forward, enabled: bool) -> Forward:
-    """``run`` with torch.nn's fast path on or off."""
+    """Wraps ``run`` so that the fast path of torch.nn is enabled or disabled."""
     return fast_path(enabled)(lambda *arguments: run(*arguments))
 
 
 def compiled(module: nn.Module) -> Forward:
-    """The module under torch.compile, without the fast path, whose ops cause graph breaks."""
+    """Compiles a module by torch.compile, without the fast path, whose ops cause graph breaks."""
     torch._dynamo.reset()
     return with_fast_path(torch.compile(module, dynamic=False), False)
 
@@ -224,11 +228,11 @@ def compiled(module: nn.Module) -> Forward:
 def twins(
     make: Callable[[Any], nn.Module], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[nn.Module, nn.Module]:
-    """``make(nn)`` for our namespace and for torch's, with the same state_dict, in eval mode."""
+    """Returns ``make(nn)`` for our namespace and for torch's, with equal weights, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs = make(torch.nn)
-        # Freshly initialized norms and biases are exactly 1 and 0, which would hide errors.
+        # Norm weights and biases are initialized to exactly 1 and 0, which would hide errors.
         with torch.no_grad():
             for parameter in theirs.parameters():
                 if parameter.dim() == 1:
@@ -263,15 +267,15 @@ def module_case(
     backends: Sequence[str | None] = (None,),
     peers: Sequence[Candidate] = (),
 ) -> BenchmarkCase:
-    """A benchmark case between two modules with the same state_dict, both in evaluation mode.
+    """Returns a benchmark case of two modules with the same state_dict, both in eval mode.
+
+    The oracle is ``theirs`` in fp64 on PyTorch's eager path. The unit of the error budget is the
+    error of ``ours`` on the reference backend, in the dtype under test.
 
     Args:
-        real: from a call's arguments, a bool tensor (B, T): the places whose results count.
-        work: what it costs; only real places are useful.
-        backends: what ``ours`` is run on; None is the dispatcher's choice.
-
-    The oracle is ``theirs`` in fp64 on torch's eager path, and the error that is allowed is that of
-    ``ours`` on the reference backend, in the dtype under test.
+        real: returns a bool tensor (B, T) from a call's arguments, True where results count.
+        work: returns the cost of a call; useful FLOPs exclude padding.
+        backends: backends to run ``ours`` on; None is the dispatcher's choice.
     """
     first = inputs[0][0]
     parameters = next(theirs.parameters())
@@ -310,12 +314,12 @@ def module_case(
     )
 
 
-#: Makes peers for the module of torch.nn that they are to equal, and the arguments of a call.
+#: (module of torch.nn, arguments of a call) -> peers, which must compute the module's result.
 Peers = Callable[[nn.Module, Arguments], Sequence[Candidate]]
 
 
 class Size(NamedTuple):
-    """The paper's base model, unless told otherwise (table 3)."""
+    """Dimensions of a model; the defaults are those of the paper's base model (table 3)."""
 
     model: int = 512
     heads: int = 8
@@ -328,7 +332,7 @@ class Size(NamedTuple):
         return f"{self.model}/{self.heads}/{self.hidden}"
 
 
-# Arithmetic, 2 for each multiply-add. ``pairs``: how many (query, key) pairs there are.
+# FLOPs, 2 for each multiply-add. ``pairs``: number of (query, key) pairs.
 
 
 def encoder_layer_flops(size: Size, rows: float, pairs: float) -> float:
@@ -343,14 +347,14 @@ def decoder_layer_flops(
 
 
 def real_places(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-    """(B, T) bool: where an encoder's results count."""
+    """Returns a bool tensor (B, T), True where an encoder's results count."""
     if padding is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     return ~padding
 
 
 def encoder_work(size: Size, weights: float, layers: int = 1) -> Callable[..., Any]:
-    """What a call of that many encoder layers costs, with ``weights`` bytes of parameters."""
+    """Returns the cost function of ``layers`` encoder layers with ``weights`` bytes of parameters."""
 
     def work(x: Tensor, mask: None, padding: Tensor | None) -> tuple[float, float, float]:
         batch, length, _ = x.shape
@@ -371,9 +375,9 @@ def encoder_case(
     peers: Peers = lambda module, arguments: (),
     layers: int | None = None,
 ) -> BenchmarkCase:
-    """One layer, or a `TransformerEncoder` of ``layers``.
+    """Returns the case of one encoder layer, or of a `TransformerEncoder` of ``layers``.
 
-    Calls are (x, None, padding): x (B, T, M), padding (B, T) bool, True = hidden, or None.
+    Calls are (x, None, padding): x (B, T, M); padding (B, T) bool, True = masked out, or None.
     """
     x, _, _ = inputs[0][0]
 
@@ -389,7 +393,7 @@ def encoder_case(
 
 
 class Seq2Seq(nn.Module):
-    """The paper's model on tokens, from the classes of ``nn``: torch's namespace or ours."""
+    """The paper's model on tokens, built from the classes of ``nn``: torch's namespace or ours."""
 
     positions: Tensor
 
@@ -407,11 +411,11 @@ class Seq2Seq(nn.Module):
         return self.embedding(tokens) + self.positions[: tokens.shape[1]]
 
     def forward(self, source: Batch, target: Batch) -> Tensor:
-        """Logits (B, T, vocabulary) for the token after each of the target's (teacher forcing)."""
+        """Returns logits (B, T, vocabulary) of the token after each target token (teacher forcing)."""
         return self.output(self.decoded(source, target))
 
     def decoded(self, source: Batch, target: Batch) -> Tensor:
-        """(B, T, M), what `output` is applied to."""
+        """Returns the decoder's output (B, T, M), the input of the layer `output`."""
         length = target.tokens.shape[1]
         future = torch.ones(length, length, dtype=torch.bool, device=target.tokens.device).triu(1)
         hidden = None if source.full else ~source.real
@@ -427,7 +431,7 @@ class Seq2Seq(nn.Module):
 
 
 def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any]:
-    """What a call of `Seq2Seq` costs."""
+    """Returns the cost function of `Seq2Seq`; ``item``: bytes of an element."""
 
     def flops(rows: float, keys: float, own: float, past: float, cross: float) -> float:
         encoder = encoder_layer_flops(size, keys, own)
@@ -460,7 +464,7 @@ def transformer_case(
     backends: Sequence[str | None] = (None,),
     peers: Peers = lambda module, arguments: (),
 ) -> BenchmarkCase:
-    """Calls are (source, target), both `Batch`."""
+    """Returns the case of `Seq2Seq`; calls are (source, target), both `Batch`."""
     ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)
     work = transformer_work(size, parameter_bytes(theirs), dtype.itemsize)
     offered = peers(theirs, inputs[0][0])

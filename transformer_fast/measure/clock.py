@@ -1,5 +1,6 @@
-"""What calls take: interleaved timing of several candidates in one process, by the host's clock or by
-CUDA events; statistics of the samples; peak memory.
+"""Time and memory of calls: interleaved timing, statistics of the samples, peak memory.
+
+Several candidates are timed in one process, by the host's clock or by CUDA events.
 
 On a shared machine speed drifts by tens of per cent within seconds. Samples of different candidates
 are therefore interleaved: drift affects all of them alike and cancels in their ratio.
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a case is timed."""
+    """Limits on the time that the timing of a case takes."""
 
     #: Timing stops after this many rounds, or after `seconds` but not before `least` rounds.
     rounds: int = 40
@@ -44,7 +45,7 @@ class Plan:
     rest: float = 0.1
 
 
-#: For continuous integration, for ordinary runs, and for published figures.
+#: Plans for continuous integration, for ordinary runs, and for published figures.
 QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005, rest=0.02)
 ORDINARY = Plan()
 THOROUGH = Plan(rounds=60, seconds=10.0, least=11, sample=0.010)
@@ -59,7 +60,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _wait_for_threads(most: float) -> None:
-    """Sleep until all threads of this process are idle."""
+    """Sleeps until all threads of this process are idle, at most ``most`` seconds."""
     step = 0.001
     until = time.perf_counter() + most
     while time.perf_counter() < until:
@@ -70,7 +71,7 @@ def _wait_for_threads(most: float) -> None:
 
 
 def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.device) -> float:
-    """Seconds per call, each call on the next input."""
+    """Returns the seconds per call; each call uses the next input."""
     _synchronize(device)
     start = time.perf_counter_ns()
     for i in range(repeats):
@@ -82,7 +83,7 @@ def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.dev
 def in_rounds(
     names: Iterable[str], plan: Plan, sample: Callable[[str, int], _T]
 ) -> dict[str, list[_T]]:
-    """``sample(name, round)`` for each name in each round, in shuffled order, without the GC."""
+    """Calls ``sample(name, round)`` for each name in each round, shuffled, with the GC disabled."""
     order = list(names)
     samples: dict[str, list[_T]] = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
@@ -109,7 +110,7 @@ def alternate(
     plan: Plan = ORDINARY,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[float]]:
-    """Seconds per call of each candidate, one sample per round.
+    """Returns seconds per call of each candidate, one sample per round.
 
     All candidates get the same inputs in a round; inputs change from call to call. Candidates must
     have run before (the parity check does that).
@@ -134,7 +135,7 @@ class Times(NamedTuple):
     """Seconds of one call."""
 
     device: float
-    #: Time that the host takes to launch it.
+    #: Time in which the host launches it.
     host: float
 
 
@@ -142,11 +143,11 @@ class Clock(Protocol):
     """Times consecutive calls."""
 
     def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
-        """Mean times of one call; ``host``: estimate of the host's time."""
+        """Returns the mean times of one call; ``host``: an estimate of the host's time in seconds."""
 
 
 class DeviceClock:
-    """CUDA events. The device sleeps until all launches are queued, so it never waits for the host."""
+    """Times by CUDA events. The device sleeps until all launches are queued, so it never idles."""
 
     #: Cycles of sleep per second of host time; above any GPU's clock rate.
     CYCLES = 4e9
@@ -175,15 +176,15 @@ class DeviceClock:
             # The estimate was too low, or the launches filled the stream's queue (about 1000) and
             # the host had to wait for the device.
             host, repeats = 4 * host, max(1, repeats // 2)
-        return times  # too late each time: the call itself synchronizes
+        return times  # every attempt was late, so the call itself synchronizes
 
 
-#: Seven rounds, however long they take.
+#: Seven rounds, without a time limit.
 _ON_DEVICE = Plan(rounds=7, seconds=math.inf, sample=2e-3)
 
 
 def in_turn(calls: Mapping[str, Call], inputs: int, clock: Clock) -> dict[str, list[Times]]:
-    """`alternate` by a clock that tells the device's time from the host's."""
+    """Like `alternate`, with a clock that measures the device's and the host's time separately."""
     plans = {}
     for name, call in calls.items():
         clock(call, inputs, 2)
@@ -220,12 +221,12 @@ class Ratio(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes 1."""
+        """True if the interval excludes 1."""
         return self.low > 1.0 or self.high < 1.0
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Median and quartiles of at least one sample."""
+    """Returns median and quartiles; requires at least one sample."""
     if not samples:
         raise ValueError("samples must not be empty")
     points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
@@ -236,7 +237,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 def bootstrap(
     series: Sequence[Sequence[float]], seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The median of each series, and (series, 2000) medians of draws of whole rounds (bootstrap)."""
+    """Returns each series' median, and the medians (series, 2000) of bootstrap samples of rounds."""
     paired = torch.tensor([list(one) for one in series], dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     rounds = torch.randint(paired.shape[1], (_RESAMPLES, paired.shape[1]), generator=generator)
@@ -244,16 +245,16 @@ def bootstrap(
 
 
 def interval(draws: torch.Tensor) -> tuple[float, float]:
-    """Percentiles 2.5 and 97.5."""
+    """Returns the percentiles 2.5 and 97.5, the bounds of a 95 % confidence interval."""
     low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 
 def speed_up(base: Sequence[float], ours: Sequence[float]) -> Ratio:
-    """``median(base) / median(ours)``: above 1, ours is the faster.
+    """Returns ``median(base) / median(ours)``; above 1, ours is the faster.
 
-    The samples are pairs, taken in the same rounds. The interval is the bootstrap's over whole
-    rounds, so drift that hits both candidates cancels.
+    The samples are pairs, taken in the same rounds. The bootstrap resamples whole rounds, so drift
+    that affects both candidates cancels.
     """
     if len(base) != len(ours) or not base:
         raise ValueError(
@@ -284,11 +285,11 @@ def _trim() -> None:
 
 
 def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int | None:
-    """Peak bytes that ``call`` allocates, its result included; None where it cannot be measured.
+    """Returns the peak bytes that ``call`` allocates, its result included; None if not measurable.
 
-    On the CPU the peak resident set size (Linux), which includes memory outside torch's allocator.
-    Buffers that a library keeps between calls are not counted; those of `transformer_fast.memory`
-    are.
+    On the CPU it is the peak resident set size (Linux), which includes memory outside PyTorch's
+    allocator. Buffers that libraries keep between calls are not counted, but those of
+    `transformer_fast.memory` are, because they are released before the call.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -300,7 +301,7 @@ def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int 
         return int(torch.cuda.max_memory_allocated(device)) - before
     try:
         _trim()
-        _CLEAR.write_text("5", encoding="ascii")  # "the highest so far" becomes "now"
+        _CLEAR.write_text("5", encoding="ascii")  # resets VmHWM, the peak resident set size
         before = _resident("VmRSS")
         call()
         return max(0, _resident("VmHWM") - before)

@@ -1,5 +1,7 @@
-"""Checking and timing of GPU kernels, for `prove`, `compare` and `benchmarks.gpu`, in subprocesses,
-which isolate crashes and hangs."""
+"""Checks and times GPU kernels, for `prove`, `compare` and `benchmarks.gpu`.
+
+They run in subprocesses, which isolate crashes and hangs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_no_gpu(command: str) -> str | None:
-    """Why a command cannot measure a GPU here, in a sentence, or None."""
+    """Returns the reason why ``command`` cannot measure a GPU here, or None."""
     if torch.cuda.is_available():
         return None
     has = "no GPU" if torch.version.cuda else f"torch {torch.__version__} without CUDA"
@@ -38,23 +40,23 @@ def why_no_gpu(command: str) -> str | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache: a GPU's L2; elsewhere a guess."""
+    """Returns the size of the last-level cache: the L2 of a GPU, or an estimate for other devices."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return 32 << 20
 
 
 def copies_for(size: float, device: torch.device) -> int:
-    """How many inputs of ``size`` bytes to cycle through so that none is still in the cache."""
+    """Returns how many inputs of ``size`` bytes to cycle through so that each is out of the cache."""
     return max(2, min(32, -int(-2.5 * cache_bytes(device) // max(1.0, size))))
 
 
-#: GPU memory of a process: its context alone, and with what checking results needs.
+#: GPU memory of a process in bytes: for the CUDA context alone, and for checking results.
 CONTEXT_BYTES, CHECK_BYTES = 1 << 30, 16 << 30
 
 
 def most_processes(memory: int) -> int:
-    """Maximum number of concurrent processes, by processors and free GPU memory."""
+    """Returns the maximum number of concurrent processes, by CPUs and free GPU memory."""
     free, _ = torch.cuda.mem_get_info()
     return max(1, min(os.cpu_count() or 1, free // memory))
 
@@ -78,29 +80,29 @@ class Trial:
         self.checker = OpChecker(self.op, list(leaves(self.op, self.inputs[0])))
 
     def work(self, run: Callable[..., Any]) -> Call:
-        """The call to time, of a function with the reference's signature."""
+        """Returns the call to time, for a function with the reference's signature."""
         run = BothWays(self.op, run) if self.gradients else run
         return lambda i: run(*self.inputs[i])
 
     @torch.no_grad()
     def parity(self, work: Call, number: int = 0) -> Parity:
-        """Accuracy of the results, or gradients, on an input."""
+        """Checks the results or gradients on input ``number``."""
         with nan_memory():
             got = work(number)
         return self.checker(got, self.inputs[number])
 
     def check(self, work: Call, number: int = 0) -> tuple[Parity | None, str | None]:
-        """`parity` (None if ``work`` raises), and what is wrong, or None."""
+        """Returns the parity (None if ``work`` raises), and the problem or None."""
         try:
             parity = self.parity(work, number)
-        except torch.OutOfMemoryError:  # which the reference may have needed
+        except torch.OutOfMemoryError:  # may be caused by the reference, not by the kernel
             raise
         except Exception as error:
             return None, problem_of(error)
         return parity, None if parity.ok else str(parity)
 
     def torchs(self) -> dict[str, Callable[..., Any]]:
-        """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
+        """Returns PyTorch's candidates: the backend `torch`, and the code that a user would write."""
         found = {
             kernel.backend: kernel.run
             for kernel in dispatch.kernels(self.op)
@@ -110,15 +112,15 @@ class Trial:
 
 
 class Finding(NamedTuple):
-    """A verdict, and what it is made of."""
+    """A verdict, with the errors and times that it is based on."""
 
     verdict: Verdict
-    #: Largest error against fp64 on the input checked last, and in units of the reference's; None
-    #: where the kernel raised.
+    #: Largest error against fp64 on the input checked last; the same in units of the reference's
+    #: error. None if the kernel raised.
     error: float | None
     error_ratio: float | None
-    #: Seconds of one call in each round, on the device or on the host, whichever took longer; the
-    #: same of PyTorch's best. Empty where nothing was timed.
+    #: Seconds of one call in each round, the longer of device and host; the same of PyTorch's fastest
+    #: candidate. Empty if not timed.
     samples: list[float]
     torch_samples: list[float]
 
@@ -131,9 +133,10 @@ def checker(
     clock: Clock,
     kernels: Sequence[Kernel] | None = None,
 ) -> list[Finding]:
-    """What is to be said of those kernels (None: of all that need a proof) which take such calls.
+    """Checks and times those of ``kernels`` that support the case; one finding for each.
 
-    They are checked before they are timed, and once more afterwards, on another input.
+    Results are checked before the timing, and once more afterwards on another input. ``kernels``:
+    None stands for all that need validation.
     """
     if kernels is None:
         kernels = [one for one in dispatch.kernels(case.op) if one.proven is not None]
@@ -150,7 +153,7 @@ def checker(
         with torch.no_grad():
             for name, run in trial.torchs().items():
                 work = trial.work(run)
-                with suppress(Exception):  # PyTorch has no way to do this work
+                with suppress(Exception):  # PyTorch does not support this call
                     work(0)
                     rivals[name] = work
             samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
@@ -160,7 +163,7 @@ def checker(
     fastest = min(rivals, key=lambda name: max(times[name]), default="")
     best = times.get(fastest, none)
     about = str(dtype)[6:], shape_class(trial.call), gradients
-    lonely = "PyTorch has nothing to compare it with" if best is none else None
+    lonely = "PyTorch has no equivalent to compare it with" if best is none else None
     found = []
     for name, (parity, problem) in checks.items():
         measured = *times.get(name, none), *best
@@ -178,7 +181,7 @@ def class_of(case: GpuCase) -> str:
 
 
 def cases_of(op: str, short: bool = False) -> list[GpuCase]:
-    """Of an op; ``short``: only those of the classes in `COMMON`, class by class."""
+    """Returns the cases of an op; ``short``: only those of classes in `COMMON`, sorted by class."""
     cases = [case for case in GPU_CASES if case.op == op]
     if not short:
         return cases
@@ -187,7 +190,7 @@ def cases_of(op: str, short: bool = False) -> list[GpuCase]:
 
 
 def trials(op: str, short: bool = False) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
-    """What is checked, one after the other."""
+    """Yields what to check: (case, dtype, with gradients)."""
     for case in cases_of(op, short):
         for dtype in DTYPES:
             for gradients in (False, True) if case.gradients else (False,):
@@ -195,8 +198,7 @@ def trials(op: str, short: bool = False) -> Iterator[tuple[GpuCase, torch.dtype,
 
 
 def worst(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Of each class the verdict that speaks most against the kernel: all of its cases have to be right
-    and faster."""
+    """Returns the worst verdict of each class: a kernel has to be right and faster in all its cases."""
     found: dict[tuple[Any, ...], Verdict] = {}
     for verdict in verdicts:
         key = verdict[:5]
@@ -206,7 +208,7 @@ def worst(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 #: Returned by `lines_of` for a command that was still running at ``until``.
-OUT_OF_TIME = "there was no time left"
+OUT_OF_TIME = "the time limit was reached"
 
 
 def lines_of(
@@ -230,7 +232,7 @@ def lines_of(
 
         def timer() -> threading.Timer:
             left = max(0.0, until - time.monotonic())
-            silent = f"it said nothing for {patience:.0f} seconds"
+            silent = f"no output for {patience:.0f} seconds"
             why = silent if patience < left else OUT_OF_TIME
             started = threading.Timer(min(patience, left), give_up, [why])
             started.start()
@@ -243,7 +245,7 @@ def lines_of(
                 take(json.loads(line))
                 waiting = timer()
         except json.JSONDecodeError:
-            give_up("it printed something else")
+            give_up("its output is not JSON")
         except BaseException:
             process.kill()
             raise
@@ -251,7 +253,7 @@ def lines_of(
             waiting.cancel()
         status = process.wait()
         errors.seek(0)
-        last = errors.read().strip().rpartition("\n")[2] or "without a word"
+        last = errors.read().strip().rpartition("\n")[2] or "no error message"
     if problem is None and status != 0:
         problem = f"signal {-status}" if status < 0 else f"status {status}: {last}"
     return problem

@@ -20,7 +20,7 @@ IDENTITY = ("cpu", "logical_cpus", "threads", "isa", "gpu")
 
 
 def cpu_model() -> str:
-    """The processor's name; with family and model if it has no number, as in virtual machines."""
+    """Returns the CPU's name; adds family and model if it has no number, as in virtual machines."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -35,7 +35,7 @@ def cpu_model() -> str:
     return ", ".join([name, *dict.fromkeys(numbers)]) if hidden else name
 
 
-#: Generations of server CPUs: vendor, family, models (None: all), name.
+#: Generations of server CPUs: (vendor, family, models (None: all), name).
 _GENERATIONS: tuple[tuple[str, int, range | None, str], ...] = (
     ("AMD", 23, range(16), "Zen"),
     ("AMD", 23, range(48, 64), "Zen 2"),
@@ -49,15 +49,15 @@ _GENERATIONS: tuple[tuple[str, int, range | None, str], ...] = (
     ("Intel", 6, range(207, 208), "Emerald Rapids"),
     ("Intel", 6, range(173, 175), "Granite Rapids"),
 )
-#: fp32 Gflop/s of a thread that only 512-bit units reach: Zen 4 would need a clock of 5 GHz.
+#: fp32 Gflop/s per thread that only 512-bit units reach; Zen 4 would need a clock of 5 GHz.
 _WIDE_UNITS = 160.0
 
 
 def generation(machine: dict[str, Any]) -> str | None:
-    """'Zen 4', 'Sapphire Rapids', ...: the CPU's generation, by its family and model; None: unknown.
+    """Returns the CPU's generation, such as 'Zen 4', by its family and model; None if unknown.
 
-    Results from before family and model were recorded: AVX-512-BF16 at AMD's is Zen 4, or Zen 5 if the
-    measured peak needs 512-bit units; AMX is Sapphire Rapids or later.
+    Old results have no family and model. In those an AMD CPU with AVX-512-BF16 is Zen 4, or Zen 5 if
+    the measured peak needs 512-bit units; an Intel CPU with AMX is Sapphire Rapids or later.
     """
     name = machine["cpu"]
     numbers = re.search(r"family (\d+), model (\d+)", name)
@@ -75,7 +75,7 @@ def generation(machine: dict[str, Any]) -> str | None:
 
 
 def cpu(machine: dict[str, Any]) -> str:
-    """The CPU's name for people: 'AMD EPYC (Zen 4)' where the generation is known."""
+    """Returns the CPU's name for display, with the generation if known: 'AMD EPYC (Zen 4)'."""
     known = generation(machine)
     if known is None:
         return str(machine["cpu"])
@@ -83,7 +83,7 @@ def cpu(machine: dict[str, Any]) -> str:
 
 
 def governor() -> str | None:
-    """The policy for the clock rate, where the system tells it."""
+    """Returns the CPU frequency governor, or None if the system does not report it."""
     path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     try:
         return path.read_text(encoding="ascii").strip()
@@ -92,7 +92,7 @@ def governor() -> str | None:
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, with '+' if files differ from it; None outside of one."""
+    """Returns the git commit of this checkout, with '+' if files differ; None without a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -111,7 +111,7 @@ def commit() -> str | None:
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Hardware and versions that may affect a measurement on ``device``, ready for JSON."""
+    """Returns hardware and versions that may affect measurements on ``device``; JSON-serialisable."""
     device = torch.device(device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
@@ -133,13 +133,13 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def forced_isa(machine: dict[str, Any]) -> str | None:
-    """The instruction set in use, if the CPU has a higher one; else None."""
+    """Returns the instruction set in use if the CPU supports a higher one, else None."""
     highest = machine.get("cpu_isa")
     return machine["isa"] if highest is not None and machine["isa"] != highest else None
 
 
 def line(machine: dict[str, Any]) -> str:
-    """One line for people."""
+    """Returns a description of the machine in one line, for display."""
     isa = machine["isa"] or "no native module"
     if forced_isa(machine) is not None:
         theirs = f"PyTorch to {machine['torch_isa']}"
@@ -159,13 +159,13 @@ def line(machine: dict[str, Any]) -> str:
 
 
 def peaks_line(machine: dict[str, Any]) -> str:
-    """The machine's arithmetic rates (see `roof.peaks`) in a sentence, or ''."""
+    """Returns a sentence with the machine's arithmetic rates (see `roof.peaks`), or ''."""
     rates = [f"{name} {rate:.0f}" for name, rate in (machine.get("peaks") or {}).items()]
     return f"Measured peaks in Gflop/s: {', '.join(rates)}." if rates else ""
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A file name for the machine's results; one instruction set of several is its end."""
+    """Returns a file name for the machine's results; a forced instruction set is its suffix."""
     text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@[^,]*", " ", machine["cpu"].lower())
     isa = machine.get("cpu_isa") or machine["isa"] or "pure"
     threads = f"{machine['threads']}-threads"
@@ -174,7 +174,7 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What makes two machine lines different machines, in sentences; empty: the same."""
+    """Returns a sentence for each field of `IDENTITY` that differs; empty if the machines are equal."""
     return [
         f"{key} is {one.get(key)!r} in one and {other.get(key)!r} in the other"
         for key in IDENTITY

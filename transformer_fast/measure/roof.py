@@ -1,15 +1,17 @@
-"""The roof: the shortest time in which this machine could do a piece of work.
+"""Roofline: the shortest time in which this machine could do a piece of work.
 
-The longer of arithmetic / peak rate and memory traffic / bandwidth, all rates measured (never read
-from a data sheet) beside the work they measure. On the CPU they are the native module's probes: a
-loop of multiply-adds in registers, and copying and reading as many bytes as the work touches, so
-that work which fits in a cache is held to that cache. What is written is held to the rate of
-copying, with as many bytes of what is read; the rest of the reading to the rate of reading. On a
-GPU they are a large matrix product and a large copy.
+It is the longer of FLOPs / peak rate and memory traffic / bandwidth. All rates are measured, never
+read from a data sheet, and at about the same time as the work. On a GPU the probes are a large matrix
+product and a large copy.
 
-The rates are those of the instruction set in use. On CPUs with AMX fp32 has a second, higher roof:
-a product can be made of six products of bfloat16 pieces, which run on tiles. fp32's own roof, its
-multiply-adds, may then be exceeded, and `Roof.split_seconds` says where the second one is.
+On the CPU the native module's probes measure three rates: multiply-adds in registers, and copying
+and reading as many bytes as the work touches. So work that fits in a cache is compared with that
+cache's bandwidth. The bytes that are written, and as many of those that are read, count at the rate
+of copying; the rest of the reading counts at the rate of reading.
+
+The rates are those of the instruction set in use. On CPUs with AMX fp32 has a second, higher
+roofline: a product can be computed as six products of bfloat16 pieces, which run on AMX tiles. Such
+kernels can exceed fp32's first roofline, its multiply-adds; `Roof.split_seconds` is the second one.
 """
 
 from __future__ import annotations
@@ -22,29 +24,30 @@ import torch
 from .. import _native
 from .clock import DeviceClock
 
-#: probe_copy_bandwidth takes no less per thread.
+#: Smallest buffer that probe_copy_bandwidth accepts, per thread.
 _LEAST_BYTES = 4096
-#: Beyond this, more bytes only take more time: no cache is that large.
+#: Largest buffer to probe. No cache is larger, so the rate would not change, only the probe's time.
 _MOST_BYTES = 1 << 27
-#: Three pieces each; of their nine products the three smallest are beyond fp32's precision.
+#: An fp32 value is split into three pieces; of the nine products of two values' pieces the three
+#: smallest are below fp32's precision and are omitted.
 _PRODUCTS_OF_PIECES = 6.0
-#: Instruction sets with products of bfloat16.
+#: Instruction sets with bfloat16 dot products.
 _BF16_ISAS = ("avx512_bf16", "amx")
 
 
 @dataclass(frozen=True)
 class Roof:
-    """Measured rates, in flop/s and bytes/s, and the work they are applied to."""
+    """Measured rates (in FLOP/s and bytes/s) and the cost of the work (in FLOPs and bytes)."""
 
     peak: float
     #: Bytes read plus bytes written.
     copy: float
     read: float
     flops: float
-    #: Read and written together, and written alone.
+    #: Bytes read plus bytes written; bytes written.
     bytes: float
     written: float
-    #: The rate of fp32 products made of bfloat16 pieces on tiles; None where there are no tiles.
+    #: The rate of fp32 products computed from bfloat16 pieces on AMX tiles; None without AMX.
     split_peak: float | None = None
 
     @property
@@ -58,18 +61,18 @@ class Roof:
 
     @property
     def split_seconds(self) -> float | None:
-        """`seconds` at `split_peak`, where that is higher."""
+        """`seconds` at `split_peak`; None if that is not the higher rate."""
         if self.split_peak is None or self.split_peak <= self.peak:
             return None
         return max(self.flops / self.split_peak, self._moving)
 
     @property
     def bound(self) -> str:
-        """Which of the two limits the work: 'compute' or 'bandwidth'."""
+        """The limit of the work: 'compute' or 'bandwidth'."""
         return "compute" if self.flops / self.peak >= self._moving else "bandwidth"
 
     def better(self, other: Roof | None) -> Roof:
-        """The higher of two measurements of each rate; noise only ever lowers them."""
+        """Returns the higher of two measurements of each rate, since noise can only lower them."""
         if other is None:
             return self
         splits = [peak for peak in (self.split_peak, other.split_peak) if peak is not None]
@@ -83,7 +86,7 @@ class Roof:
 
 
 def why_no_roof(device: torch.device) -> str | None:
-    """Why nothing can be probed on this device, as a sentence, or None."""
+    """Returns the reason why the device cannot be probed, or None."""
     if device.type == "cuda":
         return None
     if device.type != "cpu":
@@ -92,10 +95,10 @@ def why_no_roof(device: torch.device) -> str | None:
 
 
 def peaks(*names: str) -> dict[str, float]:
-    """Arithmetic rates of the instruction set in use, in Gflop/s, with torch's number of threads.
+    """Measures the arithmetic rates of the instruction set in use, in Gflop/s, on PyTorch's threads.
 
-    "fp32" and, where there are such instructions, "bf16"; with tiles also "fp32 of bf16 pieces".
-    ``names``: which to measure, of those that there are; none: all.
+    The rates are "fp32"; "bf16" with bfloat16 instructions; "fp32 of bf16 pieces" with AMX.
+    ``names``: rates to measure, if available; none given: all of them.
     """
     module = _native.module
     if module is None:
@@ -115,7 +118,7 @@ def peaks(*names: str) -> dict[str, float]:
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """Best of five."""
+    """Returns the best rate of five runs."""
     clock = DeviceClock(device)
     work()
     return max(amount / clock(lambda _: work(), 1, 1).device for _ in range(5))
@@ -139,9 +142,9 @@ def probe(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Roof | None:
-    """Measure the rates now, for work of that size; None where nothing can be probed.
+    """Measures the rates now, for work of that size; returns None if the device cannot be probed.
 
-    Takes a few tenths of a second, with torch's number of threads.
+    Takes a few tenths of a second, on PyTorch's number of threads.
     """
     device = torch.device(device)
     if why_no_roof(device) is not None:
@@ -155,11 +158,11 @@ def probe(
     size = int(min(_MOST_BYTES, max(bytes, 4 * _LEAST_BYTES * threads)))
     # The probe copies between two buffers of this size.
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
-    # Copying reads too, so reading is at least as fast, whatever the noise.
+    # A copy reads, too, so reading is at least as fast; a lower measurement is noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
     kind = "bf16" if dtype == torch.bfloat16 and module.isa() in _BF16_ISAS else "fp32"
     split = "fp32 of bf16 pieces" if dtype == torch.float32 else kind
     found = {name: 1e9 * rate for name, rate in peaks(kind, split).items()}
-    # fp16 is computed in fp32; fp64 has half as many lanes.
+    # fp16 is computed in fp32; fp64 has half as many SIMD lanes.
     peak = found.pop(kind) / (2.0 if dtype == torch.float64 else 1.0)
     return Roof(peak, copy, read, flops, bytes, written, found.get(split))
