@@ -505,7 +505,7 @@ def test_weights_that_cannot_be_loaded() -> None:
     ):
         models.load_weights(model, theirs | {"encoder.enc_layers.0.mha.w_q.weight": gate})
     with pytest.raises(
-        ValueError, match=r"embedding\.table\.weight' is one parameter with another"
+        ValueError, match=r"embedding\.table\.weight' shares a parameter with another"
     ):
         models.load_weights(
             small(target_vocab_size=None, norm_first=True),

@@ -1,4 +1,4 @@
-"""The Transformer itself: whole models of `transformer_fast.nn`, and decoding for any decoder.
+"""Whole Transformer models, built from `transformer_fast.nn`, and generation for any decoder.
 
 model = models.Transformer(8000, 6000, pad_token=0, start_token=1, end_token=2)
 logits = model(source, target)
@@ -12,7 +12,7 @@ from .hand_written import *
 from .transformer import *
 from .weights import *
 
-#: All classes and functions above.
+#: All classes and functions imported above.
 __all__ = sorted(
     n for n, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)
 )

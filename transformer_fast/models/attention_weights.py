@@ -1,4 +1,4 @@
-"""Attention weights on request: only the layers asked for compute them."""
+"""Attention weights on request: only the requested layers compute them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 __all__ = ["attention_weights"]
 
-#: Those of MultiheadAttention.forward's arguments that may come by position, from the fifth on.
+#: Arguments of MultiheadAttention.forward that may be positional, from the fifth on.
 _OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
 class _Recorder:
-    """Makes one attention compute each head's weights, and hides that from its caller."""
+    """Makes one attention compute the weights of each head, without changing what its caller gets."""
 
     def __init__(self, name: str, found: dict[str, Tensor]) -> None:
         self.name, self.found = name, found
@@ -46,30 +46,29 @@ def attention_weights(
     *names: str,
     read: Callable[[torch.nn.Module, Any], Tensor] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Within the block, the attention weights that ``model`` computes: {name: (B, H, T, S)}.
+    """Context manager that collects the attention weights of ``model``: {name: (B, H, T, S)}.
 
         with attention_weights(model, "decoder.*.multihead_attn") as weights:
             model(source, target)
         weights["decoder.stack.layers.0.multihead_attn"]
 
-    Each name gives the last call's weights, after dropout, detached. Attentions that are not asked
-    for run as ever. Works for every model built of torch.nn.MultiheadAttention or ours. Generation
-    within the block recomputes all tokens at each step, so that the weights are those of the whole
-    sequence.
+    Each name maps to the weights of the last call, after dropout, detached. Other attentions run as
+    usual. Works for every model with torch.nn.MultiheadAttention or this package's. Generation inside
+    the block recomputes all tokens at each step, so that the weights cover the whole sequence.
 
-    Modules that were written by hand compute their weights anyway; ``read`` says where they are:
+    Hand-written modules compute their weights anyway; ``read`` returns them:
 
         with attention_weights(model, "*.src_attn", read=lambda module, output: module.attn) as weights:
             model(source, target, source_mask, target_mask)
 
     Args:
-        names: which attentions, as in ``model.named_modules()``, "*" standing for anything; none
-            means all.
-        read: function of a module and what it returned, to its weights (B, H, T, S). The names then
-            are those of any modules. None: the modules are torch.nn.MultiheadAttention or ours.
+        names: names of attentions as in ``model.named_modules()``, where "*" matches anything; no
+            names: all attentions.
+        read: function of a module and its output that returns the weights (B, H, T, S). The names may
+            then be of any modules. None: the modules are torch.nn.MultiheadAttention or subclasses.
 
     Raises:
-        ValueError: no attention of the model fits a name; ``read`` without a name.
+        ValueError: a name matches no attention of the model, or ``read`` is given without names.
     """
     attentions = {
         name: module

@@ -1,4 +1,4 @@
-"""From token ids and positions to vectors, and back: the first and the last step of all models."""
+"""Token embeddings, position encodings and the output projection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LearnedPositions", "OutputProjection", "SinusoidalPositions", "Token
 
 
 class Positions(torch.nn.Module):
-    """A table (max_len, M) of position vectors; ``forward(length, start)`` gives (length, M).
+    """A table (max_len, M) of position vectors; ``forward(length, start)`` returns (length, M).
 
     Raises:
         ValueError: start + length exceeds max_len.
@@ -39,10 +39,10 @@ class Positions(torch.nn.Module):
         self.reset_parameters()
 
     def _keep(self, table: Tensor) -> None:
-        """For the two classes below; others set ``table`` themselves."""
+        """Sets the table of the two subclasses below; other subclasses set ``table`` themselves."""
 
     def reset_parameters(self) -> None:
-        """For those whose table is computed or drawn."""
+        """Initialise the table; for subclasses that compute or draw it."""
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > self.max_len:
@@ -58,7 +58,7 @@ class Positions(torch.nn.Module):
 class SinusoidalPositions(Positions):
     """``PE(p, 2i) = sin(p / 10000^(2i/M))``, ``PE(p, 2i+1) = cos(p / 10000^(2i/M))``.
 
-    The table is computed in fp64 and rounded once; it is no parameter and not in the state_dict.
+    The table is computed in fp64 and rounded once. It is not a parameter and not in the state_dict.
 
     Source: "Attention Is All You Need", section 3.5.
     """
@@ -67,7 +67,7 @@ class SinusoidalPositions(Positions):
         self.register_buffer("table", table, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Compute the table (again, after ``to_empty`` on a model that was built on "meta")."""
+        """Compute the table; call it again after ``to_empty`` on a model built on "meta"."""
         if self.table.is_meta:
             return
         place = torch.arange(self.max_len, dtype=torch.float64)[:, None]
@@ -78,7 +78,7 @@ class SinusoidalPositions(Positions):
 
 
 class LearnedPositions(Positions):
-    """A trained vector for each position.
+    """A learned vector for each position.
 
     Source: "Attention Is All You Need", section 3.5, the alternative to the sinusoids.
     """
@@ -97,7 +97,7 @@ def make_positions(
     device: torch.types.Device,
     dtype: torch.dtype | None,
 ) -> Positions | None:
-    """The module for ``positions="sinusoidal"``, ``"learned"`` or None."""
+    """Returns the module for ``positions="sinusoidal"``, ``"learned"`` or None."""
     if kind is None:
         return None
     kinds = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
@@ -112,12 +112,13 @@ class TokenEmbedding(torch.nn.Module):
     Args:
         vocab_size: number V of token ids.
         d_model: size M of the vectors.
-        embedding_size: size E of the table's rows; where it is not M, a matrix P (M, E) follows.
-            None means M.
-        positions: module that gives the position vectors; None adds none.
+        embedding_size: size E of the table's rows; if it differs from M, a matrix P (M, E) follows.
+            None: M.
+        positions: module that returns the position vectors; None: no positions.
         dropout: probability of dropping an element of the sum.
-        scale: multiplies the table's rows; None means sqrt(E), the paper's.
-        pad_token: its row starts as zeros and gets no gradient from look-ups; None: no such row.
+        scale: factor of the table's rows; None: sqrt(E), as in the paper.
+        pad_token: token whose row is initialised to zeros and gets no gradient from look-ups; None: no
+            such token.
 
     Source: "Attention Is All You Need", sections 3.4, 3.5 and 5.4.
     """
@@ -163,7 +164,7 @@ class TokenEmbedding(torch.nn.Module):
             torch.nn.init.xavier_uniform_(self.projection.weight)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Vectors of tokens (B, L) whose first stands at position ``start``."""
+        """Returns the vectors of tokens (B, L), the first of which is at position ``start``."""
         return self.dropout(self.vectors(tokens, start))
 
     def vectors(self, tokens: Tensor, start: int = 0) -> Tensor:
@@ -185,15 +186,15 @@ class TokenEmbedding(torch.nn.Module):
 class OutputProjection(torch.nn.Module):
     """Vectors (..., M) to logits (..., V): ``x W^T + b``, or ``(x P^T) W^T + b``.
 
-    Called with ``expected``, the tokens (...) that are right, it gives their losses (...) instead:
-    `functional.linear_cross_entropy`, for which the logits are never in memory as a whole.
+    Called with ``expected``, the correct tokens (...), it returns their losses (...) instead, by
+    `functional.linear_cross_entropy`, which never has all logits in memory.
 
     Args:
         d_model: size M of the vectors.
         vocab_size: number V of token ids.
-        tied_to: embedding whose table (V, E) is W, one and the same parameter; P (E, M) exists
-            where E is not M. None: W (V, M) is a parameter of its own.
-        bias: whether there is a bias b.
+        tied_to: embedding whose table (V, E) is W, as a shared parameter; P (E, M) exists if E differs
+            from M. None: W (V, M) is its own parameter.
+        bias: True: there is a bias b.
 
     Source: "Attention Is All You Need", section 3.4; Press and Wolf 2017 for tied weights.
     """
@@ -240,12 +241,12 @@ class OutputProjection(torch.nn.Module):
         smoothing: float = 0.0,
         ignored: int | None = None,
     ) -> Tensor:
-        """Logits, or with ``expected`` the losses.
+        """Returns logits, or losses if ``expected`` is given.
 
         Args:
             expected: int64 or int32 (...), tokens in [0, V).
-            smoothing: of the labels, in [0, 1].
-            ignored: where expected holds it, the loss is 0; None: nowhere.
+            smoothing: label smoothing in [0, 1].
+            ignored: expected token whose loss is 0; None: no such token.
         """
         if self.projection is not None:
             input = functional.linear(input, self.projection.weight)
@@ -264,7 +265,7 @@ class OutputProjection(torch.nn.Module):
                 rows, self.weight, target, linear_bias=self.bias, reduction="none",
                 ignore_index=ignore_index, label_smoothing=smoothing,
             )  # fmt: skip
-        else:  # the op gives losses in the dtype of its input
+        else:  # the op returns losses in the dtype of its input
             logits = functional.linear(rows, self.weight, self.bias)
             losses = functional.cross_entropy(
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), target,

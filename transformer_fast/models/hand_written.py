@@ -1,4 +1,4 @@
-"""Encoder-decoders that were written by hand, for `generate`."""
+"""Generation with hand-written encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["HandWritten"]
 
 
 class HandWritten(torch.nn.Module):
-    """Greedy decoding, sampling and beam search for a model that is written by hand.
+    """Greedy decoding, sampling and beam search for a hand-written model.
 
         found = HandWritten(model, pad_token=2, start_token=0, end_token=1).generate(
             source, models.BeamSearch(4), max_new_tokens=60
         )
 
-    The model's methods are those of The Annotated Transformer:
-    ``memory = encode(source, source_mask)``, ``x = decode(memory, source_mask, target, target_mask)``
-    and ``generator(x)``. For a model of another form, functions of the same arguments stand in:
+    The model has the methods of The Annotated Transformer: ``memory = encode(source, source_mask)``,
+    ``x = decode(memory, source_mask, target, target_mask)`` and ``generator(x)``. For other models pass
+    functions of the same arguments:
 
         HandWritten(
             model,
@@ -35,14 +35,15 @@ class HandWritten(torch.nn.Module):
             project=model.fc,
         )
 
-    It has no cache: each step computes all tokens again.
+    There is no cache: each step computes all tokens again.
 
     Args:
-        model: the module, which is put in evaluation mode while it generates.
-        encode: tokens (B, S) and mask (B, 1, S) to the memory (B, S, M); None: ``model.encode``.
-        decode: memory (B, S, M), its mask (B, 1, S), tokens (B, T) and the causal mask (1, T, T) to
-            vectors (B, T, M); None: ``model.decode``.
-        project: vectors (B, 1, M) to logits or log-probabilities (B, 1, V); None:
+        model: the module; it is in evaluation mode while it generates.
+        encode: function of tokens (B, S) and their mask (B, 1, S) that returns the memory (B, S, M);
+            None: ``model.encode``.
+        decode: function of memory (B, S, M), its mask (B, 1, S), tokens (B, T) and the causal mask
+            (1, T, T) that returns vectors (B, T, M); None: ``model.decode``.
+        project: function of vectors (B, 1, M) that returns logits or log-probabilities (B, 1, V); None:
             ``model.generator``.
         pad_token, start_token, end_token: as in `Transformer`.
 
@@ -65,7 +66,7 @@ class HandWritten(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # In a tuple, so that what is a part of the model is registered once.
+        # In a tuple, so that submodules of the model are not registered twice.
         self.calls: tuple[Any, Any, Any] = (
             model.encode if encode is None else encode,
             model.decode if decode is None else decode,
@@ -74,7 +75,7 @@ class HandWritten(torch.nn.Module):
         self.pad_token, self.start_token, self.end_token = pad_token, start_token, end_token
 
     def forward(self, tgt: Tensor, memory: Tensor, **masks: Any) -> Tensor:
-        """What `generate` calls as a stack: its vectors are the tokens themselves."""
+        """The stack that `generate` calls; its "vectors" are the tokens themselves."""
         hidden = masks["memory_key_padding_mask"]
         return self.calls[1](memory, ~hidden[:, None], tgt, ~masks["tgt_mask"][None])  # type: ignore[no-any-return]
 
@@ -87,7 +88,7 @@ class HandWritten(torch.nn.Module):
         max_new_tokens: int,
         prefix: Tensor | None = None,
     ) -> Generated:
-        """Target tokens for source tokens (B, S); arguments as in `Transformer.generate`."""
+        """Returns target tokens for source tokens (B, S); arguments: as in `Transformer.generate`."""
         check_ids("source", source)
         hidden = torch.zeros_like(source, dtype=torch.bool)
         if self.pad_token is not None:

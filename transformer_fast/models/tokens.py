@@ -1,4 +1,4 @@
-"""Checks of token ids and masks, and the padding masks that follow from token ids."""
+"""Checks of token ids and masks, and padding masks from token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..reference import values_are_known
 
 
 def check_ids(name: str, tokens: Any) -> None:
-    """Raise unless ``tokens`` is a Tensor of a type that token ids have."""
+    """Raise unless ``tokens`` is a Tensor with a dtype of token ids."""
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{name} must be a Tensor of token ids, not {type(tokens).__name__}")
     if tokens.dtype not in (torch.int64, torch.int32):
@@ -21,8 +21,8 @@ def check_ids(name: str, tokens: Any) -> None:
 def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
     """Raise unless ``tokens`` is (B, L), L >= 1, of ids in [0, vocab_size).
 
-    On a GPU the ids are checked by the device itself, without making the host wait: a wrong one
-    stops the next operation that waits for the device.
+    On a GPU the device checks the ids, without making the host wait: a wrong id raises at the next
+    operation that waits for the device.
     """
     check_ids(name, tokens)
     if tokens.dim() != 2:
@@ -64,9 +64,9 @@ def check_padding_mask(name: str, mask: Any, tokens_name: str, shape: tuple[int,
 def padding_mask(
     name: str, tokens_name: str, tokens: Tensor, pad_token: int | None, given: Tensor | None
 ) -> Tensor | None:
-    """The mask (B, L), True at padding: the given one, or where the pad token stands.
+    """Returns the mask (B, L), True at padding: the given mask, or True at the pad token.
 
-    None if nothing is padding, as far as that is known without waiting for a device.
+    None if there is no padding, as far as the host knows without waiting for a device.
     """
     if given is not None:
         check_padding_mask(name, given, tokens_name, tuple(tokens.shape))

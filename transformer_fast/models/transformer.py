@@ -1,4 +1,4 @@
-"""The Transformer: encoder and decoder, the paper's model of both, and the decoder-only one."""
+"""Transformer models: encoder, decoder, encoder-decoder (the paper's) and decoder-only."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = ["AnnotatedLayerNorm", "Decoder", "Encoder", "LanguageModel", "Transfo
 class AnnotatedLayerNorm(torch.nn.Module):
     """``y = weight * (x - mean(x)) / (std(x) + eps) + bias`` with the unbiased std.
 
-    `LayerNorm` divides by ``sqrt(var + eps)`` with the biased variance; weights trained with one
-    need the same one later. It runs on the kernels that `RMSNorm` runs on.
+    `LayerNorm` divides by ``sqrt(var + eps)`` with the biased variance. Weights trained with one of the
+    two need the same one later. It runs on the kernels of `RMSNorm`.
 
     Args:
         d_model: size M of the last dimension, at least 2 (one value has no unbiased std).
-        eps: added to the std, outside the root.
+        eps: added to the std, outside the square root.
 
     Source: "The Annotated Transformer" (Rush 2018; Huang et al. 2022), class LayerNorm.
     """
@@ -73,7 +73,7 @@ NORMS = ("layer_norm", "annotated")
 class _Half(torch.nn.Module):
     _layer: Callable[..., torch.nn.Module]
     _stack: Callable[..., torch.nn.Module]
-    #: What errors call the tokens.
+    #: Name of the tokens in errors.
     tokens_name = "tokens"
 
     def __init__(
@@ -135,21 +135,21 @@ class _Half(torch.nn.Module):
         normed = norm_first if final_norm is None else final_norm
         self.stack = self._stack(layer, num_layers, make_norm() if normed else None)
         if isinstance(self.stack, nn.TransformerEncoder):
-            # What stands at padded places reaches no result; without it padding costs nothing.
+            # Vectors at padding reach no result; skipping them makes padding free.
             self.stack.skips_padding = True
-        for parameter in self.stack.parameters():  # as torch.nn.Transformer does
+        for parameter in self.stack.parameters():  # like torch.nn.Transformer
             if parameter.dim() > 1:
                 torch.nn.init.xavier_uniform_(parameter)
 
     def padding_mask(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
-        """What `forward` takes for padding (B, L): the given mask, or where pad_token stands."""
+        """Returns the padding (B, L) that `forward` uses: the given mask, or True at pad_token."""
         name = self.tokens_name
         return padding_mask("padding", name, tokens, self.embedding.pad_token, padding)
 
     def _mask_among(
         self, tokens: Tensor, mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor | None, bool]:
-        """The mask among the tokens, and whether it is the causal mask and nothing else."""
+        """Returns the mask among the tokens, and whether it is exactly the causal mask."""
         length = tokens.shape[1]
         if mask is not None:
             check_mask("mask", mask, length, length)
@@ -167,7 +167,7 @@ class _Half(torch.nn.Module):
 
 
 def options_of_half(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of a model's ``locals()`` that `Encoder` and `Decoder` take."""
+    """Returns the arguments of `Encoder` and `Decoder` among a model's ``locals()``."""
     names = set(inspect.signature(_Half.__init__).parameters) - {"self"}
     return {name: value for name, value in given.items() if name in names}
 
@@ -175,24 +175,24 @@ def options_of_half(given: dict[str, Any]) -> dict[str, Any]:
 class Encoder(_Half):
     """Embedding, positions and a stack of `transformer_fast.nn.TransformerEncoderLayer`.
 
-    By itself it is an encoder-only model (put a head on its output), with ``is_causal=True`` the
-    body of a decoder-only one (`LanguageModel`), and it is the encoder of `Transformer`.
+    It is an encoder-only model (add a head to its output), with ``is_causal=True`` the body of a
+    decoder-only model (`LanguageModel`), and the encoder of `Transformer`.
 
     Args:
         vocab_size: number V of token ids.
-        d_model ... norm_first: as in torch.nn.TransformerEncoderLayer; so are bias, device, dtype.
+        d_model ... norm_first, bias, device, dtype: as in torch.nn.TransformerEncoderLayer.
         num_layers: number of layers.
         norm: "layer_norm", or "annotated" for `AnnotatedLayerNorm`.
-        final_norm: whether a norm follows the last layer; None: only with norm_first.
-        embedding_size: size E of the embedding's rows, projected to d_model where it differs; None
-            means d_model.
-        embedding_scale: multiplies the embeddings; None means sqrt(E), the paper's.
+        final_norm: True: a norm follows the last layer; None: only with norm_first.
+        embedding_size: size E of the embedding's rows, projected to d_model if it differs; None:
+            d_model.
+        embedding_scale: factor of the embeddings; None: sqrt(E), as in the paper.
         positions: "sinusoidal", "learned", or None for none.
-        max_len: longest sequence.
-        pad_token: id that stands for padding; None: no id does.
+        max_len: maximum length of a sequence.
+        pad_token: id of padding; None: there is none.
 
     Raises:
-        ValueError: an option that is unknown or out of range.
+        ValueError: an option is unknown or out of range.
 
     Source: "Attention Is All You Need", section 3.1.
     """
@@ -207,18 +207,18 @@ class Encoder(_Half):
         mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """The vectors (B, L, M) of tokens (B, L).
+        """Returns the vectors (B, L, M) of tokens (B, L).
 
         Args:
-            padding: bool (B, L), True at tokens to ignore; None: where pad_token stands.
+            padding: bool (B, L), True at tokens to ignore; None: the tokens that are pad_token.
             mask: bool (L, L) or (B * H, L, L), True where token t (row) may not see token s, as in
-                torch.nn; padding and is_causal hide besides. None: hides nothing.
-            is_causal: token t sees tokens s <= t only. Kept apart from the padding: neither mask is
-                expanded into the other.
+                torch.nn; padding and is_causal are applied too. None: no mask.
+            is_causal: token t sees only tokens s <= t. Padding and causality are never combined into
+                one expanded mask.
 
         Raises:
-            TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
-                longer than max_len, or not in the vocabulary; a mask that does not fit.
+            TypeError, ValueError, IndexError: tokens are not ids, have another shape, are empty, longer
+                than max_len or outside the vocabulary; or a mask does not match.
         """
         self._check(tokens)
         padding = self.padding_mask(tokens, padding)
@@ -247,16 +247,16 @@ class Decoder(_Half):
         memory_mask: Tensor | None = None,
         is_causal: bool = True,
     ) -> Tensor:
-        """The vectors (B, T, M) of tokens (B, T), each seeing those before it and the memory.
+        """Returns the vectors (B, T, M) of tokens (B, T), each seeing earlier tokens and the memory.
 
         Args:
             memory: (B, S, M), the encoder's output.
-            memory_padding: bool (B, S), True at places of the memory to ignore; None: none.
-            padding: bool (B, T), True at tokens to ignore; None: where pad_token stands.
-            mask, is_causal: as in `Encoder.forward`, but is_causal is the default: without it each
-                token sees all that ``mask`` does not hide.
-            memory_mask: bool (T, S) or (B * H, T, S), True where token t may not see place s of the
-                memory; None: hides nothing.
+            memory_padding: bool (B, S), True at memory positions to ignore; None: no padding.
+            padding: bool (B, T), True at tokens to ignore; None: the tokens that are pad_token.
+            mask, is_causal: as in `Encoder.forward`, but is_causal is the default. With
+                ``is_causal=False`` each token sees every token that ``mask`` does not hide.
+            memory_mask: bool (T, S) or (B * H, T, S), True where token t may not see memory position s;
+                None: no mask.
 
         Raises:
             TypeError, ValueError, IndexError: as `Encoder`.
@@ -285,11 +285,11 @@ class Decoder(_Half):
 
 
 class _Model(torch.nn.Module):
-    """What whole models have in common.
+    """Base class of whole models.
 
     Args:
-        given: the ``locals()`` with which ``__init__`` starts.
-        tokens: the special tokens' names, and the size of the vocabulary that each is of.
+        given: the ``locals()`` at the start of ``__init__``.
+        tokens: name of each special token, and the size of its vocabulary.
     """
 
     max_len: int
@@ -307,7 +307,7 @@ class _Model(torch.nn.Module):
             setattr(self, name, given[name])
 
     def _project_with(self, embedding: TokenEmbedding, given: dict[str, Any]) -> None:
-        """Make the output's projection to the tokens of an embedding."""
+        """Creates the output projection to the tokens of an embedding."""
         self.output = OutputProjection(
             given["d_model"], embedding.vocab_size,
             tied_to=embedding if given["tie_output"] else None, bias=given["output_bias"],
@@ -318,7 +318,7 @@ class _Model(torch.nn.Module):
         return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
     def _arguments(self, half: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Those arguments of `generation.generate` that follow alike from a model's own ones."""
+        """Returns the arguments of `generation.generate` that both models derive in the same way."""
         end = self.end_token if given["end_token"] is None else given["end_token"]
         if end is None:
             raise ValueError(
@@ -346,27 +346,26 @@ class _Model(torch.nn.Module):
 
 
 class Transformer(_Model):
-    """The Transformer: token ids in, logits of the next token out.
+    """The encoder-decoder Transformer: from token ids to logits of the next token.
 
-    ``logits = output(decoder(target, encoder(source)))``. Its parts: ``encoder`` and ``decoder``
-    (`Encoder`, `Decoder`: embedding and stack of `transformer_fast.nn` layers each), ``output``
-    (`OutputProjection`). The defaults are the paper's base model.
+    ``logits = output(decoder(target, encoder(source)))``. ``encoder`` (`Encoder`) and ``decoder``
+    (`Decoder`) each have an embedding and a stack of `transformer_fast.nn` layers; ``output`` is an
+    `OutputProjection`. The defaults are the paper's base model.
 
     Args:
         source_vocab_size: number of source token ids.
         target_vocab_size: number V of target token ids. None: source and target share one
             vocabulary and one embedding table.
-        d_model ... norm_first: as in torch.nn.Transformer; so are bias, device and dtype.
+        d_model ... norm_first, bias, device, dtype: as in torch.nn.Transformer.
         norm, final_norm, embedding_size, embedding_scale, positions, max_len: as in `Encoder`.
             (torch.nn.Transformer always has final norms; the paper's post-norm model has none.)
-        tie_output: whether the output's weight is the target embedding's table, as in the paper.
-        output_bias: whether the logits have a bias.
-        pad_token: id, of both vocabularies, that stands for padding; None: no id does, and masks
-            say what is padding.
+        tie_output: True: the output shares its weight with the target embedding, as in the paper.
+        output_bias: True: the logits have a bias.
+        pad_token: id of padding in both vocabularies; None: there is none, and masks mark the padding.
         start_token, end_token: target ids that begin and end a sequence, for `generate`.
 
     Raises:
-        ValueError: an option that is unknown or out of range.
+        ValueError: an option is unknown or out of range.
 
     ``config`` holds the arguments, so that ``Transformer(**model.config)`` builds the same model.
 
@@ -423,7 +422,7 @@ class Transformer(_Model):
         *,
         source_mask: Tensor | None = None,
     ) -> Tensor:
-        """The memory (B, S, M) of source tokens (B, S); `Encoder.forward`."""
+        """Returns the memory (B, S, M) of source tokens (B, S), by `Encoder.forward`."""
         return self.encoder(source, source_padding, mask=source_mask)
 
     def decode(
@@ -437,10 +436,10 @@ class Transformer(_Model):
         memory_mask: Tensor | None = None,
         is_causal: bool = True,
     ) -> Tensor:
-        """The vectors (B, T, M) of target tokens (B, T), given the memory; `Decoder.forward`.
+        """Returns the vectors (B, T, M) of target tokens (B, T), given the memory, by `Decoder.forward`.
 
-        ``memory_padding`` is ``model.encoder.padding_mask(source)``; ``model.output`` makes logits
-        of the result.
+        ``memory_padding`` is ``model.encoder.padding_mask(source)``; ``model.output`` computes logits
+        from the result.
         """
         return self.decoder(
             target, memory, memory_padding, target_padding,
@@ -462,26 +461,26 @@ class Transformer(_Model):
         smoothing: float = 0.0,
         ignored: int | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each target token, the true ones before it given.
+        """Returns the logits (B, T, V) of the token after each target token (teacher forcing).
 
-        With ``expected``, losses (B, T) instead, without ever having all logits in memory.
+        With ``expected``, returns losses (B, T) instead and never has all logits in memory.
 
         Args:
             source: int64 or int32 (B, S).
-            target: int64 or int32 (B, T), beginning with the start token (teacher forcing).
-            source_padding: bool (B, S), True at tokens to ignore; None: where pad_token stands.
-            target_padding: bool (B, T), the same of the target.
-            source_mask: bool (S, S) or (B * H, S, S), True where hidden; None: hides nothing.
-            target_mask: bool (T, T) or (B * H, T, T), the same of the target; what is not causal is
-                hidden besides, unless is_causal is False.
-            memory_mask: bool (T, S) or (B * H, T, S), the same of the memory.
-            is_causal: target token t sees target tokens s <= t only.
-            expected, smoothing, ignored: the tokens (B, T) that are right, and what counts as their
-                loss, as in `OutputProjection.forward`.
+            target: int64 or int32 (B, T), beginning with the start token.
+            source_padding: bool (B, S), True at tokens to ignore; None: the tokens that are pad_token.
+            target_padding: bool (B, T), the same for the target.
+            source_mask: bool (S, S) or (B * H, S, S), True where hidden; None: no mask.
+            target_mask: bool (T, T) or (B * H, T, T), the same for the target; applied in addition to
+                causality, unless is_causal is False.
+            memory_mask: bool (T, S) or (B * H, T, S), the same for the memory.
+            is_causal: target token t sees only target tokens s <= t.
+            expected, smoothing, ignored: the correct tokens (B, T) and the options of their loss, as in
+                `OutputProjection.forward`.
 
         Raises:
-            TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
-                longer than max_len, or not in the vocabulary; masks that do not fit.
+            TypeError, ValueError, IndexError: tokens are not ids, have another shape, are empty, longer
+                than max_len or outside the vocabulary; or masks do not match.
         """
         memory = self.encode(source, source_padding, source_mask=source_mask)
         source_padding = self.encoder.padding_mask(source, source_padding)
@@ -498,7 +497,7 @@ class Transformer(_Model):
         source_padding: Tensor | None = None,
         target_padding: Tensor | None = None,
     ) -> Tensor:
-        """``log_softmax(forward(...))`` (B, T, V), in fp32 at least."""
+        """Returns ``log_softmax(forward(...))`` (B, T, V), in fp32 at least."""
         return self._log_softmax(self(source, target, source_padding, target_padding))
 
     def generate(
@@ -512,42 +511,42 @@ class Transformer(_Model):
         end_token: int | None = None,
         use_cache: bool | None = None,
     ) -> Generated:
-        """Target tokens for source tokens (B, S), one after the other.
+        """Generates target tokens for source tokens (B, S).
 
-        Works without gradients and without dropout, in whatever mode the model is.
+        Runs without gradients and without dropout, even in training mode.
 
         Args:
-            method: `Greedy()` (None means that), `Sampling(...)` or `BeamSearch(...)`.
-            max_new_tokens: most tokens to generate, the end token included; None: the source's
-                length + 50 (the paper's), as far as max_len allows.
-            source_padding: bool (B, S), True at tokens to ignore; None: where pad_token stands.
-            prefix: tokens (B, P) each target begins with; None: the start token. They are no part
-                of the result.
-            end_token: token that ends a sequence; None: the model's; -1: none, each sequence has
+            method: `Greedy()` (the default), `Sampling(...)` or `BeamSearch(...)`.
+            max_new_tokens: maximum number of tokens to generate, including the end token; None: the
+                source's length + 50, as in the paper, if max_len allows.
+            source_padding: bool (B, S), True at tokens to ignore; None: the tokens that are pad_token.
+            prefix: tokens (B, P) at the beginning of each target, not part of the result; None: the
+                start token.
+            end_token: token that ends a sequence; None: the model's; -1: no token, each sequence has
                 max_new_tokens.
             use_cache: as in `generate`.
 
         Raises:
-            ValueError: no end token, no start token, an empty source, a sequence longer than
-                max_len, beams larger than the vocabulary.
+            ValueError: there is no end token or start token, a source is empty, a sequence is longer
+                than max_len, or there are more beams than tokens in the vocabulary.
             TypeError, IndexError: as `forward`.
         """
         return generate(**self._generation(locals()))
 
     @with_signature_of(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+        """Yields the tokens of `generate`, (B,) at a time, as soon as each step has computed them.
 
         Arguments: as in `generate`.
 
-        Sequences that have ended give pad_token (the end token if there is none). Not for beam
-        search, which knows nothing before the end.
+        Ended sequences yield pad_token (the end token if there is none). Not for beam search, whose
+        tokens are final only at the end.
         """
         return stream(**self._generation(given))
 
     @torch.no_grad()
     def _generation(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generation.generate` from those of `generate`; the source is encoded here."""
+        """Encodes the source; returns the arguments of `generation.generate` for those of `generate`."""
         source, prefix, limit = given["source"], given["prefix"], given["max_new_tokens"]
         arguments = self._arguments(self.decoder, given)
         check_tokens("source", source, self.encoder.embedding.vocab_size)
@@ -572,7 +571,7 @@ class Transformer(_Model):
 
 
 class LanguageModel(_Model):
-    """Decoder-only Transformer: logits of the next token from the tokens so far.
+    """Decoder-only Transformer: from tokens to logits of the next token.
 
     ``logits = output(encoder(tokens, is_causal=True))``.
 
@@ -582,7 +581,7 @@ class LanguageModel(_Model):
         tie_output, output_bias, end_token: as in `Transformer`.
 
     Raises:
-        ValueError: an option that is unknown or out of range.
+        ValueError: an option is unknown or out of range.
 
     ``config`` holds the arguments, so that ``LanguageModel(**model.config)`` builds the same model.
 
@@ -630,16 +629,16 @@ class LanguageModel(_Model):
         smoothing: float = 0.0,
         ignored: int | None = None,
     ) -> Tensor:
-        """Logits (B, L, V) of the token after each of tokens (B, L).
+        """Returns the logits (B, L, V) of the token after each of tokens (B, L).
 
-        With ``expected`` (B, L), losses (B, L) instead, as in `OutputProjection.forward`. Other
-        arguments and errors: as `Encoder.forward`.
+        With ``expected`` (B, L), returns losses (B, L) instead, as in `OutputProjection.forward`. Other
+        arguments and errors: as in `Encoder.forward`.
         """
         encoded = self.encoder(tokens, padding, mask=mask, is_causal=True)
         return self.output(encoded, expected, smoothing, ignored)
 
     def log_probabilities(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
-        """``log_softmax(forward(...))`` (B, L, V), in fp32 at least."""
+        """Returns ``log_softmax(forward(...))`` (B, L, V), in fp32 at least."""
         return self._log_softmax(self(tokens, padding))
 
     def generate(
@@ -652,34 +651,35 @@ class LanguageModel(_Model):
         end_token: int | None = None,
         use_cache: bool | None = None,
     ) -> Generated:
-        """The tokens that follow the prompts (B, P), without gradients and without dropout.
+        """Generates tokens after the prompts (B, P), without gradients and without dropout.
 
         Args:
             method, end_token, use_cache: as in `Transformer.generate`.
-            max_new_tokens: most tokens to generate for each prompt, the end token included.
-            prompt_lengths: int (B,), how many tokens of each row are its prompt; the rest is
-                padding and not looked at. None: all. Beam search wants one length for all.
+            max_new_tokens: maximum number of tokens to generate for each prompt, including the end
+                token.
+            prompt_lengths: int (B,), number of tokens of each prompt; the rest of the row is padding and
+                ignored. None: all. Beam search requires equal lengths.
 
         Raises:
-            ValueError: no end token, an empty prompt, prompt and new tokens longer than max_len,
-                beams larger than the vocabulary.
+            ValueError: there is no end token, a prompt is empty, prompt and new tokens are longer than
+                max_len, or there are more beams than tokens in the vocabulary.
             TypeError, IndexError: as `Encoder.forward`.
         """
         return generate(**self._generation(locals()))
 
     @with_signature_of(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+        """Yields the tokens of `generate`, (B,) at a time, as soon as each step has computed them.
 
         Arguments: as in `generate`.
 
-        Rows that have ended, or whose prompt goes on, give pad_token (the end token if there is
-        none). Not for beam search, which knows nothing before the end.
+        Rows that have ended, or whose prompt is longer, yield pad_token (the end token if there is
+        none). Not for beam search, whose tokens are final only at the end.
         """
         return stream(**self._generation(given))
 
     def _generation(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generation.generate` from those of `generate`."""
+        """Returns the arguments of `generation.generate` for those of `generate`."""
         prompt, limit = given["prompt"], given["max_new_tokens"]
         arguments = self._arguments(self.encoder, given)
         check_tokens("prompt", prompt, self.encoder.embedding.vocab_size)

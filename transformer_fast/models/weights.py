@@ -33,7 +33,7 @@ _LAYER = r"^(encoder|decoder)\.stack\.layers\.(\d+)\."
 #: name, in this order; case is ignored.
 NAMES: dict[str, str] = {
     r"^(?:_orig_mod|module|model|transformer)\.": "",
-    # Buffers, which are made anew: positions and masks.
+    # Buffers, which the model computes itself: positions and masks.
     r"^(?:.*\.)?(?:pe|pos_table|tril|mask|causal_mask)$": "",
     # Stacks.
     r"^(enc|dec)(?:oder)?[._](?:(?:enc|dec)(?:oder)?_)?(?:layers|blocks)\.": r"\1oder.stack.layers.",
@@ -49,7 +49,7 @@ NAMES: dict[str, str] = {
     r"_(?:attention|attn)(?:_block|_layer)?\.": ".multihead_attn.",
     r"\.(?:(?:position_?wise_)?feed_?forward(?:_block|_layer|_network)?|(?:pos_)?ffn?|ffwd|mlp"
     r"|linear_net)\.(?:net(?:work)?\.)?": ".ffn.",
-    # Projections; q0, q1, ... where each head has its own.
+    # Projections; q0, q1, ... if each head has its own.
     _projection("q", "quer(?:y|ies)", 0, _HEADS): r"_attn.q\1.",
     _projection("k", "keys?", 1, _HEADS): r"_attn.k\1.",
     _projection("v", "values?", 2, _HEADS): r"_attn.v\1.",
@@ -173,7 +173,7 @@ def load_weights(
             ``load_state_dict``.
     """
     wanted = model.state_dict(keep_vars=True)
-    # The values of each parameter of ours by their order in it: (0, 1, 2 for q, k, v; head).
+    # For each parameter its parts, by their order: (0, 1, 2 for q, k, v; head).
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     unknown: dict[str, str] = {}
     for name, value in state_dict.items():
@@ -201,7 +201,9 @@ def load_weights(
         if id(parameter) in shared:
             value = shared[id(parameter)]
             if not torch.equal(ours.get(name, value), value):
-                raise ValueError(f"{name!r} is one parameter with another, whose values differ")
+                raise ValueError(
+                    f"{name!r} shares a parameter with another name, but the values differ"
+                )
             ours[name] = value.expand(parameter.shape) if value.numel() == 1 else value
         elif name.endswith("bias") and f"{name[:-4]}weight" in ours:
             ours[name] = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Decoding: greedy, sampling and beam search, with a cache of keys and values."""
+"""Decoding: greedy, sampling and beam search, with a key-value cache."""
 
 from .generate import generate, stream
 from .methods import BeamSearch, Generated, Greedy, Method, Sampling

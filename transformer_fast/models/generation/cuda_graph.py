@@ -1,15 +1,14 @@
-"""Decoding steps recorded once as CUDA graphs, and replayed: launching a hundred small kernels from
-Python takes several times as long as running them.
+"""Decoding steps recorded as CUDA graphs and replayed: launching a hundred small kernels from Python
+takes several times as long as running them.
 
-A graph repeats its kernels on the memory they had. So a step that is to be recorded reads its input
-and its position from tensors that stay where they are, writes keys and values at a place that only
-the device knows, and attends to a fixed number of places, of which key lengths hide what is not yet
-written. That number doubles as the sequences grow: for each there is a graph, and for each of the two
-buffers between which beams move. The first step of a kind runs as it is, which compiles and chooses
-kernels; the second is recorded.
+A graph replays its kernels on the same memory. So a recorded step reads its input and its position from
+static tensors, writes keys and values at a position that is stored on the device, and attends to a fixed
+number of positions; key lengths hide those not yet written. That number doubles as the sequences grow.
+There is one graph for each number, and for each of the two buffers between which beams move. The first
+step of a kind runs eagerly, which compiles and chooses kernels; the second is recorded.
 
-Embedding is left outside: it may be any function, and its position is a number. What cannot be
-recorded (a projection that looks at values, say) runs as it is ever after.
+The embedding is not recorded: it may be any function, and its position is a Python number. Steps that
+cannot be recorded (for example if the projection reads values on the host) always run eagerly.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _switched_on = _switches.flag("TRANSFORMER_FAST_CUDA_GRAPHS")
 
 
 class Place(NamedTuple):
-    """Where a step's token stands, as the device knows it."""
+    """The position of a step's token, in device memory."""
 
     #: int64 (1,)
     position: Tensor
-    #: int64 (R,), the tokens with this one.
+    #: int64 (R,), number of tokens including this one.
     lengths: Tensor
-    #: How many places of the cache are read.
+    #: Number of cache positions that are read.
     places: int
 
 
 def wanted(x: Tensor) -> bool:
-    """Whether steps on such tensors are to be recorded."""
+    """True if steps on such tensors should be recorded."""
     return (
         _switched_on
         and x.is_cuda
@@ -48,11 +47,11 @@ def wanted(x: Tensor) -> bool:
 
 
 def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What repeats ``run`` on the tensors that it reads, and gives the tensor that it gave."""
+    """Returns a function that replays ``run`` on the same tensors and returns the same output tensor."""
     graph = torch.cuda.CUDAGraph()
     current, other = torch.cuda.current_stream(), torch.cuda.Stream()
     other.wait_stream(current)
-    # Not torch.cuda.graph, which collects garbage and gives memory back first: longer than steps take.
+    # Not torch.cuda.graph: it first collects garbage and frees memory, which takes longer than steps.
     with torch.cuda.stream(other):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -69,11 +68,11 @@ def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class Steps:
-    """The steps of R sequences, each with one token.
+    """The one-token steps of R sequences.
 
     Args:
         sample: a step's input (R, M).
-        capacity: most tokens of a sequence.
+        capacity: maximum number of tokens of a sequence.
         run: (input (R, M), cache, 0, place) -> logits (R, V).
     """
 
@@ -83,12 +82,12 @@ class Steps:
         self.input = torch.empty_like(sample, memory_format=torch.contiguous_format)
         self.position = torch.zeros(1, dtype=torch.int64, device=sample.device)
         self.capacity, self.run = capacity, run
-        #: By buffer and number of places; None: seen once.
+        #: By buffer and number of positions; None: ran once.
         self.kinds: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
         self.recordable = True
 
     def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
-        """Logits; those of the step before are overwritten."""
+        """Returns the logits; overwrites those of the previous step."""
         self.input.copy_(x)
         self.position.fill_(start)
         places = _LEAST_PLACES

@@ -1,10 +1,10 @@
-"""What searches step: a decoder that remembers keys and values, so that each new token costs one
-token's work, and one that computes all tokens again: for any stack, and to check the cache.
+"""Decoders that searches step: `CachedDecoder` with a key-value cache, so that each new token costs the
+work of one token; and `RecomputedDecoder`, which computes all tokens again, for any stack and to check
+the cache.
 
-Of the first, what a stack of layers consists of is read from torch.nn modules or ours, and kernels
-are chosen once for one shape of step: thousands of equal calls need not be checked again. Under
-autocast matrix products run in its dtype, as the public functions do it; the weights are then cast
-once, where they are bound.
+`CachedDecoder` reads the parts of a stack from its modules and chooses kernels once for each shape of
+step: thousands of equal calls are not checked again. Under autocast matrix products run in its dtype, as
+in the public functions; the weights are cast once, when kernels are bound.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _STACK = (
 
 
 class Stack(NamedTuple):
-    """The layers of a `TransformerEncoder` or `TransformerDecoder`, all alike in ``norm_first``."""
+    """The layers of a `TransformerEncoder` or `TransformerDecoder`, with one ``norm_first`` for all."""
 
     d_model: int
     heads: int
     norm_first: bool
     layers: list[Layer]
-    #: The norm after the last layer, if any.
+    #: The norm after the last layer; None: none.
     final_norm: Norm | None
 
 
 def read_stack(stack: Any, crossed: bool) -> Stack:
-    """What a `TransformerDecoder` (crossed) or a `TransformerEncoder` consists of.
+    """Returns the parts of a `TransformerDecoder` (crossed) or a `TransformerEncoder`.
 
-    Raises `Unreadable` if a layer is, if the layers differ, or their parameters in dtype or device.
+    Raises `Unreadable` if a layer is unreadable, or if layers differ in options, dtype or device.
     """
     if not is_unhooked(stack, _STACK):
         raise Unreadable("the stack is hooked or has a forward of its own")
@@ -91,12 +91,12 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
 
 #: (input (N, M)) -> (N, Mout)
 Linear = Callable[[Tensor], Tensor]
-#: (sub-layer's output, its residual) -> their sum, normalised if that is the stack's way
+#: (sub-layer's output, its residual) -> their sum, normalised in post-norm stacks
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of matrix products with ``tensor``: its own, or autocast's."""
+    """Returns the dtype of matrix products with ``tensor``: its own, or autocast's."""
     kind = tensor.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -104,15 +104,15 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, Any]:
-    """(None, the tensors), or (autocast's dtype, the tensors in it)."""
+    """Returns (None, the tensors), or (autocast's dtype, the tensors cast to it)."""
     dtype = product_dtype(first)
     if dtype == first.dtype:
         return None, (first, *others)
     return dtype, (first.to(dtype), *(None if t is None else t.to(dtype) for t in others))
 
 
-# Each of the next functions takes the sizes of the calls to come, and gives a function that makes
-# them on the kernel that the dispatcher chooses.
+# Each of the next functions takes the sizes of later calls and returns a function that makes these
+# calls on the kernel that the dispatcher chooses.
 
 
 def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -137,7 +137,7 @@ def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
 def bind_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool
 ) -> Callable[..., Any]:
-    """The kernel's own function; its arguments are those of ``reference.attention``."""
+    """Returns the kernel's function; its arguments are those of ``reference.attention``."""
     tensors = (query, key, key)
     call = Call(
         "attention", tensors, False, mask=mask, is_causal=is_causal, key_lengths=key_lengths
@@ -146,7 +146,7 @@ def bind_attention(
 
 
 def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
-    """Layer norm of (N, M), N and M the sample's."""
+    """Returns the layer norm of (N, M), with the sample's N and M."""
     if norm.module is not None:
         return norm.module
     shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
@@ -155,12 +155,12 @@ def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
 
 
 def bind_enter(sample: Tensor, norm: Norm, norm_first: bool) -> Linear | None:
-    """What comes before a sub-layer: pre-norm stacks' norm, or nothing."""
+    """Returns the norm before a sub-layer in pre-norm stacks, else None."""
     return bind_layer_norm(sample, norm) if norm_first else None
 
 
 def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
-    """What comes behind a sub-layer: the residual connection, and post-norm stacks' norm."""
+    """Returns the residual connection after a sub-layer, with the norm in post-norm stacks."""
     casts = product_dtype(sample) != sample.dtype
     module = norm.module
     if norm_first:
@@ -182,7 +182,7 @@ def bind_stack(
     mask: Tensor | None,
     key_lengths: Tensor | None,
 ) -> Callable[..., Tensor] | None:
-    """All layers in one call, or None where they have to be composed of single kernels."""
+    """Returns a function that runs all layers in one call; None: they need separate kernels."""
     parameters: list[Tensor | None] = []
     eps: list[float] = []
     activation = stack.layers[0].activation
@@ -190,7 +190,7 @@ def bind_stack(
         for one in layer.sublayers:
             if one.norm.module is not None or layer.activation != activation:
                 return None
-            # The memory's keys and values are there already.
+            # The memory's keys and values are computed already.
             first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
             parameters += *first, *one[3:5], *one.norm[:2]
             eps.append(one.norm.eps)
@@ -205,9 +205,9 @@ def bind_stack(
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory for keys and values, on the CPU of that kept for large tensors.
+    """Returns uninitialised memory for keys and values, on the CPU from the pool for large tensors.
 
-    Every step touches all of it, a little in each of thousands of places.
+    Every step touches all of it, a little at thousands of addresses.
     """
     none = like.new_empty(0, dtype=dtype)
     if _native.module is None or type(none) is not Tensor or not none.is_cpu:
@@ -215,14 +215,13 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.ops.transformer_fast.cpu_uninitialized(none, shape)
 
 
-# The three sub-layers of a step, each one function from the layer's stream to itself. x is
-# (R * T, M): R sequences, T new tokens each. A step gives norm(x + sublayer(x)), or
-# x + sublayer(norm(x)) in a pre-norm stack. ``bind`` chooses kernels and comes before the first step
-# of each shape.
+# The three sub-layers of a step. x is (R * T, M): R sequences, T new tokens each. A step returns
+# norm(x + sublayer(x)), or x + sublayer(norm(x)) in a pre-norm stack. ``bind`` chooses kernels and is
+# called before the first step of each shape.
 
 
 class _Attention:
-    """What both attentions have: projections, and what stands around them."""
+    """Base of both attentions: projections, norm and residual connection."""
 
     def __init__(self, weights: Sublayer, norm_first: bool) -> None:
         self.weights, self.norm_first = weights, norm_first
@@ -240,12 +239,12 @@ class _Attention:
 
 
 class SelfAttention(_Attention):
-    """Attention of the new tokens to themselves and to all before them."""
+    """Attention of the new tokens to themselves and to all earlier tokens."""
 
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
-        """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
+        """Binds kernels for (R * T, M) like ``sample``, and keys like (R, H, positions, D)."""
         self._bind(sample, self.weights.weight1, self.weights.bias1)
-        # Tokens that come together are the first ones, so the causal mask begins where they do.
+        # Several tokens come at once only at the beginning, so the causal mask starts at position 0.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
         self.attention = bind_attention(query, keys, None, None, self.causal)
@@ -254,9 +253,9 @@ class SelfAttention(_Attention):
         self.shape = (rows, length, 3, self.heads, self.size)
 
     def step(self, x: Tensor, cache: Tensor, start: int, place: Place | None = None) -> Tensor:
-        """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far.
+        """``cache`` (2, R, H, positions, D) holds the keys and values of the first ``start`` tokens.
 
-        ``place``: of one token, with nothing in the step that changes from one to the next.
+        ``place``: position of a single token in device memory, for recorded steps.
         """
         qkv = self.project_in(x if self.enter is None else self.enter(x))
         qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
@@ -279,16 +278,16 @@ class SelfAttention(_Attention):
 
 @dataclass
 class MemoryPlaces:
-    """Which places of the memory are real, in the cheapest form that says it."""
+    """The memory positions that are not padding, in the cheapest form."""
 
-    #: int64 (B,): the real ones come first. None: see mask.
+    #: int64 (B,): number of real positions, which come first. None: see mask.
     lengths: Tensor | None
-    #: bool (B, 1, 1, S), True = may attend. None: all, or see lengths.
+    #: bool (B, 1, 1, S), True = visible. None: all, or see lengths.
     mask: Tensor | None
 
     @staticmethod
     def of(padding: Tensor | None) -> MemoryPlaces:
-        """From a mask (B, S), True at padding."""
+        """Converts a mask (B, S), True at padding."""
         lengths, mask = (None, None) if padding is None else masks.of_real(padding)
         return MemoryPlaces(lengths, mask)
 
@@ -302,7 +301,7 @@ class MemoryPlaces:
 class CrossAttention(_Attention):
     """Attention to the memory, whose keys and values are computed once.
 
-    The beams of a source are further queries to that source's keys, so nothing is copied for them.
+    The beams of a source are additional queries to that source's keys, so its keys are not copied.
     """
 
     def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor) -> None:
@@ -313,7 +312,7 @@ class CrossAttention(_Attention):
         project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
         both = project(memory.reshape(sources * places, width))
         both = both.view(sources, places, 2, self.heads, self.size)
-        # (2, B, H, S, D): each head's keys lie together, since every step reads them all.
+        # (2, B, H, S, D): each head's keys are contiguous, because every step reads all of them.
         both = both.permute(2, 0, 3, 1, 4)
         self.memory = empty_cache(both, tuple(both.shape), both.dtype).copy_(both)
 
@@ -348,7 +347,7 @@ class FeedForward:
         self.weights, self.activation, self.norm_first = weights, activation, norm_first
 
     def bind(self, sample: Tensor) -> None:
-        """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
+        """Binds kernels for (R * T, M) like ``sample``."""
         norm, norm_first = self.weights.norm, self.norm_first
         enter, join = bind_enter(sample, norm, norm_first), bind_join(sample, norm, norm_first)
         network = bind_feed_forward(sample.shape[0], self.weights, self.activation)
@@ -365,7 +364,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 def bind_project(project: Any, rows: int) -> Linear:
-    """``project`` for (R, M), on our kernels where it is a plain matrix."""
+    """Returns ``project`` for (R, M), on this package's kernels if it is a plain Linear."""
     if is_unhooked(project, LINEAR):
         return bind_linear(rows, project.weight, project.bias)
     if is_unhooked(project, (OutputProjection,)):
@@ -379,7 +378,7 @@ def bind_project(project: Any, rows: int) -> Linear:
 
 
 def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
-    """Places start ... end of ``cache[:, :, rows]`` (layers, 2, R, H, places, D) into ``out``."""
+    """Copies positions start to end of ``cache[:, :, rows]`` (layers, 2, R, H, positions, D) to out."""
     used, to = cache.narrow(4, start, end - start), out.narrow(4, start, end - start)
     torch.index_select(used, 2, rows, out=to)
 
@@ -387,31 +386,31 @@ def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) 
 class Reordering:
     """Moves rows of a cache between two buffers.
 
-    The hypotheses of a source soon descend from one: up to it they have the same keys and values,
-    and both buffers hold those after a move. So only the places behind it are copied. On the CPU
-    a table of who wrote each place tells which these are; elsewhere that would cost a look at it.
+    The hypotheses of a source soon share an ancestor: up to it they have equal keys and values, which
+    both buffers hold after a move. So only later positions are copied. On the CPU a table of the writer
+    of each position shows which these are; on a GPU the host would have to wait for it.
     """
 
     def __init__(self, cache: Tensor | None = None, beams: int = 1) -> None:
         self.beams = beams
         self.spare: Tensor | None = None
-        #: How many places all sequences of each source share, and how many did before the last
-        #: move: those are the same in both buffers.
+        #: Number of positions that all sequences of each source share, now and before the last move;
+        #: the latter are equal in both buffers.
         self.shared = self.equal = 0
-        #: (R, places): what tells the sequences of one source apart at each place.
+        #: (R, positions): ids of the writers, equal if sequences of a source share the position.
         self.writers: Tensor | None = None
         if cache is not None and beams > 1 and cache.device.type == "cpu":
             self.rows = torch.arange(cache.shape[2])
-            # A fresh cache's sequences may differ anywhere, which distinct writers say.
+            # Sequences of a new cache may differ anywhere: distinct writers.
             self.writers = self.rows[:, None].repeat(1, cache.shape[4])
 
     def wrote(self, place: int) -> None:
-        """Each sequence has a token of its own at ``place`` now."""
+        """Records that each sequence has its own token at ``place``."""
         if self.writers is not None:
             self.writers.select(1, place).copy_(self.rows)
 
     def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
-        """``cache[:, :, rows]`` up to ``length``; the buffer given becomes the spare one."""
+        """Returns ``cache[:, :, rows]`` up to ``length``; the given buffer becomes the spare one."""
         if self.spare is None:
             self.spare = torch.empty_like(cache)
         select_rows(cache, rows, self.equal, length, self.spare)
@@ -429,54 +428,54 @@ class Reordering:
 
 
 class StepDecoder:
-    """Logits of the next token, R sequences at a time.
+    """Computes logits of the next token for R sequences.
 
-    ``start`` takes the first tokens, ``step`` one more of each sequence. B sources may have several
-    sequences each (beams), all in one tensor of R = B * beams rows, a source's side by side.
+    ``start`` takes the first tokens, ``step`` one more token of each sequence. Each of B sources may
+    have several sequences (beams), adjacent rows of one tensor of R = B * beams rows.
     """
 
     beams = 1
 
     def start(self, tokens: Tensor) -> Tensor:
-        """Logits (R, V) of the token after the first ones, (R, P)."""
+        """Returns the logits (R, V) of the token after the first tokens (R, P)."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (R, V) of the token after these, (R,)."""
+        """Returns the logits (R, V) of the token after these tokens (R,)."""
         raise NotImplementedError
 
     def reorder(self, rows: Tensor) -> None:
-        """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
+        """Makes sequence r continue sequence ``rows[r]`` of the same source."""
         raise NotImplementedError
 
     def _rows(self) -> Tensor:
-        """The numbers of the rows (R,), where they are."""
+        """Returns the row numbers (R,), on the device of the sequences."""
         raise NotImplementedError
 
     def _select(self, rows: Tensor) -> None:
-        """Go on with these rows."""
+        """Continues with these rows."""
         raise NotImplementedError
 
     def spread(self, beams: int) -> None:
-        """Make ``beams`` equal sequences of each."""
+        """Repeats each sequence ``beams`` times."""
         self.beams *= beams
         self._select(self._rows().repeat_interleave(beams))
 
     def keep(self, sources: Tensor) -> None:
-        """Go on with these sources only, and their sequences."""
+        """Continues with only these sources and their sequences."""
         beam = torch.arange(self.beams, device=sources.device)
         self._select((sources[:, None] * self.beams + beam).flatten())
 
 
 class CachedDecoder(StepDecoder):
-    """Does not compute the past again.
+    """Decoder with a key-value cache.
 
     Args:
-        stack: what `read_stack` found.
-        embed, project: what stands before and behind the stack.
-        memory: (B, S, M) what the decoder attends to; None if it has no such sub-layer.
-        memory_padding: bool (B, S), True at places to ignore; None: none.
-        capacity: most tokens of a sequence.
+        stack: the result of `read_stack`.
+        embed, project: the functions before and after the stack.
+        memory: (B, S, M), the input of cross-attention; None: the stack has no cross-attention.
+        memory_padding: bool (B, S), True at positions to ignore; None: no padding.
+        capacity: maximum number of tokens of a sequence.
     """
 
     def __init__(
@@ -490,7 +489,7 @@ class CachedDecoder(StepDecoder):
     ) -> None:
         self.stack, self.embed, self.project, self.capacity = stack, embed, project, capacity
         self.places = MemoryPlaces.of(memory_padding)
-        self.length = 0  # tokens seen so far
+        self.length = 0  # number of tokens in the cache
         self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
         norm_first = stack.norm_first
         for layer in stack.layers:
@@ -584,7 +583,7 @@ class CachedDecoder(StepDecoder):
         return torch.arange(self.cache.shape[2], device=self.cache.device)
 
     def _select(self, rows: Tensor) -> None:
-        """A cache of these rows; only what has been written so far is copied."""
+        """Replaces the cache by one of these rows; copies only the written positions."""
         shape = list(self.cache.shape)
         shape[2] = rows.shape[0]
         new = empty_cache(self.cache, tuple(shape), self.cache.dtype)
@@ -596,7 +595,7 @@ class CachedDecoder(StepDecoder):
 
 @contextmanager
 def evaluating(*modules: object) -> Iterator[None]:
-    """Within the block, dropout and the like are off; then every module is as it was."""
+    """Context manager: puts the modules in evaluation mode, then restores the mode of each."""
     trained = [
         part
         for module in modules
@@ -614,12 +613,12 @@ def evaluating(*modules: object) -> Iterator[None]:
 
 
 class RecomputedDecoder(StepDecoder):
-    """For a stack whose layers can only be called.
+    """Decoder without a cache, for a stack whose layers can only be called.
 
     Args:
-        stack: called as torch.nn.TransformerDecoder is where there is a memory, else as
-            torch.nn.TransformerEncoder is.
-        batch_first: whether the stack takes (R, T, M); else it takes (T, R, M).
+        stack: called like torch.nn.TransformerDecoder if there is a memory, else like
+            torch.nn.TransformerEncoder.
+        batch_first: True: the stack takes (R, T, M); False: (T, R, M).
         embed, project, memory, memory_padding: as in `CachedDecoder`.
     """
 

@@ -1,4 +1,4 @@
-"""Generation for torch.nn's decoders and ours, and what it is asked for, checked."""
+"""`generate` and `stream` for decoders of torch.nn and of this package; checks of their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 
 
 def with_signature_of(other: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Gives a function the signature of another one; it gets all arguments by their names."""
+    """Decorator: the function has the signature of ``other`` and gets all arguments as keywords."""
     signature = inspect.signature(other)
 
     def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
@@ -60,7 +60,7 @@ def check_prompt(name: str, prompt: Any) -> Tensor:
 
 
 def check_lengths(name: str, lengths: Any, prompt_name: str, prompt: Tensor) -> Tensor | None:
-    """Lengths of the prompts, on the CPU; None if all are as long as the tensor."""
+    """Returns the lengths of the prompts, on the CPU; None if all are as long as the tensor."""
     if lengths is None:
         return None
     if (
@@ -87,7 +87,7 @@ def check_lengths(name: str, lengths: Any, prompt_name: str, prompt: Tensor) -> 
 
 
 def check_source_rows(name: str, padding: Tensor | None) -> None:
-    """Raise where a row of a source is nothing but padding."""
+    """Raise if a row of a source is all padding."""
     if padding is not None and padding.numel():
         empty = padding.all(dim=1).nonzero().flatten().tolist()
         if empty:
@@ -102,7 +102,7 @@ def check_new_tokens(max_new_tokens: Any) -> None:
 
 
 def _nothing(method: Method, prompt: Tensor) -> Generated:
-    """The result for a batch of no sequences."""
+    """Returns the result for an empty batch."""
     shape: tuple[int, ...] = (0,)
     if isinstance(method, BeamSearch) and method.n_best is not None:
         shape = (0, method.n_best)
@@ -113,7 +113,7 @@ def _nothing(method: Method, prompt: Tensor) -> Generated:
 
 
 def _stack_of(decoder: Any) -> tuple[torch.nn.Module, bool]:
-    """The stack of layers, and whether it takes (B, T, M)."""
+    """Returns the stack of layers, and whether it is batch_first."""
     if isinstance(decoder, torch.nn.Transformer):
         return decoder.decoder, decoder.batch_first
     if not isinstance(decoder, torch.nn.Module) or not hasattr(decoder, "layers"):
@@ -202,7 +202,7 @@ def generate(
     memory_key_padding_mask: Tensor | None = None,
     use_cache: bool | None = None,
 ) -> Generated:
-    """Tokens from any torch.nn.TransformerDecoder, with the key-value cache that torch lacks.
+    """Generates tokens with any torch.nn.TransformerDecoder and a key-value cache, which torch.nn lacks.
 
         found = generate(
             model.transformer, memory, BeamSearch(4),
@@ -210,32 +210,32 @@ def generate(
             prefix=BOS, end_token=EOS, max_new_tokens=100,
         )
 
-    Works without gradients and without dropout in the decoder, in whatever mode it is; ``embed``
-    and ``project``, if they are modules, are put in evaluation mode only where there is no cache.
+    Runs without gradients and without dropout in the decoder, even in training mode. ``embed`` and
+    ``project``, if they are modules, are put in evaluation mode only if there is no cache.
 
     Args:
-        decoder: a torch.nn.Transformer or TransformerDecoder, torch's or ours; or a
-            TransformerEncoder, which is run with a causal mask and without memory (decoder-only).
+        decoder: a Transformer or TransformerDecoder of torch.nn or transformer_fast.nn; or a
+            TransformerEncoder, which runs with a causal mask and without memory (decoder-only).
         memory: the encoder's output, (S, B, M), or (B, S, M) if the decoder is batch_first; None
             for a decoder-only model.
-        method: `Greedy()` (None means that), `Sampling(...)` or `BeamSearch(...)`.
-        embed: function of tokens (B, T) and the position of the first, to vectors (B, T, M).
-        project: function of vectors (B, T, M) to logits (B, T, V); a torch.nn.Linear runs on our
-            kernels.
-        prefix: the token each sequence begins with, or tokens (B, P). No part of the result.
-        max_new_tokens: most tokens to generate, the end token included.
+        method: `Greedy()` (the default), `Sampling(...)` or `BeamSearch(...)`.
+        embed: function of tokens (B, T) and the position of the first that returns vectors (B, T, M).
+        project: function of vectors (B, T, M) that returns logits (B, T, V); a torch.nn.Linear runs on
+            this package's kernels.
+        prefix: the first token of each sequence, or tokens (B, P); not part of the result.
+        max_new_tokens: maximum number of tokens to generate, including the end token.
         end_token: token that ends a sequence; -1: none.
-        pad_token: what follows the end; None: the end token.
-        prefix_lengths: int (B,), how many tokens of each row are its prefix, the rest is not looked
-            at; None: all. Beam search wants one length for all.
-        memory_key_padding_mask: bool (B, S), True at places of the memory to ignore; None: none.
-        use_cache: None: a cache wherever the layers are torch's or ours, not hooked and not
-            replaced; else all tokens are computed again at each step. True: raise ValueError with
-            the reason where there can be no cache. False: always compute again.
+        pad_token: token after the end; None: the end token.
+        prefix_lengths: int (B,), number of prefix tokens of each row; the rest is ignored. None: all.
+            Beam search requires equal lengths.
+        memory_key_padding_mask: bool (B, S), True at memory positions to ignore; None: no padding.
+        use_cache: None: use a cache if the layers are of torch.nn or transformer_fast.nn, without hooks
+            and replaced parts; else compute all tokens again at each step. True: raise ValueError with
+            the reason if there can be no cache. False: always compute all tokens.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, beams larger than the vocabulary, an
-            empty memory, no end token.
+        TypeError, ValueError: an argument is invalid, there are more beams than tokens in the
+            vocabulary, the memory is empty, or there is no end token.
     """
     steps, task, chosen = _prepare(**locals())
     if task.prompt.shape[0] == 0:
@@ -249,10 +249,10 @@ def generate(
 
 @with_signature_of(generate)
 def stream(**given: Any) -> Iterator[Tensor]:
-    """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+    """Yields the tokens of `generate`, (B,) at a time, as soon as each step has computed them.
 
-    Rows that have ended, or whose prefix goes on, give pad_token. Not for beam search, which knows
-    nothing before the end.
+    Rows that have ended, or whose prefix is longer, yield pad_token. Not for beam search, whose tokens
+    are final only at the end.
 
     Arguments and errors: as in `generate`.
     """

@@ -1,4 +1,4 @@
-"""How the next token is chosen, from logits, and what generation gives back."""
+"""Generation methods, the choice of tokens from logits, and the result of generation."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from ...dispatch import Call, find, is_traced
 
 
 class Generated(NamedTuple):
-    """What `generate` found, for B sequences of at most L new tokens.
+    """Result of `generate`, for B sequences of at most L new tokens.
 
-    With ``BeamSearch(n_best=n)`` all three have a second dimension of n hypotheses, best first.
+    With ``BeamSearch(n_best=n)`` all three tensors have a second dimension of n hypotheses, best first.
     """
 
-    #: int64 (B, L): the new tokens, the end token included, then padding.
+    #: int64 (B, L): the new tokens, including the end token, then padding.
     tokens: Tensor
-    #: int64 (B,): how many of them are real.
+    #: int64 (B,): number of real tokens.
     lengths: Tensor
-    #: fp32 (B,): beam search's log-probabilities, divided by the length penalty; else None.
+    #: fp32 (B,): beam search: log-probabilities divided by the length penalty; else None.
     scores: Tensor | None
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """The most probable token at each step."""
+    """Chooses the most probable token at each step."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """A random token at each step, drawn from ``softmax(logits / temperature)``.
+    """Draws a random token at each step from ``softmax(logits / temperature)``.
 
     Args:
-        temperature: above 0; less than 1 sharpens the distribution, more flattens it.
-        top_k: draw from the k most probable tokens only; None: from all.
-        top_p: draw from the most probable tokens that together have at least this probability (of
-            those top_k leaves), at least one; None: from all.
-        seed: the same seed gives the same tokens; None: torch's generator decides.
+        temperature: positive; below 1 sharpens the distribution, above 1 flattens it.
+        top_k: draw from the k most probable tokens; None: from all.
+        top_p: draw from the fewest most probable tokens with at least this total probability (after
+            top_k), at least one; None: from all.
+        seed: equal seeds give equal tokens; None: use PyTorch's generator.
 
     Source: Fan et al. 2018 (top_k), Holtzman et al. 2020 (top_p).
     """
@@ -64,21 +64,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """The best sequences that can be found by keeping ``beams`` of them at each step.
+    """Beam search: keeps the ``beams`` best sequences at each step.
 
-    A sequence's score is ``log P(tokens) / ((5 + length) / 6) ** length_penalty``, the length
-    counting the new tokens with the end token. At each step the ``beams`` best extensions that do
-    not end go on; those that end and are among the ``beams`` best extensions of all are finished.
-    What has not ended after max_new_tokens counts as finished there.
+    A sequence's score is ``log P(tokens) / ((5 + length) / 6) ** length_penalty``; its length counts
+    the new tokens and the end token. At each step the ``beams`` best extensions that do not end stay
+    alive. Extensions that end are finished if they are among the ``beams`` best of all. Sequences alive
+    after max_new_tokens count as finished.
 
     Args:
-        beams: how many sequences go on; at most the size of the vocabulary.
+        beams: number of live sequences; at most the size of the vocabulary.
         length_penalty: above 0 favours long sequences, below 0 short ones.
-        early_stop: True: stop as soon as ``beams`` sequences are finished. False: stop when none of
-            those that go on can become better than the finished ones that are asked for; this never
-            changes the result.
-        n_best: give this many sequences of each source, best first; None: the best. Where there are
-            not that many, the rest has length 0 and score -inf.
+        early_stop: True: stop as soon as ``beams`` sequences are finished. False: stop when no live
+            sequence can become better than the finished ones to be returned; this never changes the
+            result.
+        n_best: number of sequences returned for each source, best first; None: only the best. Missing
+            ones have length 0 and score -inf.
 
     Source: "Attention Is All You Need", section 6.1; Wu et al. 2016, section 7, for the penalty.
     """
@@ -101,30 +101,30 @@ Method = Union[Greedy, Sampling, BeamSearch]  # noqa: UP007 - evaluated by Pytho
 
 
 _BLOCK = 64
-#: How many tokens top_p sorts first, before it sorts the whole vocabulary.
+#: Number of tokens that top_p sorts before it sorts the whole vocabulary.
 _FIRST = 256
 
 
 def _in_blocks(logits: Tensor) -> bool:
-    # torch's topk over long CPU rows is not vectorised; maxima of blocks are.
+    # PyTorch's topk over long CPU rows is not vectorised; maxima of blocks are.
     return logits.device.type == "cpu" and logits.shape[-1] >= 16 * _BLOCK
 
 
 def bind_best(sample: Tensor) -> Callable[[Tensor], Tensor]:
-    """The index (R,) of each row's highest logit (R, V), the first of equals; for logits like these."""
+    """Returns the argmax function for logits like these: (R, V) to (R,), the first of equal maxima."""
     kernel = None if is_traced() else find(Call("argmax", (sample,), False))
     return partial(torch.argmax, dim=-1) if kernel is None else kernel.run
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k highest logits of each row (R, V), highest first, and their indices; both (R, k)."""
+    """Returns the k highest logits of each row (R, V), highest first, and their indices; both (R, k)."""
     rows, size = logits.shape
     blocks = size // _BLOCK
     if not _in_blocks(logits) or 4 * k >= blocks:
         values, indices = logits.topk(k, dim=-1)
         return values, indices
     body = logits[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
-    # The k highest values lie in the k blocks with the highest maxima.
+    # The k highest values are in the k blocks with the highest maxima.
     block = body.amax(dim=-1).topk(k, dim=-1).indices
     found = body.gather(1, block[..., None].expand(-1, -1, _BLOCK)).flatten(1)
     found = torch.cat((found, logits[:, blocks * _BLOCK :]), dim=1)
@@ -135,23 +135,23 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _pick(values: Tensor, draws: Tensor) -> Tensor:
-    """Index (R,) drawn in proportion to values (R, n) >= 0, by one uniform draw (R,) in [0, 1)."""
+    """Returns indices (R,) drawn in proportion to values (R, n) >= 0, by uniform draws (R,) in [0, 1)."""
     sums = values.cumsum(dim=-1)
     total = sums[:, -1]
-    # Below the total even after rounding, so that no value of 0 is ever picked.
+    # Below the total even after rounding, so that a value of 0 is never picked.
     place = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(sums, place[:, None], right=True).squeeze(1)
-    return found.clamp_(max=values.shape[1] - 1)  # NaN is not below anything
+    return found.clamp_(max=values.shape[1] - 1)  # comparisons with NaN are false
 
 
 def _pick_nucleus(values: Tensor, total: Tensor, top_p: float, draws: Tensor) -> Tensor:
-    """`_pick` of values, highest first, as far as they have top_p of the total (R, 1)."""
+    """`_pick` among sorted values, cut off where their sum reaches top_p of the total (R, 1)."""
     before = values.cumsum(dim=-1) - values
     return _pick(values.masked_fill(before >= top_p * total, 0.0), draws)
 
 
 def sampler(method: Sampling, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function from logits (R, V) and uniform draws (R,) in [0, 1) to tokens (R,)."""
+    """Returns a function of logits (R, V) and uniform draws (R,) in [0, 1) that returns tokens (R,)."""
     temperature, top_k, top_p = method.temperature, method.top_k, method.top_p
 
     def values_of(logits: Tensor, highest: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def sampler(method: Sampling, vocab_size: int) -> Callable[[Tensor, Tensor], Ten
         found = tokens.gather(1, place[:, None]).squeeze(1)
         flat = (values.sum(dim=-1, keepdim=True) < top_p * total).squeeze(1).nonzero().squeeze(1)
         if flat.numel():
-            # Rows whose first tokens have not enough of it: all their tokens are sorted.
+            # Rows whose first tokens do not reach top_p: sort all their tokens.
             scores, tokens = logits[flat].sort(dim=-1, descending=True)
             values = values_of(scores, scores[:, :1])
             place = _pick_nucleus(values, total[flat], top_p, draws[flat])

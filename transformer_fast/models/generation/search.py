@@ -1,4 +1,4 @@
-"""Searches: one sequence of each source a token at a time (greedy, sampling), and beam search."""
+"""Searches: one sequence for each source (greedy, sampling), and beam search."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from torch import Tensor
 from .decoders import StepDecoder
 from .methods import BeamSearch, Generated, Method, Sampling, bind_best, sampler, top
 
-# Asking a GPU whether all sequences have ended makes the host wait for it.
+# Reading from a GPU whether all sequences have ended makes the host wait.
 _GPU_STEPS_BETWEEN_LOOKS = 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated, whatever the method.
+    """A generation task, for any method.
 
-    Rows of ``prompt`` (B, P) may be prompts of different lengths (B,), on the CPU and at least 1
-    each: the rows start together, and where a prompt goes on its tokens stand in for those that
-    would be chosen.
+    Rows of ``prompt`` (B, P) may have different lengths (B,), on the CPU, at least 1 each. All rows start
+    together; while a prompt continues, its tokens replace the chosen ones.
     """
 
     prompt: Tensor
     lengths: Tensor | None
     max_new_tokens: int
-    #: -1: nothing ends a sequence.
+    #: -1: no token ends a sequence.
     end_token: int
     pad_token: int
 
     @property
     def looks(self) -> int:
-        """How many steps lie between two looks at whether sequences have ended."""
+        """Number of steps between two checks whether sequences have ended."""
         return 1 if self.prompt.device.type == "cpu" else _GPU_STEPS_BETWEEN_LOOKS
 
     def check(self, logits: Tensor) -> None:
@@ -49,10 +48,10 @@ class Task:
 
 
 def pays(remaining: int, rows: int) -> bool:
-    """Whether ended sequences should leave the batch.
+    """True if ended sequences should leave the batch.
 
-    Leaving copies all keys and values about once, as much memory traffic as some two steps'
-    attention; it is worth it once a quarter of every further step would be waste.
+    Leaving copies all keys and values about once, as much memory traffic as the attention of some two
+    steps. It pays once a quarter of every further step would be wasted.
     """
     return 4 * remaining <= 3 * rows
 
@@ -60,8 +59,8 @@ def pays(remaining: int, rows: int) -> bool:
 def _chooser(
     method: Method, task: Task, positions: int, logits: Tensor
 ) -> Callable[[Tensor, int, Tensor | None], Tensor]:
-    """A function (logits (R, V), position, sources (R,) or None for all) -> tokens (R,), for logits
-    like these."""
+    """Returns the function (logits (R, V), position, sources (R,) or None for all) -> tokens (R,), for
+    logits like these."""
     if not isinstance(method, Sampling):
         best = bind_best(logits)
         return lambda logits, position, sources: best(logits)
@@ -69,7 +68,7 @@ def _chooser(
     generator = None
     if method.seed is not None:
         generator = torch.Generator(device).manual_seed(method.seed)
-    # Each source has its own draws, so that its tokens do not depend on who has left the batch.
+    # Each source has its own draws, so that its tokens do not depend on which others have left.
     shape = (positions, task.prompt.shape[0])
     draws = torch.rand(shape, generator=generator, device=device)
     sample = sampler(method, logits.shape[1])
@@ -83,7 +82,7 @@ def _chooser(
 
 @torch.no_grad()
 def one_by_one(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Tensor]:
-    """The token (B,) of each position from the shortest prompt's end on; padding where none is."""
+    """Yields the token (B,) of each position after the shortest prompt; padding if a row has none."""
     prompt, lengths = task.prompt, task.lengths
     sources, longest = prompt.shape
     first = longest if lengths is None else int(lengths.min())
@@ -92,7 +91,7 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Ten
     if lengths is not None:
         lengths = lengths.to(prompt.device)
     done = torch.zeros(sources, dtype=torch.bool, device=prompt.device)
-    alive: Tensor | None = None  # which sources the rows are; None: all of them
+    alive: Tensor | None = None  # the source of each row; None: all sources
     any_done = False
     logits = decoder.start(prompt[:, :first])
     task.check(logits)
@@ -136,11 +135,11 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Ten
 
 
 def generate_incrementally(decoder: StepDecoder, task: Task, method: Method) -> Generated:
-    """All tokens of `one_by_one`, each row from its prompt's end on."""
+    """Returns all tokens of `one_by_one`, each row from the end of its prompt."""
     columns = list(one_by_one(decoder, task, method))
     found = torch.stack(columns, dim=1)
     if task.lengths is not None:
-        # Rows with longer prompts began later; each is moved to the left by as much.
+        # Rows with longer prompts began later; shift each to the left by that delay.
         delay = (task.lengths - task.lengths.min()).to(found.device)
         width = min(found.shape[1], task.max_new_tokens)
         place = delay[:, None] + torch.arange(width, device=found.device)
@@ -151,7 +150,7 @@ def generate_incrementally(decoder: StepDecoder, task: Task, method: Method) -> 
 
 
 def _trimmed(tokens: Tensor, task: Task) -> Generated:
-    """Lengths up to the end token, and no columns that are padding in all rows."""
+    """Returns the tokens with their lengths, without columns that are padding in all rows."""
     ends = tokens == task.end_token
     width = tokens.shape[1]
     first_end = torch.where(ends.any(dim=1), ends.int().argmax(dim=1) + 1, width)
@@ -165,9 +164,9 @@ def penalty(length: int, power: float) -> float:
 
 
 class _History:
-    """The tokens of all hypotheses as a tree: each step's tokens and where they hang.
+    """The tokens of all hypotheses as a tree: the tokens of each step and their parents.
 
-    A hypothesis is known by its last token's place, ``step * beams + beam``; -1 is the prompt.
+    The index of its last token, ``step * beams + beam``, identifies a hypothesis; -1 is the prompt.
     """
 
     def __init__(self, task: Task, beams: int) -> None:
@@ -177,12 +176,12 @@ class _History:
         self.parents = task.prompt.new_zeros(shape)
 
     def add(self, step: int, sources: Tensor, tokens: Tensor, parents: Tensor) -> None:
-        """``parents`` (b, beams): the beams of the step before."""
+        """``parents`` (b, beams): the beams of the previous step that the tokens extend."""
         self.tokens[step].index_copy_(0, sources, tokens)
         self.parents[step].index_copy_(0, sources, parents)
 
     def read(self, places: Tensor, ended: Tensor, end_token: int, pad_token: int) -> Generated:
-        """The hypotheses (B, n) at these places, those that ended with the end token behind."""
+        """Returns the hypotheses (B, n) with these indices; those that ended include the end token."""
         steps = torch.div(places, self.beams, rounding_mode="floor")
         beam = places.remainder(self.beams)
         lengths = steps + 1 + ended
@@ -199,7 +198,7 @@ class _History:
 
 
 class _Finished:
-    """The best finished hypotheses (b, beams) of each source: score, place, whether ended."""
+    """The best finished hypotheses (b, beams) of each source: score, index, and whether they ended."""
 
     def __init__(self, like: Tensor, sources: int, beams: int) -> None:
         shape = (sources, beams)
@@ -220,16 +219,16 @@ class _Finished:
         )
 
     def put(self, sources: Tensor, others: _Finished) -> None:
-        """Replace the hypotheses of these sources by others."""
+        """Replaces the hypotheses of these sources with others."""
         self.scores.index_copy_(0, sources, others.scores)
         self.places.index_copy_(0, sources, others.places)
         self.ended.index_copy_(0, sources, others.ended)
 
 
 def _extensions(logits: Tensor, scores: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The 2 * beams best (score, beam, token) of each source, best first.
+    """Returns the 2 * beams best (score, beam, token) of each source, best first.
 
-    Of 2 * beams at least ``beams`` do not end, since each live hypothesis can end in one way.
+    At least ``beams`` of them do not end, because each live hypothesis has only one end token.
     """
     sources, live = scores.shape
     values, tokens = top(logits, min(2 * beams, logits.shape[1]))
@@ -244,12 +243,12 @@ def _extensions(logits: Tensor, scores: Tensor, beams: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generated:
-    """The n best sequences of each source, as `BeamSearch` defines them: for all sources at once."""
+    """Returns the n best sequences of each source, as `BeamSearch` defines them, for all at once."""
     beams, wanted = method.beams, method.n_best or 1
     device, count = task.prompt.device, task.prompt.shape[0]
     sources = torch.arange(count, device=device)
     history = _History(task, beams)
-    # Of the sources in the batch, and of all as they leave it.
+    # For the sources in the batch; and for all sources, filled as they leave it.
     finished, results = (_Finished(task.prompt, count, beams) for _ in range(2))
     logits = decoder.start(task.prompt)
     task.check(logits)
@@ -262,10 +261,10 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
         value, parents, tokens = _extensions(logits, scores, beams)
         ended = tokens == task.end_token
         before = torch.full_like(parents, -1) if step == 0 else (step - 1) * beams + parents
-        # Finished: those that end and are among the best of all extensions.
+        # Finished: extensions that end and are among the best of all.
         ending = value.masked_fill(~ended, -math.inf)[:, :beams]
         finished.add(ending / penalty(step + 1, method.length_penalty), before[:, :beams], True)
-        # Live: the best of those that go on; fewer than beams only in the first steps.
+        # Live: the best extensions that do not end; fewer than beams only in the first steps.
         going = value.masked_fill(ended, -math.inf)
         scores, order = going.topk(min(beams, going.shape[1]), dim=1)
         tokens, parents = tokens.gather(1, order), parents.gather(1, order)
@@ -305,10 +304,10 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
 def _is_done(
     finished: _Finished, scores: Tensor, step: int, task: Task, method: BeamSearch, wanted: int
 ) -> Tensor:
-    """Which sources (b,) cannot, or need not, get better."""
+    """Returns True for each source (b,) that cannot, or need not, improve."""
     if method.early_stop:
         return finished.scores[:, -1] > -math.inf
-    # Scores only fall and are below 0, so a live hypothesis is best at the largest divisor to come.
+    # Scores are negative and only fall, so the largest possible divisor bounds a live hypothesis.
     power = method.length_penalty
     divisor = penalty(task.max_new_tokens if power > 0 else step + 2, power)
     return finished.scores[:, wanted - 1] >= scores[:, 0] / divisor
