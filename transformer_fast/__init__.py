@@ -18,15 +18,15 @@ from ._explain import explain
 from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
-from .accelerate.graph.report import compile_reports
 from .backends import warm
+from .compile.report import compile_reports
 from .dispatch import Explanation, export_operators, strict, use_backend
 from .fast_path import batch_invariant
 
 if TYPE_CHECKING:
     from . import models, nn, training
     from . import viz as viz
-    from .accelerate.graph.backend import compile_backend
+    from .compile.backend import compile_backend
 
 __all__ = [
     "Explanation",
@@ -62,7 +62,7 @@ if not TYPE_CHECKING:  # so that type checkers report names that do not exist
         if name in _SUBMODULES:
             return importlib.import_module(f".{name}", __name__)
         if name == "compile_backend":
-            from .accelerate.graph.backend import compile_backend
+            from .compile.backend import compile_backend
 
             return compile_backend
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

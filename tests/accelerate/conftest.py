@@ -3,7 +3,7 @@
 import pytest
 
 from transformer_fast.accelerate import swap
-from transformer_fast.accelerate.graph import backend
+from transformer_fast.compile import backend
 
 
 @pytest.fixture(autouse=True)

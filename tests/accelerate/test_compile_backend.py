@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from transformer_fast import accelerate, compile_backend, compile_reports
-from transformer_fast.accelerate.graph import inner, run_time
+from transformer_fast.compile import inner, run_time
 from transformer_fast.functional.layer_norm import (
     TRAINING,
     add_annotated_layer_norm,
@@ -206,9 +206,9 @@ def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     right = run_time.attend
 
-    def attend(*args: Any) -> Any:
+    def attend(*args: Any, **options: Any) -> Any:
         seen.append(args[3:6])
-        return right(*args)
+        return right(*args, **options)
 
     monkeypatch.setattr(run_time, "attend", attend)
     ours, _ = compiled(Translator().eval())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from transformer_fast import _native, compile_backend, compile_reports, memory
-from transformer_fast.accelerate.graph import constants, inner
 from transformer_fast.backends import cpu_packing
+from transformer_fast.compile import constants, inner
 
 pytestmark = [
     pytest.mark.usefixtures("small_calls"),

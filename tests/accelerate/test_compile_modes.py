@@ -27,9 +27,9 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from transformer_fast.accelerate.graph.backend import rewrite
-from transformer_fast.accelerate.graph.inner import why_not
-from transformer_fast.accelerate.graph.modes import GraphModes, Modes, current_modes
+from transformer_fast.compile.backend import rewrite
+from transformer_fast.compile.inner import why_not
+from transformer_fast.compile.modes import GraphModes, Modes, current_modes
 from transformer_fast.testing.parity import GRADIENT_FACTOR
 
 B, H, T, D = 2, 2, 16, 8

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ... import functional
+from .. import functional
 from . import run_time
 from .attention import rewrite_attention, rewrite_softmax
 from .canonicalize import canonicalize

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...dispatch import checked_call
+from ..dispatch import checked_call
 from .memory import NO_MEMORY, Memory, between
 from .modes import GraphModes
 from .nodes import only_user, value

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ... import memory
+from .. import memory
 from .editor import Editor
 from .feed_forward import PLACES, packed_call
 from .memory import Memory, is_fresh

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
-from ..._on_import import when_imported
+from .._on_import import when_imported
 
 _ENTRY = EntryPoint(
     "transformer_fast", f"{__name__}.backend:compile_backend", "torch_dynamo_backends"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ... import memory
+from .. import memory
 from . import run_time
 from .constants import Constants, lift
 from .memory import Memory

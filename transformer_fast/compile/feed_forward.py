@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ... import functional
-from ...dispatch import checked_call, select
-from ...functional._operator import Operator
-from ...functional.feed_forward import PACKED as FEED_FORWARD
-from ...functional.linear import CODES
-from ...functional.linear import PACKED as LINEAR
+from .. import functional
+from ..dispatch import checked_call, select
+from ..functional._operator import Operator
+from ..functional.feed_forward import PACKED as FEED_FORWARD
+from ..functional.linear import CODES
+from ..functional.linear import PACKED as LINEAR
 from .editor import Editor
 from .memory import is_fresh
 from .nodes import dtype, is_number, only_user, rank, shape, value

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ... import functional
-from ...functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
+from .. import functional
+from ..functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
 from .editor import Editor
 from .feed_forward import dropout_of
 from .nodes import dtype, only_user, rank, shape, value

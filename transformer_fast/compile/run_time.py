@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ... import nn
-from ...functional._check import autocast
-from ...functional.attention import attend
-from ...reference import values_are_known
+from .. import nn
+from ..functional._check import autocast
+from ..functional.attention import attend
+from ..reference import values_are_known
 
 
 class Mask(NamedTuple):
