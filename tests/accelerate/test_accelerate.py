@@ -548,7 +548,7 @@ def test_pickles_hold_the_model_as_it_was(protocol: int) -> None:
 def test_pickles_load_without_this_library(tmp_path: Path) -> None:
     model = torch.nn.Sequential(encoder_layer(), torch.nn.LayerNorm(M)).eval()
     accelerate(model)
-    check_without_this_library(model, {"input": torch.randn(2, 3, M)}, tmp_path)
+    check_without_this_library([(model, {"input": torch.randn(2, 3, M)})], tmp_path)
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -22,7 +22,7 @@ from transformer_fast.backends import cpu_packing
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
-    "transformers", reason="transformers is not installed (pip install transformer_fast[peers])"
+    "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
 )
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,7 +30,7 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(25)]
 
 
 VOCABULARY, B, T, S, WIDTH = 41, 3, 5, 9, 64
@@ -318,18 +318,18 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert _attentions(model) == before
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_pickles_load_without_this_library(name: str, tmp_path: Path) -> None:
-    model = build(name, 0.0)
-    accelerate(model)
-    again = check_without_this_library(model, inputs_of(name), tmp_path)
-    assert set(_attentions(again)) == {"sdpa"}
-    assert restore(again) == []
-    assert accelerate(again).swapped
-    copied = copy.deepcopy(again)
-    assert set(_attentions(copied)) == {"transformer_fast"}
-    assert len(restore(copied)) == len(restore(again)) >= len(_attentions(again))
-    assert set(_attentions(copied)) == {"sdpa"}
+def test_pickles_load_without_this_library(tmp_path: Path) -> None:
+    cases = [(build(name, 0.0), inputs_of(name)) for name in LAYERS]
+    for model, _ in cases:
+        accelerate(model)
+    for again in check_without_this_library(cases, tmp_path):
+        assert set(_attentions(again)) == {"sdpa"}
+        assert restore(again) == []
+        assert accelerate(again).swapped
+        copied = copy.deepcopy(again)
+        assert set(_attentions(copied)) == {"transformer_fast"}
+        assert len(restore(copied)) == len(restore(again)) >= len(_attentions(again))
+        assert set(_attentions(copied)) == {"sdpa"}
 
 
 @pytest.mark.parametrize("name", ["bert", "Qwen3ForCausalLM"])

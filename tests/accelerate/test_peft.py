@@ -13,8 +13,10 @@ from torch import Tensor
 
 from transformer_fast import accelerate, nn, restore
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(25)]
+peft = pytest.importorskip(
+    "peft", reason="peft is not installed (pip install transformer_fast[test])"
+)
 
 
 class Model(torch.nn.Module):
