@@ -146,7 +146,12 @@ def look_up(
     """Returns (key, run): the call's cache key, None if it is not cacheable, and the cached function of
     its tensors, None on a miss."""
     first = tensors[0]
-    if type(first) not in _PLAIN or (first.is_cpu and not on_cpu) or _is_compiling():
+    if (
+        type(first) not in _PLAIN
+        or _C._is_torch_function_mode_enabled()  # which would see what is read of the tensors
+        or (first.is_cpu and not on_cpu)
+        or _is_compiling()
+    ):
         return None, None
     if not quiet():
         return None, None

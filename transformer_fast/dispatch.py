@@ -184,6 +184,24 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+_function_mode_is_active = torch._C._is_torch_function_mode_enabled
+
+
+def is_observed() -> bool:
+    """True if a `TorchFunctionMode` of the user's is active: it sees the functions of PyTorch that
+    `torch.nn` would call, whatever the size.
+
+    PyTorch's own modes (of the default device, of tracers) do not count: they work with operators.
+    Nor does any mode where a backend is named, or in strict mode, which ask for kernels.
+    """
+    if not _function_mode_is_active() or torch.compiler.is_compiling():
+        return False
+    if _state.backend is not None or _state.strict:
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not type(mode).__module__.startswith("torch.") for mode in modes)
+
+
 def is_exporting() -> bool:
     """Whether a program is being recorded that may run where this package is not installed.
 

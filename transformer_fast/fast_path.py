@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, PreferLater, _state, select
+from .dispatch import Call, PreferLater, _function_mode_is_active, _state, is_observed, select
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -92,12 +92,14 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
 def plain(first: Any, *others: Any) -> bool | None:
     """Whether a call on these tensors needs gradients, or None: it goes through the dispatcher.
 
-    That is a call that is traced or transformed, for which a backend is named, or whose tensors are of
-    subclasses, nested or elsewhere than in CPU memory. PyTorch's own op needs no more.
+    That is a call that is traced, transformed or observed (`dispatch.is_observed`), for which a backend
+    is named, or whose tensors are of subclasses, nested or elsewhere than in CPU memory. PyTorch's own
+    op needs no more.
     """
     if (
         not _short
         or type(first) is not Tensor
+        or (_function_mode_is_active() and is_observed())
         or not first.is_cpu
         or first.is_nested
         or _state.backend is not None

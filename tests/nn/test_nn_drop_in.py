@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
 import pickle
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Operators
 from module_cases import CASES
 from module_checks import OURS, to_ours, told
+from torch.overrides import TorchFunctionMode
 
+import transformer_fast
 from transformer_fast import functional, models, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -447,36 +451,5 @@ def test_wrong_calls(name: str) -> None:
     assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))
 
 
-#: Modules that pickles of whole models name, earlier ones included, and their classes.
-PICKLED = {
-    "models.annotated_layer_norm": "AnnotatedLayerNorm",
-    "models.embedding": "LearnedPositions OutputProjection SinusoidalPositions TokenEmbedding",
-    "models.encoder_decoder": "Decoder Encoder",
-    "models.halves": "Decoder Encoder",
-    "models.hand_written": "HandWritten",
-    "models.language_model": "LanguageModel",
-    "models.positions": "LearnedPositions SinusoidalPositions",
-    "models.transformer": "AnnotatedLayerNorm Decoder Encoder LanguageModel Transformer",
-    "nn.embedding": "Embedding",
-    "nn.layer_norm": "LayerNorm RMSNorm",
-    "nn.linear": "Linear",
-    "nn.loss": "CrossEntropyLoss",
-    "nn.multihead_attention": "MultiheadAttention",
-    "nn.ops": "CrossEntropyLoss Embedding LayerNorm Linear RMSNorm",
-    "nn.transformer": "Transformer TransformerDecoder TransformerEncoder",
-    "nn.transformer_layers": "TransformerDecoderLayer TransformerEncoderLayer",
-}
-
-
-def test_whole_models_load_after_modules_moved() -> None:
-    """A class that moves needs an entry in `_on_import.MOVED`."""
-    known = {(f"transformer_fast.{m}", c) for m, names in PICKLED.items() for c in names.split()}
-    for module, name in known:
-        found = pickle.loads(f"c{module}\n{name}\n.".encode())  # as protocol 0 writes a class
-        public = models if ".models." in module else nn
-        assert found is getattr(public, name)
-    public = [*vars(models).values(), *(getattr(nn, name) for name in nn._OURS)]
-    classes = [c for c in public if isinstance(c, type) and issubclass(c, torch.nn.Module)]
-    assert {(c.__module__, c.__name__) for c in classes} <= known
-    with pytest.raises(ModuleNotFoundError, match=r"transformer_fast\.nn\.no_such_module"):
-        pickle.loads(b"ctransformer_fast.nn.no_such_module\nLinear\n.")
+import transformer_fast
+from transformer_fast import functional, models, nn

@@ -58,7 +58,7 @@ class FeedForward(FusedLayer):
         dropouts: list[Any] = [modules.get(n) for n in net.dropouts]
         if (
             not isinstance(x, Tensor)
-            or is_torchs(x)
+            or is_torchs(x, self._theirs)
             or getattr(self._theirs.forward, "__code__", None) is not self._code
             or len(modules) != self._count
             or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)

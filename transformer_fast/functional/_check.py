@@ -65,10 +65,13 @@ def _overrides(kind: type[Tensor]) -> bool:
 
 
 def leaves_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
-    """`is_torchs`, or ``also``; NotImplementedError if a backend with kernels is named.
+    """`is_torchs`, ``also``, or a mode of the user's observes PyTorch's functions
+    (`dispatch.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
 
     A call that is explained goes on to the dispatcher, which has the reasons.
     """
+    if backend is None and dispatch.is_observed():
+        return True
     if not (also or is_torchs(*tensors)) or backend is dispatch.Probe:
         return False
     backend = dispatch.named_backend() if backend is None else backend

@@ -71,6 +71,53 @@ def _is_internal(module: str) -> bool:
     return module.split(".")[0] in ("contextlib", "torch", "transformer_fast", "typing_extensions")
 
 
+def pytorchs_forward(kind: type) -> Any:
+    """The ``forward`` of a class as the class's own module defines it, or None if it was replaced.
+
+    A replacement that keeps name and module (`functools.wraps`) still has other globals.
+    """
+    for base in kind.__mro__:
+        forward = base.__dict__.get("forward")
+        if forward is not None:
+            module = sys.modules.get(base.__module__)
+            return forward if getattr(forward, "__globals__", None) is vars(module) else None
+    return None
+
+
+#: By class, the classes whose ``forward`` its calls run, each with that function as it was defined.
+_FORWARDS: dict[type, tuple[tuple[Any, Any], ...]] = {}
+
+
+def note_forward(kind: type) -> None:
+    """Records the ``forward`` of a class, and of the torch.nn class that it extends, for `is_patched`."""
+    known: list[tuple[Any, Any]] = []
+    for base in kind.__mro__:
+        if base is kind or "forward" in base.__dict__:
+            defined = base.__module__.partition(".")[0] in ("torch", "transformer_fast")
+            known.append((base, pytorchs_forward(base) if defined else base.forward))  # type: ignore[attr-defined]
+        if base.__module__.startswith("torch."):
+            _FORWARDS.setdefault(base, tuple(known[-1:]))
+            break
+    _FORWARDS[kind] = tuple(known)
+
+
+def is_patched(kind: type) -> bool:
+    """True if ``forward`` was replaced on a class of modules, or on the torch.nn class that it extends.
+
+    Of classes that are neither torch.nn's nor ours the ``forward`` counts that they had when first seen.
+    """
+    known = _FORWARDS.get(kind)
+    if known is None:
+        if torch.compiler.is_compiling():
+            return False
+        note_forward(kind)
+        known = _FORWARDS[kind]
+    for base, forward in known:  # noqa: SIM110 - a generator takes longer
+        if base.forward is not forward:
+            return True
+    return False
+
+
 class DropIn(torch.nn.Module):
     """Base of the classes that `accelerate` assigns to existing modules.
 
@@ -79,6 +126,10 @@ class DropIn(torch.nn.Module):
     """
 
     qconfig = _QConfig()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        note_forward(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -122,10 +173,12 @@ def _give_state(module: Any, state: Any) -> None:
         module.__setstate__(state)
 
 
-def is_torchs(input: Any) -> bool:
-    """Whether a module called on ``input`` should leave the call to `by_torch`."""
+def is_torchs(input: Any, kind: type) -> bool:
+    """Whether a module that extends ``kind`` should leave a call on ``input`` to `by_torch`."""
     return (
         isinstance(input, Proxy)
+        or is_patched(kind)
+        or dispatch.is_observed()
         or getattr(input, "is_nested", False)
         or (_native.module is None and without_kernels(input))
     )

@@ -16,13 +16,17 @@ from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
-from .. import functional
+from .. import dispatch, functional
+from .drop_in import is_patched, note_forward
 from .ops import LayerNorm, Linear
 
 LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
 LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
 DROPOUT = (torch.nn.Dropout,)
 _DROPOUT = (*DROPOUT, torch.nn.Identity)
+_ACTIVATIONS = (torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU)
+for _kind in (*LINEAR[1:], *LAYER_NORM[1:], *_DROPOUT, *_ACTIVATIONS):
+    note_forward(_kind)
 #: Names of an encoder layer's attentions, norms, dropouts and overridable methods, and a decoder's.
 _ENCODER = (
     torch.nn.TransformerEncoderLayer, ("self_attn",), ("norm1", "norm2"), ("dropout1", "dropout2"),
@@ -52,6 +56,10 @@ class Part(NamedTuple):
             return "modules have global hooks"
         if "forward" in module.__dict__:
             return f"{name} has a forward that was replaced on the instance"
+        if is_patched(type(module)):
+            return f"{name} is {a_kind(module)}, whose forward was replaced on the class"
+        if dispatch.is_observed():
+            return "calls are observed by a TorchFunctionMode"
         if module._compiled_call_impl is not None:
             return f"{name} is compiled on its own"
         return f"{name} has hooks"
@@ -115,7 +123,8 @@ class Layer(NamedTuple):
 
 
 def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
-    """Whether the module is unhooked and unmodified: calling it runs its class's ``forward`` only."""
+    """Whether the module is unhooked and unmodified: calling it runs its class's own ``forward`` only,
+    and nothing observes what that calls."""
     return type(module) in classes and not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -124,6 +133,8 @@ def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
         or "forward" in module.__dict__
         or module._compiled_call_impl is not None
         or _has_any_global_hook()
+        or is_patched(type(module))
+        or dispatch.is_observed()
     )
 
 
@@ -189,8 +200,13 @@ def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> Non
             or module._compiled_call_impl is not None
         ):
             raise Unreadable(Part(name, module, kinds).why_called())
-    if _has_any_global_hook():
-        raise Unreadable("modules have global hooks")
+    if (
+        _has_any_global_hook()
+        or dispatch.is_observed()
+        or True in map(is_patched, {type(module) for _, module, _ in parts})
+    ):
+        reasons = (Part(*part).why_called() for part in parts)
+        raise Unreadable(next(filter(None, reasons)))
 
 
 def read_norm(module: Any, width: int) -> Norm:

@@ -32,8 +32,8 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
     - ``is_causal=True`` says that attn_mask is the causal mask. With ``need_weights=False`` it is
       taken at its word and the mask is not read, also next to a key_padding_mask (where torch
       reads the mask). With ``need_weights=True`` the mask is read, as in torch.
-    - ``out_proj`` is called as a module if it is hooked, replaced or parametrised; torch only ever
-      reads its weight.
+    - ``out_proj`` is called as a module if it is hooked, replaced (also its class's ``forward``) or
+      parametrised; torch only ever reads its weight.
     - A key_padding_mask is never expanded to the T x S scores.
     - Float masks may not be changed in place before the backward, which reads them. Inputs may be
       where torch lets them: with ``batch_first=True``, since it saves a copy then.
@@ -74,7 +74,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
-        nested = is_torchs(query) or key.is_nested or value.is_nested
+        nested = is_torchs(query, torch.nn.MultiheadAttention) or key.is_nested or value.is_nested
         # Batched self-attention without masks, of which all sizes fit.
         plain = (
             not nested

@@ -13,9 +13,19 @@ from ..functional._operator import EMBEDDING_BACKWARD
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
-from .drop_in import DropIn, by_torch, is_torchs
+from .drop_in import DropIn, by_torch, is_torchs, pytorchs_forward
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
+
+# `drop_in.is_patched` written out, since its call takes a twentieth of a small one.
+_KINDS = (
+    torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.Embedding,
+    torch.nn.CrossEntropyLoss,
+)  # fmt: skip
+_LINEAR, _LAYER_NORM, _RMS_NORM, _EMBEDDING, _LOSS = _KINDS
+_LINEAR_FORWARD, _LAYER_NORM_FORWARD, _RMS_NORM_FORWARD, _EMBEDDING_FORWARD, _LOSS_FORWARD = map(
+    pytorchs_forward, _KINDS
+)
 
 
 class Linear(DropIn, torch.nn.Linear):
@@ -34,7 +44,9 @@ class Linear(DropIn, torch.nn.Linear):
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias  # type: ignore[assignment]
-        if type(input) is not Tensor and is_torchs(input):
+        if (
+            type(input) is not Tensor and is_torchs(input, _LINEAR)
+        ) or _LINEAR.forward is not _LINEAR_FORWARD:
             return by_torch(self, super().forward, input)
         return linear(input, weight, bias)  # type: ignore[arg-type]
 
@@ -56,7 +68,9 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias
-        if type(input) is not Tensor and is_torchs(input):
+        if (
+            type(input) is not Tensor and is_torchs(input, _LAYER_NORM)
+        ) or _LAYER_NORM.forward is not _LAYER_NORM_FORWARD:
             return by_torch(self, super().forward, input)
         return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
@@ -71,7 +85,11 @@ class RMSNorm(DropIn, torch.nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_torchs(x):
+        if (
+            (type(x) is not Tensor and is_torchs(x, _RMS_NORM))
+            or _RMS_NORM.forward is not _RMS_NORM_FORWARD
+            or dispatch.is_observed()
+        ):
             return by_torch(self, super().forward, x)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -116,6 +134,7 @@ class Embedding(DropIn, torch.nn.Embedding):
         if (
             table is not None
             and grad is not None
+            and _EMBEDDING.forward is _EMBEDDING_FORWARD
             and (
                 not grad
                 or table.numel() + 8 * input.numel() * table.shape[-1]
@@ -124,7 +143,7 @@ class Embedding(DropIn, torch.nn.Embedding):
         ):
             padding = -1 if self.padding_idx is None else self.padding_idx
             return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
-        if is_torchs(input):
+        if is_torchs(input, _EMBEDDING):
             return by_torch(self, super().forward, input)
         if not self._has_kernel(input):
             return super().forward(input)
@@ -154,7 +173,11 @@ class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if type(input) is not Tensor and is_torchs(input):
+        if (
+            (type(input) is not Tensor and is_torchs(input, _LOSS))
+            or _LOSS.forward is not _LOSS_FORWARD
+            or dispatch.is_observed()
+        ):
             return by_torch(self, super().forward, input, target)
         return cross_entropy(
             input,

@@ -119,7 +119,9 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: whether mask is the causal mask; None: find out.
         """
-        if is_torchs(src) and (self.skips_padding is None or not without_kernels(src)):
+        if is_torchs(src, torch.nn.TransformerEncoder) and (
+            self.skips_padding is None or not without_kernels(src)
+        ):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
         mask, src_key_padding_mask = masks.check_masks(
             mask, "mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
@@ -180,7 +182,7 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
             tgt ... memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
         """
-        if is_torchs(tgt):
+        if is_torchs(tgt, torch.nn.TransformerDecoder):
             return by_torch(
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,

@@ -168,7 +168,7 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: a promise that src_mask, which must be given, is the causal mask.
         """
-        if is_torchs(src) or not src.is_floating_point():
+        if is_torchs(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
@@ -244,7 +244,7 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
             tgt_is_causal: a promise that tgt_mask, which must be given, is the causal mask.
             memory_is_causal: the same of memory_mask.
         """
-        if is_torchs(tgt):
+        if is_torchs(tgt, torch.nn.TransformerDecoderLayer):
             return by_torch(
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
