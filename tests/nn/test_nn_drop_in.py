@@ -451,5 +451,125 @@ def test_wrong_calls(name: str) -> None:
     assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))
 
 
-import transformer_fast
-from transformer_fast import functional, models, nn
+#: Modules that pickles of whole models name, earlier ones included, and their classes.
+PICKLED = {
+    "models.annotated_layer_norm": "AnnotatedLayerNorm",
+    "models.embedding": "LearnedPositions OutputProjection SinusoidalPositions TokenEmbedding",
+    "models.encoder_decoder": "Decoder Encoder",
+    "models.halves": "Decoder Encoder",
+    "models.hand_written": "HandWritten",
+    "models.language_model": "LanguageModel",
+    "models.positions": "LearnedPositions SinusoidalPositions",
+    "models.transformer": "AnnotatedLayerNorm Decoder Encoder LanguageModel Transformer",
+    "nn.embedding": "Embedding",
+    "nn.layer_norm": "LayerNorm RMSNorm",
+    "nn.linear": "Linear",
+    "nn.loss": "CrossEntropyLoss",
+    "nn.multihead_attention": "MultiheadAttention",
+    "nn.ops": "CrossEntropyLoss Embedding LayerNorm Linear RMSNorm",
+    "nn.transformer": "Transformer TransformerDecoder TransformerEncoder",
+    "nn.transformer_layers": "TransformerDecoderLayer TransformerEncoderLayer",
+}
+
+
+def test_whole_models_load_after_modules_moved() -> None:
+    """A class that moves needs an entry in `_on_import.MOVED`."""
+    known = {(f"transformer_fast.{m}", c) for m, names in PICKLED.items() for c in names.split()}
+    for module, name in known:
+        found = pickle.loads(f"c{module}\n{name}\n.".encode())  # as protocol 0 writes a class
+        public = models if ".models." in module else nn
+        assert found is getattr(public, name)
+    public = [*vars(models).values(), *(getattr(nn, name) for name in nn._OURS)]
+    classes = [c for c in public if isinstance(c, type) and issubclass(c, torch.nn.Module)]
+    assert {(c.__module__, c.__name__) for c in classes} <= known
+    with pytest.raises(ModuleNotFoundError, match=r"transformer_fast\.nn\.no_such_module"):
+        pickle.loads(b"ctransformer_fast.nn.no_such_module\nLinear\n.")
+
+
+#: Classes of torch.nn whose ``forward`` others replace, to add something to every instance.
+PATCHED = (
+    "Linear", "LayerNorm", "RMSNorm", "Embedding", "CrossEntropyLoss", "Dropout", "ReLU", "GELU",
+    "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder",
+    "TransformerDecoder", "Transformer",
+)  # fmt: skip
+
+
+def patched_models(library: Any) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
+    """Small modules, and a layer whose activation is a module, which hold all of `PATCHED`."""
+    x, tokens = torch.randn(2, 5, 32), torch.tensor([[1, 2]])
+    layers = [
+        library.TransformerEncoderLayer(32, 4, 48, activation=kind(), batch_first=True)
+        for kind in (torch.nn.ReLU, torch.nn.GELU)
+    ]
+    return [
+        (library.Embedding(5, 8), (tokens,)),
+        (library.RMSNorm(32), (x,)),
+        (library.CrossEntropyLoss(), (torch.randn(4, 7), torch.arange(4))),
+        *((layer, (x,)) for layer in layers),
+        (library.Transformer(32, 4, 1, 1, 48, batch_first=True), (x, x)),
+    ]
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_forward_replaced_on_torchs_class_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a replacement that looks like the original. Ours may call it for more modules: out_proj."""
+    kind, calls = getattr(torch.nn, name), 0
+    original = kind.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    models = {library: patched_models(library) for library in (torch.nn, nn)}
+    monkeypatch.setattr(kind, "forward", forward)
+    counts = []
+    for library in (torch.nn, nn):
+        calls = 0
+        for model, inputs in models[library]:
+            model(*inputs)
+            model(*(torch.cat([x] * 40) for x in inputs))
+        counts.append(calls)
+    assert 0 < counts[0] <= counts[1]
+    layer = models[nn][3][0].eval()
+    if name in ("Linear", "LayerNorm"):
+        with torch.no_grad():
+            assert "replaced" in str(transformer_fast.explain(layer, torch.randn(2, 5, 32)))
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.__name__
+        if name not in ("__get__", "dim", "size"):
+            self.names.append(name)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_function_mode_sees_the_functions_that_torch_calls(rows: int) -> None:
+    for (ours, inputs), (theirs, _) in zip(
+        patched_models(nn), patched_models(torch.nn), strict=True
+    ):
+        for training in (True, False):
+            found = []
+            for model in (ours, theirs):
+                with Seen() as seen:
+                    model.train(training)(*(torch.cat([x] * rows) for x in inputs))
+                found.append(seen.names)
+            assert found[0] == found[1], type(theirs)
+
+
+def test_modes_of_pytorchs_own_leave_calls_with_the_kernels() -> None:
+    """That of the default device is active as long as the process."""
+    with torch.device("cpu"), Operators() as found:
+        functional.linear(torch.randn(300, 512), torch.randn(512, 512))
+    assert found.ours == ["linear.cpu"]

@@ -50,12 +50,16 @@ def empty_output(query: Tensor, key: Tensor, value: Tensor, contiguous: bool = F
     its unfused attention for a reason that the other arguments do not show. PyTorch has no fused
     kernel for Dv != D; without ``contiguous`` heads and positions then are in the query's order.
     """
-    adjacent = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    if contiguous or not adjacent or _is_zero(query.numel() * key.shape[-2]):
+    if contiguous or _is_unfused(query, key, value):
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
     if query.shape[-1] == value.shape[-1]:
         return torch.empty_like(query)
     return empty_heads(query, value.shape[-1])
+
+
+def _is_unfused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    adjacent = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    return not adjacent or _is_zero(query.numel() * key.shape[-2])
 
 
 def _is_zero(size: int | torch.SymInt) -> bool:
@@ -79,14 +83,15 @@ def _laid_out(
     output: Tensor, query: Tensor, key: Tensor, value: Tensor, contiguous: bool
 ) -> Tensor:
     """Returns the output with the strides of `empty_output`, by a differentiable copy if needed."""
-    if contiguous:
+    if contiguous or query.is_contiguous() or _is_unfused(query, key, value):
         return output.contiguous()
-    if query.is_contiguous() and output.is_contiguous():
-        return output
-    strides = empty_output(query, key, value).stride()
-    if output.stride() == strides:
-        return output
-    order = sorted(range(4), key=lambda dim: -strides[dim])
+    strides = query.stride()
+    if 0 in strides:  # of an expanded query
+        strides = torch.empty_like(query).stride()
+    order: list[int] = []
+    for dim in range(4):  # Dynamo sorts nothing by symbolic keys
+        before = [other for other in order if strides[other] >= strides[dim]]
+        order = [*before, dim, *(other for other in order if other not in before)]
     back = [order.index(dim) for dim in range(4)]
     return output.permute(order).contiguous().permute(back)
 
