@@ -192,7 +192,7 @@ def _unwrapped(function: Any) -> Any:
 def _classes(model: torch.nn.Module) -> Iterable[type]:
     """The classes of all modules in the model, and their bases.
 
-    Without those of torch and of transformers' core, which knows all registered names.
+    Without those of torch and of transformers' core, which supports all registered names.
     """
     return dict.fromkeys(
         kind
@@ -520,7 +520,7 @@ class Output(FusedLayer):
 
 @_stands_for("BertLayer")
 class BertLayer(FusedLayer):
-    """Its FFN is spread over two modules, which are called if anybody could tell."""
+    """Its FFN is spread over two modules, which are called if they are hooked or replaced."""
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         inner: Any = self.intermediate

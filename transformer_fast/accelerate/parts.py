@@ -60,7 +60,7 @@ Example = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class FusedLayer(DropIn):
-    """A layer whose class knows the ops that it fuses."""
+    """A layer whose class lists the ops that it fuses."""
 
     def _fused(self) -> list[Op]:
         return []

@@ -177,11 +177,11 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    # Then the report has told the reason already.
-    is_told = report.verified is False or any(
+    # Then the report gives the reason already, and the advice does not fit it.
+    is_explained = report.verified is False or any(
         classes.quantised(model.get_submodule(entry.name)) for entry in report.left
     )
-    if report.weights_swapped < report.weights_left.total() and not (remarks or is_told):
+    if report.weights_swapped < report.weights_left.total() and not (remarks or is_explained):
         remarks.append(f"Most of the model's matrix multiplications are unchanged. {_ADVICE}")
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")

@@ -354,7 +354,7 @@ def _compare(
     if before and not any(bool(t.isfinite().any()) for t in before.values() if t.numel()):
         return f"the {what} {_NOT_FINITE}"
     largest = max(map(_largest, before.values()), default=0.0)
-    worst, told = 1.0, None
+    worst, found = 1.0, None
     for name, old in before.items():
         new = after[name]
         if (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -370,11 +370,11 @@ def _compare(
         errors = _errors(kind, name, old, new, exact)
         if errors is not None and errors[1] <= 2 * errors[0]:
             continue
-        worst, told = ratio, f"the {prefix}{name} differs from the original's by {error:.2g}"
-        told += f", more than the {allowed:.2g} expected from rounding"
+        worst, found = ratio, f"the {prefix}{name} differs from the original's by {error:.2g}"
+        found += f", more than the {allowed:.2g} expected from rounding"
         if errors is not None:
-            told += " (errors against float64: {:.2g} originally, {:.2g} now)".format(*errors)
-    return told
+            found += " (errors against float64: {:.2g} originally, {:.2g} now)".format(*errors)
+    return found
 
 
 def _errors(
