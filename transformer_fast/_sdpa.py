@@ -45,25 +45,26 @@ _named: str | None = None
 
 
 def enable_sdpa(backend: str | None = None) -> None:
-    """Run `torch.nn.functional.scaled_dot_product_attention` on our kernels from now on.
+    """Run `torch.nn.functional.scaled_dot_product_attention` on this package's kernels from now on.
 
-    For code that nobody wants to touch: everything that calls PyTorch's function, in this process,
-    eager or compiled, with or without gradients. Forward runs on our kernel, backward on
-    PyTorch's. What our kernels do not take (`transformer_fast.explain` tells, and so does the log
-    "transformer_fast" at level INFO) runs on PyTorch's as before, and so does what never gets to
-    PyTorch's fused attention: dropout, a mask that needs a gradient, 3-D inputs on CPUs, values of
-    another size than queries. A second call with the same backend changes nothing.
+    For code that you cannot change: it affects every caller of PyTorch's function in this process,
+    eager or compiled, with or without gradients. The forward runs on this package's kernel, the backward
+    on PyTorch's. Calls that the kernels do not support run on PyTorch's as before;
+    `transformer_fast.explain` gives the reasons, and so does the log "transformer_fast" at level INFO. So
+    do calls that PyTorch does not run on its fused attention: with dropout, a mask that needs a gradient,
+    3-D inputs on CPUs, or values of another size than queries. A second call with the same backend
+    changes nothing.
 
-    CPU tensors run on the C++ kernels. CUDA tensors stay with PyTorch unless ``backend="triton"``
-    names our Triton kernels, which are not yet proven on a GPU.
+    CPU tensors run on the C++ kernels. CUDA tensors stay on PyTorch unless ``backend="triton"`` names the
+    Triton kernels, which are not validated on a GPU yet.
 
     Args:
-        backend: None lets the dispatcher choose for each call. "cpu" or "triton": this one for all
-            tensors of the devices it runs on, proven or not; the dispatcher chooses for others.
-            `use_backend` and TRANSFORMER_FAST_BACKEND come before it.
+        backend: None: the dispatcher chooses for each call. "cpu" or "triton": this backend runs all
+            tensors of its devices, validated or not; the dispatcher chooses for others. `use_backend`
+            and TRANSFORMER_FAST_BACKEND take precedence.
 
     Raises:
-        ValueError: a backend that has no such kernel.
+        ValueError: the backend has no such kernel.
         RuntimeError: the backend cannot run on this machine, or for None the CPU kernels were not
             built, or this PyTorch cannot restore its own kernel afterwards (2.10).
     """
@@ -111,9 +112,9 @@ def _why_not(backend: str | None) -> str | None:
 
 
 def disable_sdpa() -> None:
-    """Take `enable_sdpa` back; whatever provider was active before it is active again.
+    """Undo `enable_sdpa`; the provider that was active before is active again.
 
-    Without `enable_sdpa`, or after another provider took its place, this does nothing.
+    Does nothing without `enable_sdpa`, or if another provider has replaced it.
     """
     global _before
     if getattr(_registry, "current_flash_attention_impl", lambda: None)() != NAME:

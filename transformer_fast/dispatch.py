@@ -512,9 +512,9 @@ def check_name(backend: str) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`: the selected backend and why the others are not used.
+    """The result of `explain`: the selected backend, and why the others are not used.
 
-    ``str()`` gives it in sentences.
+    ``str()`` returns it in sentences.
     """
 
     op: str
@@ -581,7 +581,7 @@ def _within(name: str, value: Any) -> Iterator[None]:
 
 
 def use_backend(backend: str | None) -> AbstractContextManager[None]:
-    """Context manager under which every call runs on ``backend``, in all threads of the process.
+    """Context manager that runs every call on ``backend``, in all threads of the process.
 
     ``TRANSFORMER_FAST_BACKEND`` sets it for the process.
 
@@ -589,8 +589,8 @@ def use_backend(backend: str | None) -> AbstractContextManager[None]:
         backend: "cuda", "triton", "cpu", "torch" or "reference"; None: the dispatcher chooses.
 
     Raises:
-        ValueError: unknown backend. Within the block a call that the backend does not support raises
-            NotImplementedError, with the reasons.
+        ValueError: the backend is unknown. Inside the block, calls that the backend does not support
+            raise NotImplementedError with the reasons.
     """
     if backend is not None:
         check_name(backend)
@@ -598,24 +598,23 @@ def use_backend(backend: str | None) -> AbstractContextManager[None]:
 
 
 def strict(enabled: bool = True) -> AbstractContextManager[None]:
-    """Context manager under which calls raise NotImplementedError rather than run on the reference.
+    """Context manager in which calls raise NotImplementedError instead of running on the reference.
 
-    It holds in all threads. ``TRANSFORMER_FAST_STRICT=1`` sets it for the process.
+    It applies to all threads. ``TRANSFORMER_FAST_STRICT=1`` sets it for the process.
 
     Args:
-        enabled: False lifts it within the block.
+        enabled: False turns it off inside the block.
     """
     return _within("strict", enabled)
 
 
 def export_operators(enabled: bool = True) -> AbstractContextManager[None]:
-    """Context manager under which `torch.export` keeps this package's operators in the program.
+    """Context manager in which `torch.export` keeps this package's operators in the program.
 
-    Without it an exported program has PyTorch's own operators only and runs where this package is
-    not installed. With it the program is as fast as a compiled one, and whoever loads it has to
-    import ``transformer_fast`` first. ONNX has none of these operators, and programs of
-    `torch.jit.trace` never keep them. ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` sets it for the
-    process. Process-wide.
+    Without it an exported program contains only PyTorch operators and runs where this package is not
+    installed. With it the program is as fast as a compiled one; import ``transformer_fast`` before
+    loading it. ONNX lacks these operators, and programs of `torch.jit.trace` never keep them. It applies
+    to all threads. ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` sets it for the process.
     """
     return _within("export_operators", enabled)
 

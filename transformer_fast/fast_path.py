@@ -252,13 +252,13 @@ def _switch(on: bool, short: bool) -> None:
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Context manager under which a row's result does not depend on how many rows are beside it.
+    """Context manager in which a row's result does not depend on the number of rows in the call.
 
-    Otherwise the number of rows selects between CPU kernels that sum in different orders, and
-    between those and PyTorch's ops, so that the last bits of a sequence depend on its batch. Covers
-    the forward of the CPU kernels in float32, bfloat16 and float16; gradients of weights are sums
-    over the rows. What runs on `torch` or `reference` is not covered. It costs speed for few rows.
-    It holds in all threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
+    Otherwise the number of rows selects between CPU kernels that sum in different orders, and between
+    those and PyTorch's ops, so that the last bits of a sequence depend on its batch. Covers the forward
+    of the CPU kernels in float32, bfloat16 and float16, but not gradients of weights, which are sums over
+    the rows, nor the backends `torch` and `reference`. It is slower for few rows. It applies to all
+    threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
     """
     before = _state.batch_invariant
     with handed_over(on=False):

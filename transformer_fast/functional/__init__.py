@@ -1,7 +1,7 @@
 """`torch.nn.functional` with fused ops.
 
-Ours are in ``__all__``: those of PyTorch with its arguments and more, and some that it lacks. Every
-other name is `torch.nn.functional`'s own.
+The fused ops are in ``__all__``: PyTorch's with its arguments and more, and some that PyTorch lacks.
+Every other name is `torch.nn.functional`'s own.
 """
 
 from __future__ import annotations

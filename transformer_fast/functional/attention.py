@@ -174,28 +174,28 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, T, D). key: (..., H, S, D). value: (..., H, S, Dv).
-        attn_mask: broadcastable to (..., H, T, S). bool: True = may attend. float: added to the
-            scores, -inf hides; the first one of its shape on the CPU is warned of if it holds only
-            0 and 1. None: no mask. It is read through its strides, never expanded.
-        dropout_p: probability in [0, 1] of dropping a weight; always applied, like torch's. The
-            pattern is that of our Philox, but on PyTorch's own ops (backend "torch") PyTorch's.
+        attn_mask: broadcastable to (..., H, T, S), read through its strides, never expanded. bool:
+            True = may attend. float: added to the scores, -inf hides; on the CPU the first mask of
+            each shape causes a warning if it holds only 0 and 1. None: no mask.
+        dropout_p: probability in [0, 1] of dropping a weight; always applied, as in PyTorch. The
+            pattern is this package's (Philox); PyTorch's own ops (backend "torch") draw PyTorch's.
         is_causal: query t sees keys s <= t (upper-left aligned); not together with attn_mask.
-        scale: multiplies the scores; None means 1 / sqrt(D).
+        scale: factor of the scores; None: 1 / sqrt(D).
         enable_gqa: key and value may have fewer heads, a divisor of the query's.
-        key_lengths: int (B,), keys at positions >= key_lengths[b] are hidden. None: all are real.
-        query_lengths: int (B,), rows at positions >= query_lengths[b] are no queries: they give zeros,
-            and neither what stands there nor in their gradients has any effect. None: all are.
+        key_lengths: int (B,), keys at positions >= key_lengths[b] are hidden. None: no key is.
+        query_lengths: int (B,), rows at positions >= query_lengths[b] are no queries: their output is
+            0, and neither their values nor their gradients have any effect. None: all are queries.
         need_weights: also return the probabilities (..., H, T, S), after dropout.
-        backend: None lets the dispatcher choose; a name never falls back.
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Returns:
-        (..., H, T, Dv), or that and the weights. A query that may attend to nothing gets zeros, zero
-        weights and zero gradients (torch: 0, NaN or the mean of V, by path). Strides are PyTorch's:
-        those of query, or contiguous where PyTorch has no fused kernel (on the CPU with dropout).
+        (..., H, T, Dv), or that and the weights. A query with every key masked gets output,
+        weights and gradients of 0 (PyTorch: 0, NaN or the mean of V, by path). Strides are PyTorch's:
+        those of query, or contiguous if PyTorch has no fused kernel (on the CPU with dropout).
 
     Raises:
-        RuntimeError, TypeError, ValueError: arguments that do not fit (torch's wording where it
-            has one). NotImplementedError: the named backend cannot take the call.
+        RuntimeError, TypeError, ValueError: arguments are invalid (PyTorch's wording where it has
+            one). NotImplementedError: the named backend does not support the call.
 
     Source: "Attention Is All You Need", section 3.2.1.
     """
@@ -316,20 +316,20 @@ def varlen_attn(
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of packed sequences, each to its own keys, like `torch.nn.attention.varlen`'s.
+    """Attention of packed sequences, each to its own keys, like `torch.nn.attention.varlen`.
 
-    The same as `scaled_dot_product_attention` of the sequences padded to ``max_q`` and ``max_k``
-    with ``query_lengths`` and ``key_lengths``: the same dropout for a seed, and zeros where there is
-    nothing to attend to. Nothing waits for the device, so that CUDA graphs can be captured.
+    Equivalent to `scaled_dot_product_attention` of the sequences padded to ``max_q`` and ``max_k``, with
+    ``query_lengths`` and ``key_lengths``: the same dropout for a seed, and zeros for queries without
+    keys. The host never waits for the device, so that CUDA graphs can be captured.
 
     Args:
-        query: (N, H, D), the queries of all sequences, one behind the other.
+        query: (N, H, D), the concatenated queries of all sequences.
         key: (M, H, D). value: (M, H, Dv).
         cu_seq_q: int (B + 1,), rising from 0 to N at most; sequence b has the queries
-            [cu_seq_q[b], cu_seq_q[b + 1]). Rows behind the last are no queries: they give zeros.
+            [cu_seq_q[b], cu_seq_q[b + 1]). Rows after the last sequence are no queries: output 0.
         cu_seq_k: int (B + 1,), likewise for keys. A sequence may have no queries, or no keys.
-        max_q, max_k: the longest sequence's queries and keys, or more. What a sequence has beyond
-            them is left out.
+        max_q, max_k: at least the longest sequence's numbers of queries and keys; more of a sequence
+            is ignored.
         is_causal: query t of a sequence sees its keys s <= t (upper-left aligned).
         scale, dropout_p, enable_gqa, backend: as in `scaled_dot_product_attention`.
 
@@ -337,8 +337,8 @@ def varlen_attn(
         (N, H, Dv).
 
     Raises:
-        RuntimeError, TypeError, ValueError: arguments that do not fit; values of cu_seq_q and
-            cu_seq_k are not looked at, but nothing outside of the tensors is read or written.
+        RuntimeError, TypeError, ValueError: arguments are invalid. The values of cu_seq_q and
+            cu_seq_k are not checked, but nothing outside the tensors is read or written.
     """
     for place, (name, x) in enumerate(
         {"query": query, "key": key, "value": value, "cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}

@@ -110,22 +110,22 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`: ``(1 - s) * -log p[target] + s * mean of -log p``.
 
-    ``p = softmax(input)``, in fp32 for half types. Class weights and targets that are probabilities
-    are left to PyTorch.
+    ``p = softmax(input)``, in fp32 for bfloat16 and float16. Calls with class weights or
+    probabilities as targets run on PyTorch.
 
     Args:
         input: logits (C,), (N, C) or (N, C, d1, ...).
         target: int64 (), (N,) or (N, d1, ...): a class in [0, C), or ignore_index.
-        weight, size_average, reduce: as torch has them; with one of them PyTorch computes.
-        ignore_index: where target holds it, the loss is 0 and nothing counts, NaN included.
-        reduction: "mean" over what is not ignored, "sum", or "none" for target's shape.
+        weight, size_average, reduce: as in PyTorch; calls with one of them run on PyTorch.
+        ignore_index: targets with this value have loss 0 and do not count, even if logits are NaN.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" for target's shape.
         label_smoothing: s in [0, 1].
-        backend: None lets the dispatcher choose; a name never falls back.
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
-        IndexError: a target that is no class (on the CPU). RuntimeError, ValueError: shapes, dtypes
-            or devices that do not fit; an unknown reduction; s outside [0, 1].
-        NotImplementedError: logits that are integers or complex; the named backend cannot take the
+        IndexError: a target is no class (on the CPU). RuntimeError, ValueError: shapes, dtypes or
+            devices do not match; the reduction is unknown; s is outside [0, 1].
+        NotImplementedError: logits are integers or complex; or the named backend does not support the
             call.
 
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
@@ -231,23 +231,23 @@ def linear_cross_entropy(
     options: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of ``input W^T + b`` whose logits are never in memory as a whole.
+    """Cross entropy of ``input W^T + b``, without all logits in memory.
 
-    What `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13) computes, in which class weights,
-    probabilities as target, weights of more than two dimensions and ``options`` are left to
-    PyTorch. The logits are made a part at a time: at most 2^24 of them, or those of 64 rows. The
-    CPU's fp32 kernel makes them once more in the backward, and so do all with reduction "none"; else
-    the gradients are worked out with the losses, at the price of fp32 sums of the weight's size.
-    All logits are made at once in programs of torch.compile under transforms of torch.func, and in
-    programs of torch.export on other backends than `cpu`.
+    Computes `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13). Calls with class weights,
+    probabilities as target, weights of more than two dimensions or ``options`` run on PyTorch's. The
+    logits are computed in chunks of at most 2^24 logits, or of 64 rows. The CPU's fp32 kernel computes
+    them again in the backward, and so do all kernels with reduction "none". Otherwise the forward
+    computes the gradients with the losses, which takes fp32 sums of the weight's size. All logits are
+    computed at once in programs of torch.compile under transforms of torch.func, and in programs of
+    torch.export on backends other than `cpu`.
 
     Args:
         input: (in_features,) or (N, in_features).
         linear_weight: (C, in_features), like `torch.nn.Linear.weight`.
         target, reduction, label_smoothing, backend: as in `cross_entropy`, for logits (N, C).
-        linear_bias: (C,); None means zeros.
-        ignore_index: None means -100.
-        weight, options: torch's; with one of them PyTorch computes.
+        linear_bias: (C,); None: zeros.
+        ignore_index: None: -100.
+        weight, options: as in PyTorch; calls with one of them run on PyTorch.
 
     Raises:
         IndexError, RuntimeError, ValueError, NotImplementedError: as in `cross_entropy`.

@@ -72,16 +72,16 @@ def feed_forward(
 
     Args:
         input: (..., M).
-        weight1: (F, M); bias1: (F,) or None for zeros.
-        weight2: (Mout, F); bias2: (Mout,) or None for zeros.
+        weight1: (F, M); bias1: (F,); None: zeros.
+        weight2: (Mout, F); bias2: (Mout,); None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
-        dropout_p: probability in [0, 1] of dropping a hidden value; 0 means none.
-        backend: None lets the dispatcher choose; a name never falls back.
+        dropout_p: probability in [0, 1] of dropping a hidden value; 0: no dropout.
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
-        RuntimeError, ValueError: shapes, dtypes or devices that do not fit, an unknown
-            activation, dropout_p outside [0, 1].
-        NotImplementedError: the named backend cannot take the call.
+        RuntimeError, ValueError: shapes, dtypes or devices do not match, the
+            activation is unknown, or dropout_p is outside [0, 1].
+        NotImplementedError: the named backend does not support the call.
 
     Source: "Attention Is All You Need", section 3.3.
     """

@@ -179,16 +179,16 @@ def layer_norm(
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, biased variance.
 
     Args:
-        input: (..., *normalized_shape), floating point; half types keep fp32 statistics.
+        input: (..., *normalized_shape), floating point; bfloat16 and float16 keep fp32 statistics.
         normalized_shape: the trailing sizes that are normalised together.
-        weight: normalized_shape; None means ones.
-        bias: normalized_shape; None means zeros.
-        eps: added to the variance, inside the root.
-        backend: None lets the dispatcher choose; a name never falls back.
+        weight: normalized_shape; None: ones.
+        bias: normalized_shape; None: zeros.
+        eps: added to the variance, inside the square root.
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
-        RuntimeError: shapes or devices that do not fit (torch's wording).
-        NotImplementedError: the named backend cannot take the call.
+        RuntimeError: shapes or devices do not match (PyTorch's wording).
+        NotImplementedError: the named backend does not support the call.
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
@@ -230,10 +230,10 @@ def add_layer_norm(
         input: (..., *normalized_shape), the sub-layer's output.
         residual: same shape, the sub-layer's input.
         normalized_shape, weight, bias, eps, backend: as in `layer_norm`.
-        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0 means none.
+        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0: no dropout.
 
     Raises:
-        ValueError: residual's shape differs, or dropout_p lies outside [0, 1].
+        ValueError: residual's shape differs, or dropout_p is outside [0, 1].
         RuntimeError, NotImplementedError: as in `layer_norm`.
 
     Source: "Attention Is All You Need", section 3.1, LayerNorm(x + Sublayer(x)), and 5.4.
@@ -280,15 +280,15 @@ def rms_norm(
     ``y = x / sqrt(mean(x^2) + eps) * weight``, the mean over the trailing dimensions.
 
     Args:
-        input: (..., *normalized_shape), floating point; half types keep fp32 statistics.
+        input: (..., *normalized_shape), floating point; bfloat16 and float16 keep fp32 statistics.
         normalized_shape: the trailing sizes that are normalised together.
-        weight: normalized_shape; None means ones.
-        eps: added to the mean square; None means the machine epsilon, of float32 for half types.
-        backend: None lets the dispatcher choose; a name never falls back.
+        weight: normalized_shape; None: ones.
+        eps: added to the mean square; None: the machine epsilon (float32's for bfloat16 and float16).
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
-        RuntimeError: shapes or devices that do not fit (torch's wording).
-        NotImplementedError: the named backend cannot take the call.
+        RuntimeError: shapes or devices do not match (PyTorch's wording).
+        NotImplementedError: the named backend does not support the call.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
@@ -322,7 +322,7 @@ def add_rms_norm(
         input: (..., *normalized_shape), the sub-layer's output.
         residual: same shape, the sub-layer's input.
         normalized_shape, weight, eps, backend: as in `rms_norm`.
-        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0 means none.
+        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0: no dropout.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: as in `add_layer_norm`.

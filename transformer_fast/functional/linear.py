@@ -107,20 +107,20 @@ def linear(
     residual: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A linear map, then optionally an activation and a residual: ``act(x W^T + b) + residual``.
+    """Linear layer with optional activation and residual: ``act(x W^T + b) + residual``.
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features), like `torch.nn.Linear.weight`; or (in_features,), and
-            then the result has no last dimension.
-        bias: (out_features,), or what broadcasts to it; None means zeros.
-        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None for none.
-        residual: the shape of the result, added last; None means nothing.
-        backend: None lets the dispatcher choose; a name never falls back.
+        weight: (out_features, in_features), like `torch.nn.Linear.weight`; or (in_features,), for a
+            result without the last dimension.
+        bias: (out_features,), or broadcastable to it; None: zeros.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None.
+        residual: tensor of the result's shape, added last; None: no residual.
+        backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
-        RuntimeError, ValueError: shapes, dtypes or devices that do not fit; an unknown activation.
-        NotImplementedError: the named backend cannot take the call.
+        RuntimeError, ValueError: shapes, dtypes or devices do not match; the activation is unknown.
+        NotImplementedError: the named backend does not support the call.
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """

@@ -23,20 +23,20 @@ def _true_is_visible(true_means: str) -> bool:
 def causal_mask(
     length: int, *, true_means: str = "visible", device: torch.types.Device = None
 ) -> Tensor:
-    """The mask (T, T), bool, in which query t sees the keys s <= t.
+    """Returns the bool mask (T, T) in which query t sees the keys s <= t.
 
-    ``is_causal=True`` of `scaled_dot_product_attention` hides the same, faster and without a mask.
+    ``is_causal=True`` of `scaled_dot_product_attention` is equivalent and faster, without a mask.
 
     Args:
         length: T.
         true_means: "visible": True = may attend (lower triangle), for
-            `scaled_dot_product_attention`, and for code that fills where ``mask == 0``. "hidden":
+            `scaled_dot_product_attention` and for code with ``masked_fill(mask == 0, ...)``. "hidden":
             True = may not attend (above the diagonal), for ``attn_mask``, ``src_mask`` and
             ``tgt_mask`` of the nn modules, and for `transformer_fast.models`.
-        device: where the mask is; None: torch's default.
+        device: device of the mask; None: PyTorch's default.
 
     Raises:
-        ValueError: true_means that is neither.
+        ValueError: true_means has another value.
     """
     visible = _true_is_visible(true_means)
     ones = torch.ones((length, length), dtype=torch.bool, device=device)
@@ -44,11 +44,11 @@ def causal_mask(
 
 
 def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible") -> Tensor:
-    """The mask, bool, that hides the keys where ``tokens`` (B, S) has ``pad_token``.
+    """Returns the bool mask that hides the keys at which ``tokens`` (B, S) is ``pad_token``.
 
     Args:
         tokens: token ids (B, S).
-        pad_token: id that stands for padding.
+        pad_token: id of padding.
         true_means: "visible": True = may attend, of shape (B, 1, 1, S), which broadcasts to the
             scores (B, H, T, S): ``padding_mask(tokens, 0) & causal_mask(T)`` is a decoder's mask.
             "hidden": True = padding, of shape (B, S), for ``key_padding_mask``,
@@ -56,7 +56,7 @@ def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible")
             `transformer_fast.models`.
 
     Raises:
-        ValueError: true_means that is neither; tokens that are not (B, S).
+        ValueError: true_means has another value, or tokens are not (B, S).
     """
     visible = _true_is_visible(true_means)
     if tokens.dim() != 2:

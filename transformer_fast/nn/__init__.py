@@ -1,11 +1,11 @@
-"""`torch.nn` with our classes in place of torch's where we have kernels.
+"""`torch.nn` with fused classes in place of those that have kernels.
 
-Ours, from `LayerNorm` and `Linear` to `Transformer`, are subclasses of torch's; `functional` is
-`transformer_fast.functional`.
-Every other name, submodules included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
+These, from `LayerNorm` and `Linear` to `Transformer`, are subclasses of PyTorch's; `functional` is
+`transformer_fast.functional`. Every other name, submodules included (``transformer_fast.nn.utils.rnn``),
+is `torch.nn`'s own.
 
-Where the native kernels are missing, on macOS, Windows and ARM for example, the classes run
-`torch.nn`'s own forward on CPU tensors.
+Without the native kernels, for example on macOS, Windows and ARM, the classes run `torch.nn`'s own
+forward on CPU tensors.
 """
 
 from __future__ import annotations

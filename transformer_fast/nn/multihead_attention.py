@@ -22,24 +22,24 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, run by the ops of `transformer_fast.functional`.
 
     ``Concat(head_1, ..., head_H) W_o`` with ``head_i = Attention(Q W_q_i, K W_k_i, V W_v_i)``.
-    Arguments, attributes, state_dict, shapes and mask polarity (True = hidden) are torch's.
+    Arguments, attributes, state_dict, shapes and mask polarity (True = hidden) are PyTorch's.
 
-    What differs from torch:
+    Differences from PyTorch:
 
-    - A query that may attend to nothing gets attention output 0 (so the result is
-      ``out_proj.bias``) and weights 0, in every mode. In torch it is NaN or 0, depending on
-      need_weights, on grad mode and on training.
-    - ``is_causal=True`` says that attn_mask is the causal mask. With ``need_weights=False`` it is
-      taken at its word and the mask is not read, also next to a key_padding_mask (where torch
-      reads the mask). With ``need_weights=True`` the mask is read, as in torch.
+    - A query with every key masked gets attention output 0 (so the result is ``out_proj.bias``) and
+      weights 0, in every mode. In PyTorch it gets NaN or 0, depending on need_weights, grad mode and
+      training mode.
+    - ``is_causal=True`` declares attn_mask to be the causal mask. With ``need_weights=False`` the mask is
+      not read, even with a key_padding_mask (PyTorch reads it then). With ``need_weights=True`` the
+      mask is read, as in PyTorch.
     - ``out_proj`` is called as a module if it is hooked, replaced (also its class's ``forward``) or
-      parametrised; torch only ever reads its weight.
+      parametrised; PyTorch only reads its weight.
     - A key_padding_mask is never expanded to the T x S scores.
-    - Float masks may not be changed in place before the backward, which reads them. Inputs may be
-      where torch lets them: with ``batch_first=True``, since it saves a copy then.
+    - Float masks must not be changed in place before the backward, which reads them. Inputs may be
+      changed if PyTorch allows it: with ``batch_first=True``, because PyTorch saves a copy then.
 
-    Nested tensors, inputs on meta and dtypes that no op takes are given to torch's own
-    implementation. torch.jit.script is not supported.
+    Nested tensors, inputs on meta and dtypes that no op supports run on PyTorch's own implementation.
+    torch.jit.script is not supported.
 
     Source: "Attention Is All You Need", section 3.2.2.
     """
@@ -64,15 +64,15 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             need_weights: also return the weights.
             attn_mask: (T, S) or (B * H, T, S). bool: True = hidden; float: added.
-            average_attn_weights: the mean of the weights over the heads, instead of each head's.
-            is_causal: a promise that attn_mask, which must be given, is the causal mask.
+            average_attn_weights: return the mean of the weights over the heads, not each head's.
+            is_causal: declares attn_mask, which is required, to be the causal mask.
 
         Returns:
             Output of query's shape; weights (B, T, S), or (B, H, T, S) if not averaged, after
             dropout; without B if unbatched; None if not needed.
 
         Raises:
-            AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
+            AssertionError, RuntimeError: shapes or dtypes do not match (PyTorch's errors).
         """
         nested = is_torchs(query, torch.nn.MultiheadAttention) or key.is_nested or value.is_nested
         # Batched self-attention without masks, of which all sizes fit.

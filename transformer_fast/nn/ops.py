@@ -32,7 +32,7 @@ class Linear(DropIn, torch.nn.Linear):
     """`torch.nn.Linear`, run by `transformer_fast.functional.linear`.
 
     ``y = x W^T + b`` over the last dimension: (*, in_features) to (*, out_features), W of shape
-    (out_features, in_features). Arguments, attributes and state_dict are torch's.
+    (out_features, in_features). Arguments, attributes and state_dict are PyTorch's.
 
     Source: "Attention Is All You Need", sections 3.2.2 (projections) and 3.4.
     """
@@ -55,8 +55,8 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the trailing
-    ``normalized_shape``, with the biased variance and fp32 statistics for half types. Arguments,
-    attributes and state_dict are torch's.
+    ``normalized_shape``, with the biased variance and fp32 statistics for bfloat16 and float16.
+    Arguments, attributes and state_dict are PyTorch's.
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
@@ -79,7 +79,7 @@ class RMSNorm(DropIn, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, run by `transformer_fast.functional.rms_norm`.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight`` over the trailing ``normalized_shape``, with fp32
-    statistics for half types. Arguments, attributes and state_dict are torch's.
+    statistics for bfloat16 and float16. Arguments, attributes and state_dict are PyTorch's.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
@@ -116,13 +116,13 @@ class _LookUp(torch.autograd.Function):
 
 
 class Embedding(DropIn, torch.nn.Embedding):
-    """`torch.nn.Embedding`, whose gradient comes from a kernel of ours on the CPU.
+    """`torch.nn.Embedding`, with its own kernel for the gradient on the CPU.
 
-    ``y[i] = table[tokens[i]]``: tokens (*), int64, to (*, embedding_dim). Its gradient is a table of
-    zeros but for the rows looked up, each the sum over its places in order: torch's numbers, bit for
-    bit. The kernel takes float32 tables; ``sparse``, ``max_norm``, ``scale_grad_by_freq``, other
-    dtypes, other devices, and calls that torch.compile or a transform of torch.func traces, are
-    torch's. Arguments, attributes and state_dict are torch's.
+    ``y[i] = table[tokens[i]]``: tokens (*), int64, to (*, embedding_dim). The gradient is a table of
+    zeros except for the rows looked up, each of which is summed over its positions in order: bit for bit
+    PyTorch's. The kernel supports float32 tables. ``sparse``, ``max_norm``, ``scale_grad_by_freq``, other
+    dtypes, other devices, and calls traced by torch.compile or a torch.func transform run on PyTorch.
+    Arguments, attributes and state_dict are PyTorch's.
 
     Source: "Attention Is All You Need", section 3.4.
     """
@@ -165,9 +165,9 @@ class Embedding(DropIn, torch.nn.Embedding):
 class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss`, run by `transformer_fast.functional.cross_entropy`.
 
-    ``(1 - s) * -log p[target] + s * mean of -log p`` with ``p = softmax(input)``, reduced over what
-    is not ``ignore_index``. Arguments and attributes are torch's; with class weights, or
-    probabilities as target, PyTorch computes.
+    ``(1 - s) * -log p[target] + s * mean of -log p`` with ``p = softmax(input)``, reduced over
+    the targets that are not ``ignore_index``. Arguments and attributes are PyTorch's. Calls with class
+    weights, or probabilities as target, run on PyTorch.
 
     Source: "Attention Is All You Need", section 5.4.
     """

@@ -72,20 +72,19 @@ def _torchs_zeros(
 
 
 class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
+    """`torch.nn.TransformerEncoder`: N encoder layers of this package, of torch.nn or of the user.
 
-    Arguments, attributes and state_dict are torch's.
+    Arguments, attributes and state_dict are PyTorch's.
 
-    Padded places hold zeros where torch gives zeros there, else what the layers compute there.
-    Torch gives zeros in inference without a mask, if ``enable_nested_tensor`` is True and all
-    padding of a bool src_key_padding_mask comes last; see `torch.nn.TransformerEncoder` for the
-    rest. Padding then costs nothing on the CPU: the layers run on the real tokens only. With
-    ``encoder.skips_padding = True`` they always may, forward and backward, for a bool
-    src_key_padding_mask and no or a causal mask; with False they never do. A final ``norm`` turns
-    the zeros into its bias.
+    Padded positions are zeros if they are in PyTorch, else the layers' results. PyTorch returns zeros
+    in inference without a mask, if ``enable_nested_tensor`` is True and all padding of a bool
+    src_key_padding_mask comes last; see `torch.nn.TransformerEncoder` for the other conditions. Padding
+    is then free on the CPU: the layers run on the real tokens only. With ``encoder.skips_padding =
+    True`` they always may, forward and backward, for a bool src_key_padding_mask and no or a causal
+    mask; with False they never do. A final ``norm`` turns the zeros into its bias.
 
-    ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
-    mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
+    ``is_causal=None`` detects a causal mask in CPU memory. A mask elsewhere is applied unread, because
+    reading it would wait for the device. Pass True if the mask is causal.
     """
 
     #: Whether padded places may hold zeros instead of values; None: where torch has zeros.
@@ -111,13 +110,13 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The output of the last layer, normalised if there is a norm.
+        """Returns the output of the last layer, normalised if there is a norm.
 
         Args:
             src: (S, B, M), or (B, S, M) if batch_first, or (S, M).
             mask: (S, S) or (B * H, S, S). bool: True = hidden; float: added.
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
-            is_causal: whether mask is the causal mask; None: find out.
+            is_causal: True: mask is the causal mask; None: detect it.
         """
         if is_torchs(src, torch.nn.TransformerEncoder) and (
             self.skips_padding is None or not without_kernels(src)
@@ -152,14 +151,14 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
 
 
 class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
-    """`torch.nn.TransformerDecoder`: N decoder layers, ours, torch's or the user's own.
+    """`torch.nn.TransformerDecoder`: N decoder layers of this package, of torch.nn or of the user.
 
-    Arguments, attributes and state_dict are torch's. ``tgt_is_causal=None`` is resolved as
-    ``is_causal`` is in `TransformerEncoder`.
+    Arguments, attributes and state_dict are PyTorch's. ``tgt_is_causal=None`` is resolved
+    like ``is_causal`` in `TransformerEncoder`.
 
-    In inference on the CPU the padding of the memory costs nothing: only its real tokens are
-    projected and attended to. Padded places of tgt are computed, as torch does, unless
-    ``decoder.skips_padding = True`` asks for zeros there.
+    In inference on the CPU the padding of the memory is free: only its real tokens are projected and
+    attended to. Padded positions of tgt are computed, as in PyTorch; with ``decoder.skips_padding =
+    True`` they are zeros.
     """
 
     #: Whether padded places of tgt may hold zeros instead of values.
@@ -176,11 +175,11 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normalised if there is a norm.
+        """Returns the output of the last layer, normalised if there is a norm.
 
         Args:
             tgt ... memory_is_causal: as in `TransformerDecoderLayer`.
-            tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
+            tgt_is_causal: True: tgt_mask is the causal mask; None: detect it.
         """
         if is_torchs(tgt, torch.nn.TransformerDecoder):
             return by_torch(
@@ -220,10 +219,10 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
 
 
 class Transformer(DropIn, torch.nn.Transformer):
-    """`torch.nn.Transformer` with our encoder and decoder; all else is torch's.
+    """`torch.nn.Transformer` with this package's encoder and decoder; the rest is PyTorch's.
 
-    ``custom_encoder`` and ``custom_decoder`` are used as they are. The same seed gives the same
-    initial weights as torch.
+    ``custom_encoder`` and ``custom_decoder`` are used unchanged. The same seed gives the same initial
+    weights as in PyTorch.
 
     Source: "Attention Is All You Need", section 3.
     """

@@ -137,14 +137,13 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``, ``x = norm2(x + dropout2(ffn(x)))``; with
-    ``norm_first`` the norms stand before the attention and the FFN. Arguments, attributes and
-    state_dict are torch's.
+    ``norm_first`` the norms come before the attention and the FFN. Arguments, attributes and
+    state_dict are PyTorch's.
 
-    The residual, its dropout and the norm behind it run as one op, and so does the FFN, unless one
-    of the modules involved is hooked, replaced or parametrised: then the modules are called.
-    ``_sa_block`` and ``_ff_block`` of subclasses are honoured. Dropout in the fused ops draws other
-    elements than torch does. Queries that may attend to nothing, nested tensors and tracing: see
-    `MultiheadAttention`.
+    The residual, its dropout and the following norm run as one op, and so does the FFN. If one of the
+    modules involved is hooked, replaced or parametrised, the modules are called instead. Overridden
+    ``_sa_block`` and ``_ff_block`` are called. Dropout in the fused ops draws other elements than in
+    PyTorch. For fully masked queries, nested tensors and tracing, see `MultiheadAttention`.
 
     Source: "Attention Is All You Need", section 3.1; Xiong et al. 2020 for norm_first.
     """
@@ -160,13 +159,13 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """The layer's output, of src's shape.
+        """Returns the layer's output, of src's shape.
 
         Args:
             src: (S, B, M), or (B, S, M) if batch_first, or (S, M).
             src_mask: (S, S) or (B * H, S, S). bool: True = hidden; float: added.
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
-            is_causal: a promise that src_mask, which must be given, is the causal mask.
+            is_causal: declares src_mask, which is required, to be the causal mask.
         """
         if is_torchs(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
@@ -209,8 +208,8 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
 
     ``x = norm1(x + dropout1(self_attn(x)))``,
     ``x = norm2(x + dropout2(multihead_attn(x, memory)))``, ``x = norm3(x + dropout3(ffn(x)))``;
-    with ``norm_first`` the norms stand before the attentions and the FFN. All else as in
-    `TransformerEncoderLayer`; ``_sa_block``, ``_mha_block`` and ``_ff_block`` are honoured.
+    with ``norm_first`` the norms come before the attentions and the FFN. Otherwise as
+    `TransformerEncoderLayer`; overridden ``_sa_block``, ``_mha_block`` and ``_ff_block`` are called.
 
     Source: "Attention Is All You Need", section 3.1; Xiong et al. 2020 for norm_first.
     """
@@ -232,7 +231,7 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The layer's output, of tgt's shape.
+        """Returns the layer's output, of tgt's shape.
 
         Args:
             tgt: (T, B, M), or (B, T, M) if batch_first, or (T, M).
@@ -241,8 +240,8 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
             memory_mask: (T, S) or (B * H, T, S).
             tgt_key_padding_mask: (B, T), or (T) if unbatched. bool: True = ignored; float: added.
             memory_key_padding_mask: (B, S), or (S) if unbatched.
-            tgt_is_causal: a promise that tgt_mask, which must be given, is the causal mask.
-            memory_is_causal: the same of memory_mask.
+            tgt_is_causal: declares tgt_mask, which is required, to be the causal mask.
+            memory_is_causal: the same for memory_mask.
         """
         if is_torchs(tgt, torch.nn.TransformerDecoderLayer):
             return by_torch(

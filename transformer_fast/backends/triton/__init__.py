@@ -102,19 +102,19 @@ def warm(
     classes: Iterable[int] = (),
     device: torch.device | int | None = None,
 ) -> int:
-    """Compile the Triton kernels that calls of these sizes need, so that no step waits for it.
+    """Compile the Triton kernels for calls of these sizes in advance, so that no step waits for it.
 
-    Numbers of rows, queries, keys and sequences have no variants of their own; masks, causality,
-    lengths, dropout and activations have, forward and backward, and are all compiled. Triton keeps them
-    on disk, so that a process after this one only loads them.
+    Compiles all variants by masks, causality, lengths, dropout and activations, forward and backward.
+    There are no variants by the numbers of rows, queries, keys and sequences. Triton caches the kernels
+    on disk, so that later processes only load them.
 
     Args:
-        dtypes: of the calls' tensors. heads: sizes of an attention head, D.
-        columns: values that a norm takes at once, M. classes: of a loss.
+        dtypes: dtypes of the tensors. heads: head sizes D of attention.
+        columns: row sizes M of norms. classes: numbers of classes of losses.
         device: a GPU; None: the current one.
 
     Returns:
-        How many kernels the calls launch; what several share is counted for each.
+        The number of kernels that the calls launch; shared kernels count for each call.
 
     Raises:
         NotImplementedError: Triton is not installed. RuntimeError: there is no such GPU.
