@@ -13,12 +13,23 @@ from hand_written import B, Block, M, Norm, T, causal
 from module_checks import check_budget
 from torch import Tensor
 
-from transformer_fast import _native, accelerate, explain, functional, nn, reference, use_backend
+from transformer_fast import (
+    _native,
+    accelerate,
+    dispatch,
+    explain,
+    functional,
+    nn,
+    reference,
+    strict,
+    use_backend,
+)
 from transformer_fast.functional.layer_norm import (
     ANNOTATED,
     ANNOTATED_BIASED,
     BACKWARD,
     TRAINING,
+    add_annotated_layer_norm,
     add_norm_on,
 )
 from transformer_fast.models import AnnotatedLayerNorm
@@ -292,3 +303,27 @@ def test_opcheck_of_the_annotated_norm(kind):
     _, _, mean, rstd = forward(x, None, w, b, 1, 0.1, kind, 0.0, None)
     rest = (1, kind, 0.0, None, True, False, True, True)
     torch.library.opcheck(backward, (x, None, x, w, mean, rstd, *rest))
+
+
+def test_the_annotated_norm_is_explained_and_a_named_backend_never_falls_back() -> None:
+    norm, x = annotated(3, 8, torch.float32)
+    assert explain(norm, x).backend == ("cpu" if "cpu" in TRAINING.of else "torch")
+    assert explain("annotated_layer_norm", x.double(), None, None, 1e-6).backend == "torch"
+    with use_backend("cuda"), pytest.raises(NotImplementedError, match="annotated_layer_norm"):
+        norm(x)
+    with use_backend("cpu"), pytest.raises(NotImplementedError, match="float64"):
+        norm.double()(x.double())
+    with use_backend("cpu"), pytest.raises(NotImplementedError, match="annotated_layer_norm"):
+        add_annotated_layer_norm(x[..., :1], x[..., :1], None, None, 1e-6, True, 0.0)
+
+
+def test_strict_mode_refuses_the_annotated_norm_on_the_reference(monkeypatch) -> None:
+    kernels = tuple(
+        kernel
+        for kernel in dispatch.kernels("annotated_layer_norm")
+        if kernel.backend == "reference"
+    )
+    monkeypatch.setitem(dispatch._state.kernels, "annotated_layer_norm", kernels)
+    norm, x = annotated(3, 8, torch.float32)
+    with strict(), pytest.raises(NotImplementedError, match="strict mode"):
+        norm(x)

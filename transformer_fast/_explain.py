@@ -9,10 +9,17 @@ from typing import Any
 import torch
 
 from . import functional
-from .dispatch import OPS, Explanation, checked_call, explain_call
+from .dispatch import OPS, VARIANTS, Explanation, checked_call, explain_call
+from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 
 _LAYERS = ("encoder_layer", "decoder_layer")
-_NAMES = (*OPS, "scaled_dot_product_attention", *_LAYERS)
+_NAMES = (*OPS, *VARIANTS, "scaled_dot_product_attention", *_LAYERS)
+#: Functions that are not public by the name of their op.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention": functional.scaled_dot_product_attention,
+    "annotated_layer_norm": annotated_layer_norm,
+    "add_annotated_layer_norm": add_annotated_layer_norm,
+}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -30,7 +37,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             - a function of `transformer_fast.functional`;
             - "encoder_layer" or "decoder_layer", which some backends run in one call;
             - a module of `transformer_fast.nn` that is one of those: an encoder or decoder layer,
-              ``Linear``, ``LayerNorm``, ``RMSNorm`` or ``CrossEntropyLoss``.
+              ``Linear``, ``LayerNorm``, ``RMSNorm`` or ``CrossEntropyLoss``, or
+              ``models.AnnotatedLayerNorm``.
         args, kwargs: the arguments of the call. For a function its own, ``backend`` included; for
             "encoder_layer" and "decoder_layer" the layer, then its call's arguments; for a module
             its call's arguments.
@@ -52,7 +60,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
-    function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
+    function = _FUNCTIONS.get(name) or getattr(functional, name)
     return explain_call(checked_call(function, *args, **kwargs), backend)
 
 
@@ -60,7 +68,7 @@ def _call_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """The name and arguments with which `explain` explains a module's call."""
-    from . import nn
+    from . import models, nn
 
     for name, kind in (
         ("encoder_layer", torch.nn.TransformerEncoderLayer),
@@ -69,6 +77,12 @@ def _call_of(
         if isinstance(module, kind):
             return name, (module, *args), kwargs
     forward = type(module).forward  # of a subclass it may call other ops
+    if (
+        isinstance(module, models.AnnotatedLayerNorm)
+        and forward is models.AnnotatedLayerNorm.forward
+    ):
+        arguments = (*args, module.weight, module.bias, module.eps)
+        return "annotated_layer_norm", arguments, kwargs
     kinds = nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.CrossEntropyLoss
     if forward in [kind.forward for kind in kinds]:
         given = inspect.signature(forward).bind(module, *args, **kwargs).args[1:]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import proof, reference
-from .dispatch import OPS, Call, Kernel, _state, select
+from .dispatch import OPS, VARIANTS, Call, Kernel, _state, select
 from .reference.dropout import draw_seed
 
 #: Calls beyond which all are forgotten: every batch may have sizes of its own.
@@ -168,7 +168,7 @@ def look_up(
 #: Where the reference's arguments have the seed.
 _SEED = {
     op: list(parameters).index("seed")
-    for op in OPS
+    for op in (*OPS, *VARIANTS)
     if "seed" in (parameters := inspect.signature(getattr(reference, op)).parameters)
 }
 

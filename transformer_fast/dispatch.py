@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from . import _switches, proof
 from .reference import OPS as OPS
+from .reference import VARIANTS as VARIANTS
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
@@ -156,7 +157,7 @@ _state = _State()
 
 def register(kernel: Kernel) -> None:
     """Add a kernel; a second one for the same (op, backend) replaces the first."""
-    if kernel.op not in (*OPS, *FUSED) or kernel.backend not in BACKENDS:
+    if kernel.op not in (*OPS, *VARIANTS, *FUSED) or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
     others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
     found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))

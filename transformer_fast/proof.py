@@ -25,7 +25,7 @@ import torch
 
 from . import _native
 from ._version import __version__
-from .reference import OPS
+from .reference import OPS, VARIANTS
 
 COMMAND = "python -m transformer_fast prove"
 #: How long it takes, in words; counted, since no GPU has run it yet.
@@ -172,7 +172,7 @@ def _loss_class(call: Any) -> list[str]:
 
 #: Those of other ops are of `_rows_class`.
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
-    **{op: _norm_class for op in OPS if op.endswith("_norm")},
+    **{op: _norm_class for op in (*OPS, *VARIANTS) if op.endswith("_norm")},
     "attention": _attention_class,
     "linear": _linear_class,
     "cross_entropy": _loss_class,

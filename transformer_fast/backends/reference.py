@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .. import reference
-from ..dispatch import OPS, Kernel, register
+from ..dispatch import OPS, VARIANTS, Kernel, register
 
-for _op in OPS:
+for _op in (*OPS, *VARIANTS):
     register(
         Kernel(
             _op,

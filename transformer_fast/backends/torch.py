@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _native, fast_path, reference
-from ..dispatch import Call, Kernel, is_exporting, register
+from ..dispatch import VARIANTS, Call, Kernel, is_exporting, register
 from ..functional._operator import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.layer_norm import NORMS
@@ -298,6 +298,18 @@ def _norms() -> Iterator[Kernel]:
             drops_as_torch=_drops_as_torch,
             refuses=refuses,
         )
+    # PyTorch has no op for these: the reference's formula, with PyTorch's dropout where that runs.
+    annotated, add_annotated = VARIANTS
+    formula = reference.annotated_layer_norm
+    yield Kernel(annotated, "torch", formula, gradients=True)
+    yield Kernel(
+        add_annotated,
+        "torch",
+        _behind_sum(formula),
+        gradients=True,
+        dropout=True,
+        drops_as_torch=_drops_as_torch,
+    )
 
 
 def _register() -> None:

@@ -21,13 +21,12 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call, Kernel, is_traced, select
+from ..dispatch import VARIANTS, Call, Kernel
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
 from ..fast_path import kernel as cpu_kernel
 from ..reference.dropout import draw_seed, dropout
 from ._check import (
     casts_itself,
-    is_torchs,
     leaves_to_torch,
     require_float,
     require_probability,
@@ -405,7 +404,10 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 
 
 def norm_kernels(backend: str, ops: Iterable[str] = NORMS, **limits: Any) -> list[Kernel]:
-    """The records of a backend with operators, of these norms and those behind a sum."""
+    """Returns the records of a backend whose operators have these norms, alone and behind a sum.
+
+    Operators that have RMS norms have the Annotated Transformer's, too.
+    """
     records = []
     for op in ops:
         kind, *_, has_bias = NORMS[op]
@@ -416,7 +418,48 @@ def norm_kernels(backend: str, ops: Iterable[str] = NORMS, **limits: Any) -> lis
             Kernel(op, backend, norm, gradients=True, **limits),
             Kernel(f"add_{op}", backend, add_norm, gradients=True, dropout=True, **limits),
         ]
+    if "rms_norm" in ops:
+        records += _annotated_kernels(backend, **limits)
     return records
+
+
+def _refuse_annotated(call: Call) -> str | None:
+    shape = call.normalized_shape
+    if not shape or shape[0] < 2:
+        return "it needs rows of two values or more, for their standard deviation"
+    if any(x is not None and x.shape != shape for x in call.tensors[-2:]):
+        return "it supports weights and biases of the last dimension's size only"
+    return None
+
+
+def _annotated_kernels(backend: str, **limits: Any) -> list[Kernel]:
+    """The records of the Annotated Transformer's norms, by the operators of the others."""
+
+    def of_kind(unbiased: bool) -> int:
+        return ANNOTATED if unbiased else ANNOTATED_BIASED
+
+    def norm(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, unbiased: bool
+    ) -> Tensor:
+        return norm_on(backend, of_kind(unbiased))(input, input.shape[-1:], weight, bias, eps)
+
+    def add_norm(
+        input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        unbiased: bool, dropout_p: float, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        run = add_norm_on(backend, of_kind(unbiased))
+        return run(input, residual, input.shape[-1:], weight, bias, eps, dropout_p, seed)
+
+    also = limits.pop("refuses", None)
+
+    def refuses(call: Call) -> str | None:
+        return _refuse_annotated(call) or (None if also is None else also(call))
+
+    first, second = VARIANTS
+    return [
+        Kernel(first, backend, norm, gradients=True, refuses=refuses, **limits),
+        Kernel(second, backend, add_norm, gradients=True, dropout=True, refuses=refuses, **limits),
+    ]
 
 
 def _without_bias(run: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -559,18 +602,28 @@ def _by_formula(
 
 
 def annotated_layer_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, unbiased: bool = True
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool = True,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
-    """The Annotated Transformer's norm, by the kernels of the others, over the last dimension.
+    """The Annotated Transformer's norm over the last dimension.
 
     ``y = weight * (x - mean(x)) / (std(x) + eps) + bias``; ``unbiased``: which standard deviation.
 
     Source: "The Annotated Transformer" (Rush 2018).
     """
-    if (backend := _backend_of_annotated("rms_norm", (input, weight, bias), unbiased)) is None:
+    tensors = (input, weight, bias)
+    if leaves_to_torch("annotated_layer_norm", backend, *tensors):
         return reference.annotated_layer_norm(input, weight, bias, eps, unbiased)
-    norm = norm_on(backend, ANNOTATED if unbiased else ANNOTATED_BIASED)
-    return norm(input, input.shape[-1:], weight, bias, eps)
+    call = Call(
+        "annotated_layer_norm", tensors, wants_grad(*tensors),
+        normalized_shape=tuple(input.shape[-1:]),
+    )  # fmt: skip
+    return call_cache.run(None, tensors, call, (*tensors, eps, unbiased), backend)  # type: ignore[no-any-return]
 
 
 def add_annotated_layer_norm(
@@ -581,41 +634,17 @@ def add_annotated_layer_norm(
     eps: float,
     unbiased: bool,
     dropout_p: float,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(norm(sum), sum)`` with ``sum = residual + dropout(input, dropout_p)``."""
     tensors = (input, residual, weight, bias)
-    if is_torchs(*tensors):
+    if leaves_to_torch("add_annotated_layer_norm", backend, *tensors):
         total = residual + F.dropout(input, dropout_p)
         return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
-    seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
-    if (backend := _backend_of_annotated("add_rms_norm", tensors, unbiased, dropout_p)) is None:
-        total = residual + dropout(input, dropout_p, seed)
-        return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
-    norm = add_norm_on(backend, ANNOTATED if unbiased else ANNOTATED_BIASED)
-    return norm(input, residual, input.shape[-1:], weight, bias, eps, dropout_p, seed)
-
-
-def _backend_of_annotated(
-    op: str, tensors: tuple[Tensor | None, ...], unbiased: bool, dropout_p: float = 0.0
-) -> str | None:
-    """A backend with kernels of all kinds of norms that takes the call, or None.
-
-    Those that take ``op``, a norm of the same tensors, have them.
-    """
-    input, *_, weight, bias = tensors
-    assert input is not None
-    shape = input.shape[-1:]
-    if (
-        not shape
-        or is_traced()
-        or is_torchs(*tensors)
-        or (unbiased and shape[0] < 2)  # one value has no unbiased std
-        or any(each is not None and each.shape != shape for each in (weight, bias))
-    ):
-        return None
-    call = Call(op, tensors, wants_grad(*tensors), dropout_p, normalized_shape=tuple(shape))
-    try:
-        backend = select(call).backend
-    except NotImplementedError:  # of a backend that is named: this norm is no op of the table
-        return None
-    return None if backend in ("torch", "reference") else backend
+    call = Call(
+        "add_annotated_layer_norm", tensors, wants_grad(*tensors), dropout_p,
+        normalized_shape=tuple(input.shape[-1:]),
+    )  # fmt: skip
+    arguments = (*tensors, eps, unbiased, dropout_p, None)
+    return call_cache.run(None, tensors, call, arguments, backend)  # type: ignore[no-any-return]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import dispatch, fast_path
 from ..autograd import wants_grad
-from ..functional._operator import EMBEDDING_BACKWARD
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
@@ -98,21 +97,23 @@ class _LookUp(torch.autograd.Function):
     """torch's look-up with our gradient of the table."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor, padding: int) -> Tensor:
+    def forward(
+        ctx: Any, kernel: dispatch.Kernel, table: Tensor, tokens: Tensor, padding: int
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.rows, ctx.padding = table.shape[0], padding
+        ctx.kernel, ctx.rows, ctx.padding = kernel, table.shape[0], padding
         return torch.nn.functional.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
         if grad.requires_grad and torch.is_grad_enabled():  # torch's can be differentiated again
             found = torch.ops.aten.embedding_dense_backward(
                 grad, tokens, ctx.rows, ctx.padding, False
             )
         else:
-            found = EMBEDDING_BACKWARD.of["cpu"](grad, tokens, ctx.rows, ctx.padding)
-        return found, None, None
+            found = ctx.kernel.run(grad, tokens, ctx.rows, ctx.padding)
+        return None, found, None, None
 
 
 class Embedding(DropIn, torch.nn.Embedding):
@@ -145,21 +146,24 @@ class Embedding(DropIn, torch.nn.Embedding):
             return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
         if is_torchs(input, _EMBEDDING):
             return by_torch(self, super().forward, input)
-        if not self._has_kernel(input):
+        kernel = self._kernel(input)
+        if kernel is None:
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return _LookUp.apply(self.weight, input, padding)  # type: ignore[no-any-return,no-untyped-call]
+        return _LookUp.apply(kernel, self.weight, input, padding)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _has_kernel(self, input: Tensor) -> bool:
-        return (
+    def _kernel(self, input: Tensor) -> dispatch.Kernel | None:
+        """Returns the kernel of the table's gradient, or None if PyTorch computes it."""
+        if not (
             type(input) is Tensor
             and input.dtype == torch.int64
             and input.is_cpu
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
             and not dispatch.is_traced()
             and wants_grad(self.weight)
-            and dispatch.find(dispatch.Call("embedding", (self.weight,), True)) is not None
-        )
+        ):
+            return None
+        return dispatch.find(dispatch.Call("embedding", (self.weight,), True))
 
 
 class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):

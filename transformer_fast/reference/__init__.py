@@ -10,6 +10,7 @@ from .dropout import *
 from .feed_forward import *
 from .layer_norm import *
 from .layer_norm import __all__ as _norms
+from .layer_norm import add_annotated_layer_norm as add_annotated_layer_norm
 from .layer_norm import annotated_layer_norm as annotated_layer_norm
 from .linear import *
 
@@ -22,3 +23,5 @@ OPS = (
     "cross_entropy",
     "linear_cross_entropy",
 )
+#: Ops that are dispatched like those but have no row of their own in the op table.
+VARIANTS = ("annotated_layer_norm", "add_annotated_layer_norm")

@@ -65,6 +65,20 @@ def annotated_layer_norm(
     return y.to(input.dtype)
 
 
+def add_annotated_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + dropout(input, dropout_p, seed)
+    return annotated_layer_norm(total, weight, bias, eps, unbiased), total
+
+
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
