@@ -1,8 +1,8 @@
-"""The benchmark suite: ``python -m benchmarks``. How its figures are taken: CONTRIBUTING.md.
+"""The benchmark suite: ``python -m benchmarks``. CONTRIBUTING.md describes how it measures.
 
-Where ``TRANSFORMER_FAST_CPU_ISA`` names an instruction set, it is one for all candidates. PyTorch,
-oneDNN, MKL and CTranslate2 have variables of their own, which they read once, when they are loaded.
-So this comes before any other import.
+``TRANSFORMER_FAST_CPU_ISA`` limits all candidates to one instruction set. PyTorch, oneDNN, MKL and
+CTranslate2 have environment variables of their own, which they read once, when they are loaded. So
+this package sets them before any other import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAMES = (
     "MKL_ENABLE_INSTRUCTIONS",
     "CT2_FORCE_CPU_ISA",
 )
-#: From ours to theirs; on amx nobody needs to be held back.
+#: Our instruction set -> values of `_NAMES`. amx is missing because it is the highest one.
 _THEIRS = {
     "baseline": ("default", "SSE41", "SSE4_2", "GENERIC"),
     "avx2": ("avx2", "AVX2", "AVX2", "AVX2"),
@@ -26,13 +26,13 @@ _THEIRS = {
 
 
 def named_isa() -> str | None:
-    """The instruction set that all are to be held to, or None."""
+    """Returns the instruction set that all candidates are limited to, or None."""
     name = os.environ.get("TRANSFORMER_FAST_CPU_ISA", "").lower()
     return name if name in _THEIRS else None
 
 
 def hold_others() -> None:
-    """Set their variables, those that are not set; too late, and left alone, if torch is there."""
+    """Sets the unset variables of `_NAMES`; no effect if torch is imported, since that is too late."""
     if (name := named_isa()) is not None and "torch" not in sys.modules:
         for theirs, value in zip(_NAMES, _THEIRS[name], strict=True):
             os.environ.setdefault(theirs, value)
@@ -40,6 +40,6 @@ def hold_others() -> None:
 
 hold_others()
 
-# Last: a wrong TRANSFORMER_FAST_* variable is told without a traceback while a command's package is
-# being imported (`transformer_fast._switches`).
+# Last. An invalid TRANSFORMER_FAST_* variable is reported without a traceback if that happens while
+# the package of a command is imported (`transformer_fast._switches`).
 import transformer_fast as transformer_fast  # noqa: E402

@@ -1,5 +1,4 @@
-"""``python -m benchmarks``: run and scaling, which time suites, print them and write them down; compare;
-report."""
+"""``python -m benchmarks``: times suites (run, scaling), compares revisions, writes the report."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 from . import compare, findings, peers, report
 from .suites import Scope, Suite, models, ops, third_party
 
-#: The ordinary run, in the order of its report.
+#: Suites of the command ``run``, in the order of the report.
 SUITES: dict[str, Suite] = {
     "ops": ops.table,
     "backward": partial(ops.table, gradients=True),
@@ -34,7 +33,7 @@ SUITES: dict[str, Suite] = {
     "decode": models.decoding,
     "overhead": ops.overhead,
 }
-#: Apart, because they take long.
+#: Suites of the command ``scaling``, separate because they take long.
 SCALING: dict[str, Suite] = {f"scaling: {name}": suite for name, suite in ops.SCALING.items()}
 
 _QUICK_PEERS = ("onednn_prepacked",)
@@ -46,7 +45,7 @@ def add_arguments(
     kind: str = "",
     plan: Plan = ORDINARY,
 ) -> None:
-    """``kind``: the end of the file's name; ``plan``: that of a run that names none."""
+    """Adds the options of a run; ``kind``: suffix of the file name; ``plan``: the default plan."""
     names = list(suites)
     parser.add_argument(
         "--suite", action=OneOrMore, choices=names, default=names, metavar="SUITE",
@@ -56,14 +55,14 @@ def add_arguments(
     parser.set_defaults(suites=suites, kind=kind, plan=plan, device="cpu", backend=list(BACKENDS))
     parser.add_argument(
         "--peer", nargs="*", default=None,
-        help="peers by their names in benchmarks/peers.py; none: --peer without a name (default: all)",
+        help="names of peers in benchmarks/peers.py; without a name: no peers (default: all)",
     )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")
+    how.add_argument("--quick", action="store_true", help="small cases, few rounds; not saved")
     how.add_argument("--thorough", action="store_true", help="more rounds and longer samples")
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
-        help="where results go (benchmarks/results/<machine>.json; nowhere if --quick)",
+        help="result file (default: benchmarks/results/<machine>.json; none with --quick)",
     )  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
 
 
 def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """1 if a result of ours is outside its error budget, else 0."""
+    """Returns 1 if a result of ours is outside its error budget, else 0."""
     scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)
@@ -124,7 +123,7 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         failed += sum(row.failed for row in rows)
         if path is not None:
             plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}
-            # Written suite by suite: a run that is ended early keeps what it has.
+            # Written after each suite, so that an interrupted run keeps its results.
             findings.write(path, {name + suffix: {"machine": about, **plan, "rows": rows}})
     if path is not None:
         console.print(f"\nwritten to {path}")
@@ -134,7 +133,7 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command (``run``, if none is named); its exit status."""
+    """Runs a command (default: ``run``); returns its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")

@@ -1,12 +1,12 @@
-"""``python -m benchmarks compare BASE``: is anything slower than it was?
+"""``python -m benchmarks compare BASE``: finds cases that are slower than in BASE.
 
-BASE is a result file of this machine, or a git revision, which is then built in a worktree of its
-own and timed in turn with this tree. As long as something looks slower or faster another pass is
-timed, up to ``--passes``, and every pass must agree.
+BASE is a result file of this machine, or a git revision. A revision is built in a worktree and timed
+alternately with this tree. As long as a case looks slower or faster, another pass is timed, up to
+``--passes``, and all passes must agree.
 
-What is compared is not a time but a time relative to PyTorch's in the same rounds of the same
-process, because the machine is never twice as fast or as slow as it was. A slow-down counts if its
-95 % interval lies above the tolerance, in every pass.
+Times are compared relative to PyTorch's in the same rounds of the same process, because the speed of
+the machine differs between runs. A slow-down counts if its 95 % interval lies above the tolerance in
+every pass.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .findings import by_case
 ROOT = Path(__file__).resolve().parents[1]
 _SUITES = ("ops", "layers")
 
-#: PyTorch's candidates, any of which is the same code before and after.
+#: PyTorch's candidates, whose code is the same before and after.
 _CONTROLS = ("torch", "torch eager", "torch fast path")
 
-#: The suites of a run, by name, as `findings.read` gives them.
+#: Name -> suite, as returned by `findings.read`.
 Suites = dict[str, Any]
-#: Whose time it is: suite, op, case and candidate.
+#: Benchmark key: (suite, op, case, candidate).
 Key = tuple[str, str, str, str]
-#: Before and after.
+#: (before, after)
 Pass = tuple[Suites, Suites]
 
 
@@ -53,12 +53,12 @@ class Change(NamedTuple):
     value: float
     low: float
     high: float
-    #: Without PyTorch to compare with: times as they are, of two processes.
+    #: True if there is no PyTorch row to normalise by; then absolute times of two processes.
     raw: bool
 
 
 def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Tensor]:
-    """The row's time over the control's (or 1): median, and bootstrap draws."""
+    """Returns the row's time / the control's time (or / 1): the median, and bootstrap samples."""
     series = [row.samples] if control is None else [row.samples, control.samples]
     exact, draws = bootstrap(series, seed)
     if control is None:
@@ -71,9 +71,9 @@ def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
 
 
 def _before(rows: Sequence[Row], after: Row) -> Row | None:
-    """What ``after`` is to be compared with: the same candidate, or what was chosen in its place.
+    """Returns the baseline of ``after``: the same candidate, else the one that was chosen then.
 
-    The dispatcher may come to choose other backends for a module, as 'cpu' for 'cpu+torch'.
+    The dispatcher may have chosen other backends for a module, such as 'cpu+torch' instead of 'cpu'.
     """
     same = _timed(rows, after.candidate)
     if same is None and after.chosen:
@@ -82,7 +82,7 @@ def _before(rows: Sequence[Row], after: Row) -> Row | None:
 
 
 def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | None:
-    """How ``candidate`` changed between the rows of one case, then and now; None: not timed."""
+    """Returns the change of ``candidate`` between the old and new rows of a case; None: not timed."""
     after = _timed(new, candidate)
     before = None if after is None else _before(old, after)
     if before is None or after is None:
@@ -94,8 +94,10 @@ def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | N
 
 
 def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, str]]:
-    """Pass by pass the change of every row of ours that both sides have; and of each that had a speed
-    and has none any more, the reason."""
+    """Returns (changes, lost): the changes in all passes of each row of ours that both sides have.
+
+    ``lost``: key -> reason, for rows that were timed before and are not any more.
+    """
     found: dict[Key, list[Change]] = {}
     lost: dict[Key, str] = {}
     for old, new in passes:
@@ -115,7 +117,7 @@ def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, st
 
 
 def slower(seen: Sequence[Change], tolerance: float) -> bool:
-    """Whether every pass shows a slow-down beyond the tolerance."""
+    """True if every pass shows a slow-down beyond the tolerance."""
     return all(one.low > 1.0 + tolerance for one in seen)
 
 
@@ -124,7 +126,7 @@ def faster(seen: Sequence[Change], tolerance: float) -> bool:
 
 
 def other_machines(old: Suites, new: Suites) -> list[str]:
-    """Why the two may not be compared, in sentences; empty: they are of the same machine."""
+    """Returns sentences on how the machines of the two differ; empty if it is the same machine."""
     found: list[str] = []
     for name in new:
         if name in old:
@@ -136,11 +138,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="a result file, or a git revision")
     parser.add_argument(
         "new", metavar="NEW", nargs="?", type=Path,
-        help="a result file (default: this tree is timed now)",
+        help="a result file (default: time this tree now)",
     )  # fmt: skip
     parser.add_argument("--tolerance", type=float, default=0.05, help="slow-down allowed (0.05)")
     parser.add_argument(
-        "--passes", type=int, default=3, help="at most, and all must show a slow-down (3)"
+        "--passes",
+        type=int,
+        default=3,
+        help="maximum number of passes, all of which must show a slow-down (3)",
     )
     parser.add_argument("--suite", nargs="+", default=list(_SUITES), help="ops layers")
     parser.add_argument("--op", nargs="+", help="only these ops")
@@ -164,14 +169,14 @@ def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
 
 
 def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
-    """What the command printed. Raises CalledProcessError."""
+    """Runs a command and returns its output. Raises CalledProcessError."""
     env = {**os.environ, **environment}
     options: Any = {"check": True, "capture_output": True, "text": True}
     return subprocess.run([*map(str, command)], cwd=cwd, env=env, **options).stdout.strip()
 
 
 def _worktree(revision: str, console: Console) -> Path:
-    """A built checkout of that revision. Raises CalledProcessError, FileNotFoundError."""
+    """Checks out and builds the revision. Raises CalledProcessError, FileNotFoundError."""
     name = ["git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}"]
     commit = _call(name, ROOT)
     place = ROOT / "build" / "compare" / commit
@@ -186,13 +191,13 @@ def _worktree(revision: str, console: Console) -> Path:
 
 
 def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
-    """The suites, run by the code of that tree. Raises RuntimeError, ResultsError."""
+    """Runs the suites with the code of that tree. Raises RuntimeError, ResultsError."""
     command = [sys.executable, "-m", "benchmarks", "run", "--peer", "--json", path]
     command += ["--suite", *options.suite]
     command += ["--op", *options.op] if options.op else []
     command += ["--quick"] if options.quick else []
     path.unlink(missing_ok=True)
-    # Exit status 1 says that a result is wrong; its row then has no speed to compare.
+    # Exit status 1: a result is wrong. Its row then has no speed to compare.
     status = subprocess.call([*map(str, command)], cwd=tree, stdout=subprocess.DEVNULL)
     if status not in (0, 1) or not path.exists():
         raise RuntimeError(f"the suite ended with status {status} in {tree}")
@@ -200,7 +205,7 @@ def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
 
 
 def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
-    """One after the other, as they are asked for."""
+    """Yields passes, each of which is timed when it is requested."""
     if options.passes < 1:
         raise ValueError(f"argument --passes: must be at least 1, not {options.passes}")
     base, now = Path(options.base), machine.describe()
@@ -211,7 +216,7 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
             yield old, findings.read(options.new)
             return
         if other_machines(old, {name: {"machine": now} for name in old}):
-            # Known before anything is timed.
+            # Other machine: return before timing anything.
             yield old, {name: {"machine": now, "rows": []} for name in old}
             return
     elif options.new is not None:
@@ -228,7 +233,7 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
 
 
 def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
-    """As many passes as it takes. Raises what `_passes` does."""
+    """Runs passes until the result is clear. Raises the exceptions of `_passes`."""
     done: list[Pass] = []
     for one in _passes(options, console):
         done.append(one)
@@ -242,7 +247,7 @@ def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """0; 1 if something is slower or has no speed any more; 2 if they cannot be compared."""
+    """Returns 1 if a row is slower or is no longer timed, 2 if nothing can be compared, else 0."""
     console = output()
     try:
         passes = _judged(options, console)

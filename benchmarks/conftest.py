@@ -1,5 +1,4 @@
-"""Options and header of ``pytest benchmarks``, and the machine that pytest-benchmark stores with its
-results."""
+"""Options and header of ``pytest benchmarks``, and the machine description stored with its results."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    """Adds what makes results comparable: --benchmark-compare warns if any of it differs."""
+    """Adds the fields that must be equal: --benchmark-compare warns if any of them differs."""
     about = machine.describe()
     compared = *machine.IDENTITY, "torch"
     machine_info["transformer_fast"] = {name: about[name] for name in compared}

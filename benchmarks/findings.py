@@ -1,12 +1,11 @@
-"""Result files, and what they say: for each case, what the dispatcher chose and the fastest of the
-others; tables.
+"""Reads and writes result files; evaluates them case by case; formats tables.
 
-There is one file of JSON for each machine, with one line for each row:
+Each machine has one JSON file, with one line per row:
 
     {"format": 1, "suites": {NAME: {"machine": ..., "options": ..., "rows": [ROW, ...]}}}
 
-A row is a `measure.benchmark_case.Row`; times are seconds, samples microseconds. A run replaces the
-suites that it ran and leaves the others.
+A row is a `measure.benchmark_case.Row`; times are in seconds, samples in microseconds. A run replaces
+its own suites in the file and keeps the others.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ROUNDED = (
 
 
 class ResultsError(ValueError):
-    """A file that is not ours."""
+    """Raised for a file that is not a result file."""
 
 
 def _short(value: float | None, digits: int) -> float | None:
@@ -42,7 +41,7 @@ def _short(value: float | None, digits: int) -> float | None:
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
-    """What is None or empty is left out."""
+    """Converts a row to a dict without fields that are None or empty."""
     found = asdict(row)
     for name in _TUPLES:
         value = getattr(row, name)
@@ -66,7 +65,7 @@ def row_from_json(found: dict[str, Any]) -> Row:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The suites of a file, rows as `Row`. Raises ResultsError, OSError."""
+    """Reads the suites of a file, with rows as `Row`. Raises ResultsError, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
@@ -90,36 +89,36 @@ def _text(suites: dict[str, Any]) -> str:
 
 
 def write(path: Path, suites: dict[str, Any]) -> None:
-    """Put these suites into the file; others in it stay."""
+    """Writes these suites to the file; keeps its other suites."""
     before = read(path) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(before | suites), encoding="utf-8")
 
 
 def files(folder: Path = FOLDER) -> list[Path]:
-    """All result files, by name: a machine's before those that are held to an instruction set."""
+    """Returns all result files, sorted by name: a machine's own before those of a forced ISA."""
     return sorted(folder.glob("*.json"), key=lambda path: path.stem)
 
 
 class Finding(NamedTuple):
-    """One case: the row that the dispatcher chose, and how it stands."""
+    """One case: the row of the dispatcher's choice, compared with the fastest other candidate."""
 
     chosen: Row
-    #: The fastest of all other candidates, our own included; None if there is none.
+    #: The fastest other candidate, which may be ours, too; None if there is none.
     rival: Row | None
-    #: How many times as fast as the rival.
+    #: The speed-up of `chosen` over `rival`.
     against: Ratio | None
-    #: What it is a case of: forward and backward have the same ones.
+    #: The suite's name; forward and backward suites have cases of the same names.
     suite: str = ""
 
     @property
     def lost(self) -> bool:
-        """Whether the rival is faster, beyond doubt."""
+        """True if the rival is significantly faster."""
         return self.against is not None and self.against.high < 1.0
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of each (op, case), in their order."""
+    """Groups the rows by (op, case), in their order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.case), []).append(row)
@@ -127,7 +126,7 @@ def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
-    """For every case in which the chosen candidate was timed."""
+    """Returns a finding for every case in which the dispatcher's choice was timed."""
     found = []
     for group in by_case(rows).values():
         chosen = next((row for row in group if row.chosen and row.time is not None), None)
@@ -141,13 +140,13 @@ def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
 
 
 def losses(found: Sequence[Finding]) -> list[Finding]:
-    """The cases in which another is faster, the worst first."""
+    """Returns the cases in which another candidate is faster, worst first."""
     lost = [finding for finding in found if finding.lost]
     return sorted(lost, key=lambda finding: finding.against.value if finding.against else 1.0)
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """A table; its first ``words`` columns are words, the others figures."""
+    """Formats a Markdown table; the first ``words`` columns are left-aligned, the others right."""
     marks = ["---"] * words + ["---:"] * (len(headings) - words)
     lines = [headings, marks, *rows]
     escaped = ((cell.replace("|", "\\|") for cell in line) for line in lines)
@@ -155,14 +154,14 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int)
 
 
 def interval(ratio: Ratio | None) -> str:
-    """'1.70x (1.66-1.75)'."""
+    """Formats a ratio: '1.70x (1.66-1.75)'."""
     if ratio is None:
         return ""
     return f"{form.times(ratio.value)} ({form.interval(ratio.low, ratio.high)})"
 
 
 def roof(row: Row) -> str:
-    """'57 %', or '113 % (44 %)' with the share of fp32's second roof in parentheses."""
+    """Formats '57 %', or '113 % (44 %)' with the share of fp32's second roof in parentheses."""
     second = "" if row.split_share is None else f" ({form.percent(row.split_share)})"
     return form.percent(row.roof_share) + second
 
@@ -172,7 +171,7 @@ def seconds(row: Row | None) -> str:
 
 
 def rates(row: Row) -> str:
-    """Gflop/s: '412', or '206 (412)' where masks hide half, dense in parentheses."""
+    """Formats Gflop/s: '412', or '206 (412)' if half is masked out, dense in parentheses."""
     if row.time is None or row.flops == 0.0:
         return ""
     useful = form.rate(row.useful_flops, row.time.median)
@@ -182,7 +181,7 @@ def rates(row: Row) -> str:
 
 
 def work(finding: Finding) -> str:
-    """'attention (4,8,1024,64) with gradients, bfloat16'."""
+    """Formats the case's name: 'attention (4,8,1024,64) with gradients, bfloat16'."""
     kind, _, dtype = finding.suite.partition(", ")
     gradients = " with gradients" if kind == "backward" else ""
     return f"{finding.chosen.op} {finding.chosen.case}{gradients}" + (f", {dtype}" if dtype else "")
@@ -197,7 +196,7 @@ def _mebibytes(finding: Finding) -> str:
     return "" if amount is None else form.three_digits(amount / 2**20)
 
 
-#: What stands in a table's column, by its heading; columns of words come first.
+#: Column heading -> function that formats its cells; columns of words come first.
 CELLS: dict[str, Callable[[Finding], str]] = {
     "work": work,
     "suite": lambda found: found.suite,
@@ -229,7 +228,7 @@ LOST = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (9
 
 
 def table(found: Iterable[Finding], headings: Sequence[str]) -> str:
-    """A line for each case, of these columns of `CELLS`."""
+    """Formats a Markdown table with a line per case and these columns of `CELLS`."""
     words = sum(heading in ("work", "suite", "op", "case", "on", "faster") for heading in headings)
     rows = [[CELLS[heading](one) for heading in headings] for one in found]
     return markdown(headings, rows, words)

@@ -1,17 +1,16 @@
-"""``python -m benchmarks.gpu STAGE... --seconds S --json FILE``: all about a GPU in the time that one
-has it for.
+"""``python -m benchmarks.gpu STAGE... --seconds S --json FILE``: checks and times all GPU kernels.
 
-Stages, always in this order:
+Stages, always in this order, within ``--seconds`` in total:
 
-    env      the GPU, its driver and clocks, torch, Triton, nvcc
-    warm     compiles the Triton kernels, in as many processes as there are processors
-    smoke    each op, backend and dtype in a process of its own that has 20 seconds
-    parity   every case of `specs.gpu.GPU_CASES`, forward and gradients, against fp64
-    bench    our kernels beside PyTorch's and others', on the device and on its host
-    tune     other tiles than those of `backends.triton.config`, case by case
+    env      records GPU, driver, clocks, torch, Triton, nvcc
+    warm     compiles the Triton kernels, in one process per CPU
+    smoke    checks each op, backend and dtype in a process of its own, in 20 seconds
+    parity   checks every case of `specs.gpu.GPU_CASES`, forward and gradients, against fp64
+    bench    times our kernels, PyTorch's and others', on the device and on the host
+    tune     times other tiles than those of `backends.triton.config`, case by case
 
-The file is replaced after every single result, so that what a killed run had is kept; what there
-was no time for is listed as skipped. All work on the GPU is done by other processes.
+The file is replaced after every result, so that a killed run keeps its results. Work for which the
+time did not suffice is listed as skipped. All GPU work runs in subprocesses.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ from . import peers
 from .peers import PEERS
 
 FORMAT = 1
-#: Backends with something for a GPU.
+#: Backends that have GPU kernels.
 BACKENDS = ("cuda", "triton", "torch")
-#: Says what is to be done, in JSON.
+#: A job, or a job with its result; JSON-serialisable.
 Item = dict[str, Any]
 
 _CASES: dict[tuple[str, str], GpuCase] = {
@@ -66,7 +65,7 @@ _CASES: dict[tuple[str, str], GpuCase] = {
 
 
 class Session:
-    """The budget, the file, and who works for it."""
+    """One run: its time budget, its result file, and its worker processes."""
 
     def __init__(self, seconds: float, path: Path, jobs: int | None) -> None:
         self.until = time.monotonic() + seconds
@@ -82,11 +81,11 @@ class Session:
         self._lock = threading.Lock()
         self._stopped = False
         self._planned = 0
-        #: Told how much of a stage is done, and of how much.
+        #: Called with the numbers of finished and planned jobs of a stage.
         self.changed: Callable[[int, int], object] = lambda done, planned: None
 
     def processes(self, memory: int = on_device.CHECK_BYTES) -> int:
-        """How many at a time, each with so much of the GPU's memory."""
+        """Returns the number of concurrent processes that use ``memory`` bytes of the GPU each."""
         return self.jobs or on_device.most_processes(memory)
 
     def _write(self, stage: str, kind: str, entries: Iterable[Item]) -> None:
@@ -103,10 +102,9 @@ class Session:
     def do(
         self, stage: str, groups: Sequence[Sequence[Item]], jobs: int, until: float | None = None
     ) -> list[Item]:
-        """Each group in a process, so many at once; what each piece of work came to.
+        """Runs each group of jobs in a process, ``jobs`` processes at once; returns the outcomes.
 
-        A process that ends too early costs the piece of work that it was at: the next goes on
-        behind it.
+        If a process ends early, its current job fails, and a new process continues with the next job.
         """
         until = self.until if until is None else until
         self._planned += sum(map(len, groups))
@@ -145,11 +143,11 @@ def _command(stage: str, items: Sequence[Item]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--alone", stage, json.dumps(items)]
 
 
-# What is to be done.
+# Jobs of the stages.
 
 
 def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
-    """One to each in turn, so that what comes first is begun first."""
+    """Deals the items round-robin to ``hands`` groups, so that the first items are run first."""
     return [group for i in range(hands) if (group := items[i::hands])]
 
 
@@ -167,7 +165,7 @@ def _checks(first_and_last: bool) -> list[list[Item]]:
 
 
 def rank(case: GpuCase) -> int:
-    """What is asked for first: a run that is cut short is to lose the least."""
+    """Returns the priority of a case; lower runs first, so that a short run has what matters most."""
     if case.op != "attention":
         places = {"add_layer_norm": 2, "layer_norm": 2, "feed_forward": 4, "linear": 4}
         return places.get(case.op, 5)
@@ -189,7 +187,7 @@ def bench_items() -> list[Item]:
 
 _FORWARD, _BACKWARD = ("attention_forward",), ("attention_backward_query", "attention_backward_key")
 _LONG = "(4,16,4096,4096,{}), {}"
-#: What tiles are tried on, and the functions of `config` that give them: forward, and backward.
+#: Cases to tune: (op, case, functions of `config` that return its tiles forward, and backward).
 TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("attention", _LONG.format(64, "no mask"), _FORWARD, _BACKWARD),
     ("attention", _LONG.format(64, "causal"), _FORWARD, _BACKWARD),
@@ -211,7 +209,7 @@ TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def tune_items() -> list[Item]:
-    """Every tile that is worth a try, in bfloat16; what there is now comes first, as None."""
+    """Returns the jobs for all candidate tiles, in bfloat16; tile None, the current one, is first."""
     from transformer_fast.backends.triton import config
 
     items = []
@@ -236,7 +234,7 @@ def _warm(session: Session) -> None:
 
 
 def _tune(session: Session) -> None:
-    """First all are compiled and checked, by many processes; then one takes the time of the right."""
+    """Compiles and checks all tiles in many processes, then times the correct ones in one process."""
     now = time.monotonic()
     half = now + 0.5 * (session.until - now)
     items = tune_items()
@@ -252,11 +250,11 @@ def _tune(session: Session) -> None:
     session.do("tune", [[item for item in timed.values() if len(item["tiles"]) > 1]], 1)
 
 
-# What a process does with its share.
+# Work of a subprocess.
 
 
 def _asked(*command: str) -> str | None:
-    """What another program prints, or None if it is not there or fails."""
+    """Returns the output of a program, or None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     result = subprocess.run(command, capture_output=True, text=True)
@@ -293,7 +291,7 @@ def _kernel(op: str, backend: str) -> Kernel:
 
 
 def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
-    """Why a kernel cannot be checked in a call, or None."""
+    """Returns the reason why the kernel cannot be checked in this call, or None."""
     if kernel.backend == "torch" and not call.tensors[0].is_cpu:  # type: ignore[union-attr]
         return unchecked(call.dropout_p)
     return "; ".join(dispatch.why_not(kernel, call)) or None
@@ -305,7 +303,7 @@ def _trial(item: Item, gradients: bool, device: torch.device) -> on_device.Trial
 
 
 def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
-    """Of the forward pass and of the gradients: "right", "refused: ..." or "wrong: ..."."""
+    """Checks forward and gradients; each is "right", "refused: ..." or "wrong: ..."."""
     kernel, found = _kernel(item["op"], item["backend"]), {}
     for gradients in (False, True) if _CASES[item["op"], item["case"]].gradients else (False,):
         trial = _trial(item, gradients, device)
@@ -325,7 +323,7 @@ _SDPA = {
 
 
 def candidates(trial: on_device.Trial) -> Item:
-    """By name what does the work, or a sentence why it cannot; ours first."""
+    """Returns name -> function, or the reason why the candidate cannot run; ours first."""
     op, arguments, call = trial.op, trial.inputs[0], trial.call
     found: Item = {}
     for kernel in dispatch.kernels(op):
@@ -335,7 +333,7 @@ def candidates(trial: on_device.Trial) -> Item:
     if op == "attention":
         found |= {name: sdpa_kernel(one)(OPS[op].pytorch) for name, one in _SDPA.items()}
     others: dict[str, tuple[Any, ...]] = {"Liger": ("liger",)} if op == "layer_norm" else {}
-    # It compiles for long, and half types are alike.
+    # In bfloat16 only: it takes long to compile, and float16 has the same speed.
     if op == "attention" and arguments[0].dtype == torch.bfloat16:
         others["FlexAttention, mask known"] = "flex_attention", True
         others["FlexAttention, mask new"] = "flex_attention", False
@@ -346,8 +344,8 @@ def candidates(trial: on_device.Trial) -> Item:
 
 
 def bench(item: Item, device: torch.device, clock: Clock) -> Item:
-    """Samples of each candidate in seconds, the device's and its host's, or why it has none."""
-    torch.compiler.reset()  # each case is compiled for itself, and there is a limit
+    """Times each candidate; returns device and host samples in seconds, or why it has none."""
+    torch.compiler.reset()  # each case is compiled anew, and Dynamo has a recompilation limit
     trial = _trial(item, item["gradients"], device)
     with torch.set_grad_enabled(trial.gradients):
         rivals = candidates(trial)
@@ -361,7 +359,7 @@ def bench(item: Item, device: torch.device, clock: Clock) -> Item:
         try:
             with torch.no_grad():
                 work(0)
-            # What PyTorch drops cannot be checked.
+            # With dropout PyTorch's result cannot be checked, because it drops other elements.
             if name in ("cuda", "triton") or not unchecked(trial.call.dropout_p):
                 parity = trial.parity(work)
                 if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
@@ -379,7 +377,7 @@ def bench(item: Item, device: torch.device, clock: Clock) -> Item:
 
 
 def tune(item: Item, device: torch.device, clock: Clock) -> Any:
-    """Of one tile whether it is right; of several the seconds of each on the device."""
+    """Checks one tile ("tile"), or times several ("tiles"): tile -> device seconds, fastest first."""
     from transformer_fast.backends.triton import config
 
     trial = _trial(item, item["gradients"], device)
@@ -403,10 +401,10 @@ def tune(item: Item, device: torch.device, clock: Clock) -> Any:
 
 
 class Stage(NamedTuple):
-    #: Seconds that one piece of work may take, the start of its process included.
+    #: Time limit of one job in seconds, the start of its process included.
     limit: float
     plan: Callable[[Session], object]
-    #: What a process does with a piece of work.
+    #: Runs one job in the subprocess.
     work: Callable[[Item, torch.device, Clock], Any]
 
 
@@ -421,7 +419,7 @@ STAGES = {
 
 
 def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
-    """A line of JSON for each; nothing else gets to standard output."""
+    """Runs the jobs in this process; prints a line of JSON for each, and nothing else, to stdout."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     clock = DeviceClock(device)
@@ -435,7 +433,7 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
         try:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        except Exception as error:  # After an illegal access nothing else runs in this process.
+        except Exception as error:  # After an illegal access the CUDA context is unusable.
             line, broken = {"problem": problem_of(error)}, True
         print(json.dumps(line), file=lines, flush=True)
         if broken:
@@ -447,7 +445,7 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
 
 
 def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
-    """What went wrong with one of ours, a sentence each. A tile that is not right is only no tile."""
+    """Returns a sentence for each failure of ours; a wrong tile is not one, it is just not used."""
     found = []
     for entry in entries:
         what = ", ".join(
@@ -471,21 +469,25 @@ def _arguments() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="which; none: all of them")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="for all of it (1500)")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the file (gpu.json)")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="stages to run (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=1500.0, help="time limit of the run (1500)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("gpu.json"), help="result file (gpu.json)"
+    )
     parser.add_argument(
         "--jobs",
         type=int,
-        help="processes at a time, unless timed (as many as have processors and memory of the GPU)",
+        help="concurrent processes, except for timing (default: by CPUs and GPU memory)",
     )
-    # What the command starts itself with.
+    # Internal option of the subprocesses.
     parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if all that ran was right, 1 if not, 2 without a GPU."""
+    """Returns 0 if all that ran is right, 1 if not, 2 without a GPU."""
     if (why := on_device.why_no_gpu("benchmarks.gpu")) is not None:
         print(why, file=sys.stderr)
         return 2
@@ -500,7 +502,7 @@ def run(options: argparse.Namespace) -> int:
             if stage not in (options.stages or STAGES):
                 continue
             task = bar.add_task(stage, total=0)
-            # At once: a stage's last result is followed by the end of its bar.
+            # Refresh at once, because the bar is removed right after the stage's last result.
             session.changed = lambda done, planned, task=task: bar.update(
                 task, completed=done, total=planned, refresh=True
             )
@@ -515,9 +517,9 @@ def run(options: argparse.Namespace) -> int:
                 f"{time.monotonic() - start:.0f} seconds",
             )
     if problems:
-        console.print("\n[bold]Wrong, or ended too early[/]")
+        console.print("\n[bold]Wrong or not finished[/]")
         bullets(console, problems)
-    console.print(f"\nAll of it is in {options.json}")
+    console.print(f"\nResults are in {options.json}")
     return 1 if problems else 0
 
 

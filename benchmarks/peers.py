@@ -1,23 +1,23 @@
-"""Other software that does the same work.
+"""Peers: other software that our kernels are compared with.
 
-A `Peer` has any of the following methods, each of which gives a function to time, or a sentence why
-there is none, or None if it is about other work:
+A `Peer` has some of the following methods. Each returns a function to time; or a sentence why the
+peer cannot run the call; or None if the peer does not apply to this kind of work.
 
-    op(op, arguments)                takes and returns what ``reference.<op>`` does
-    encoder_layer(layer, arguments)  takes (x, mask, padding), as the torch.nn layer it is given
+    op(op, arguments)                function with the arguments and results of ``reference.<op>``
+    encoder_layer(layer, arguments)  function of (x, mask, padding), equal to the torch.nn layer
     encoder(model, arguments)        the same for a torch.nn.TransformerEncoder
-    transformer(model, arguments)    takes (source, target), as the model it is given
-    hand_written(model, adapt)       gives ``adapt(run)``, where ``run`` takes what the model takes that
-                                     it is given, which somebody wrote by hand
-    training(model, adapt)           the same for a model whose gradients are taken
-    generate(adapt)                  gives ``adapt(**settings)``, which takes (prompt,) and gives
-                                     tokens by transformers' ``generate`` with these settings
-    decode(model, arguments, new)    takes (source,), gives (B, new) tokens, chosen greedily; the
-                                     model is a `suites.models.Translator`
+    transformer(model, arguments)    function of (source, target), equal to the model
+    hand_written(model, adapt)       ``adapt(run)``, where ``run`` has the arguments of the model, a
+                                     Transformer written by hand
+    training(model, adapt)           the same for a model whose gradients are computed
+    generate(adapt)                  ``adapt(**settings)``, a function of (prompt,) that returns the
+                                     tokens of transformers' ``generate`` with these settings
+    decode(model, arguments, new)    function of (source,) that returns greedily decoded tokens
+                                     (B, new); the model is a `suites.models.Translator`
 
-Weights may be prepared (packed, converted) before the function is given: they stay the same while
-it is timed. Activations may not: they change from call to call. What a peer returns is checked; if
-it is wrong (`measure.benchmark_case.PEER_FACTOR`), it gets no speed.
+Weights may be prepared (packed, converted) when the function is created, because they do not change
+while it is timed. Activations may not, because they change from call to call. The results of peers
+are checked; a wrong one (`measure.benchmark_case.PEER_FACTOR`) is not timed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from transformer_fast.specs import OPS
 
 from . import named_isa
 
-#: What a peer's methods give: something to run, or why not.
+#: Result of a peer's method: a function to time, or the reason why there is none, or None.
 Offer = Callable[..., Any] | str | None
 
 
 def missing(*packages: str) -> str | None:
-    """Which of them is not installed, as a sentence, or None."""
+    """Returns a sentence on the first package that is not installed, or None."""
     for package in packages:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             return f"{package} is not installed (pip install {package})"
@@ -61,18 +61,18 @@ def missing(*packages: str) -> str | None:
 
 
 class Peer:
-    #: What its rows are called.
+    #: The name of its rows.
     name: str
-    #: What it imports, inside of its methods; their versions stand beside the results.
+    #: Packages that its methods import; their versions are recorded with the results.
     packages: tuple[str, ...] = ()
 
     def why_not(self) -> str | None:
-        """Why it cannot be used here, as a sentence, or None."""
+        """Returns the reason why the peer is not available here, or None."""
         return missing(*self.packages)
 
 
 def load(names: Sequence[str] | None = None) -> list[Peer]:
-    """The peers of `PEERS` of these names; None: all."""
+    """Returns the peers of these names in `PEERS`; None: all."""
     for name in names or ():
         if name not in PEERS:
             raise ValueError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
@@ -80,7 +80,7 @@ def load(names: Sequence[str] | None = None) -> list[Peer]:
 
 
 def versions(peers: Sequence[Peer]) -> dict[str, str]:
-    """Of the peers' packages, those that are installed."""
+    """Returns the versions of the peers' installed packages."""
     found = {}
     for package in sorted({name for peer in peers for name in peer.packages}):
         try:
@@ -91,7 +91,7 @@ def versions(peers: Sequence[Peer]) -> dict[str, str]:
 
 
 def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candidate]:
-    """The peers that know this kind of work ('op', ...); with the reason, if they cannot."""
+    """Returns a candidate, or the reason for none, from each peer with the method ``kind``."""
     found = []
     for peer in peers:
         if not hasattr(peer, kind):
@@ -100,7 +100,7 @@ def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candida
         try:
             offer = getattr(peer, kind)(*arguments) if (why := peer.why_not()) is None else why
         except Exception as error:
-            # Software of others may break in its own ways; that must not end the run.
+            # Other software may raise any exception; that must not end the run.
             lines = str(error).strip().splitlines() or ["no message"]
             offer = f"{type(error).__name__}: {lines[0]}"
         if isinstance(offer, str):
@@ -111,7 +111,7 @@ def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candida
 
 
 class _Made:
-    """In the process of a `Remote`."""
+    """The object in the process of a `Remote`."""
 
     def make(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
         self.run = make(*arguments)
@@ -121,25 +121,25 @@ class _Made:
 
 
 class _Manager(BaseManager):
-    """Starts the process, which ends with the manager."""
+    """Starts a process, which ends with the manager."""
 
 
 _Manager.register("made", _Made)
 
 
 class Remote:
-    """The function that ``make(*arguments)`` gives, in a fresh process; all must be picklable.
+    """The function that ``make(*arguments)`` returns, run in a new process; all must be picklable.
 
-    For libraries that bring threads of an OpenMP runtime which PyTorch uses as well: they slow down
-    everybody else in their process for good. With more threads than processors GNU's runtime stops to
-    spin, and each parallel loop then waits for the system to wake a thread.
+    For libraries that start threads of the same OpenMP runtime as PyTorch, which permanently slows
+    down all other code in the process. With more threads than CPUs GNU's runtime no longer spins, so
+    each parallel loop waits for the operating system to wake a thread.
 
-    Raises, when made or called, what that process raised.
+    Exceptions of that process are raised again here.
     """
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
         self._manager: Any = _Manager(ctx=multiprocessing.get_context("spawn"))
-        # Ctrl-C ends the parent, which ends this one.
+        # The process ignores Ctrl-C, because the parent ends it.
         self._manager.start(signal.signal, (signal.SIGINT, signal.SIG_IGN))
         self._made = self._manager.made()
         self._made.make(make, arguments)
@@ -149,20 +149,22 @@ class Remote:
 
 
 def beyond_attention(arguments: Arguments) -> str | None:
-    """What a call of attention has beside masks and causality, none of which other software supports, as
-    a sentence, or None."""
+    """Returns the reason if an attention call uses features that no other software supports, or None.
+
+    These are all features except masks and causality.
+    """
     named = OPS["attention"].named(arguments)
     if named["dropout_p"]:
         return "it has no dropout"
     if named["need_weights"]:
-        return "it gives no weights"
+        return "it returns no weights"
     if named.get("query_lengths") is not None or named.get("longest") is not None:
-        return "it takes no query lengths"
+        return "it does not support query lengths"
     return None
 
 
 class TorchCompile(Peer):
-    """torch.compile of what a user of PyTorch would write."""
+    """torch.compile of the code that a user of PyTorch would write."""
 
     name = "torch.compile"
 
@@ -190,7 +192,7 @@ class TorchCompile(Peer):
     training = hand_written
 
     def generate(self, adapt: Callable[..., Any]) -> Offer:
-        """The compiled step with a cache of fixed size, which transformers has on GPUs by default."""
+        """A compiled step with a static cache, the default of transformers on GPUs."""
         from transformers import CompileConfig
 
         torch._dynamo.reset()
@@ -199,15 +201,15 @@ class TorchCompile(Peer):
         return adapt(cache_implementation="static", compile_config=compiling)
 
 
-#: For inference: weights become constants, which can be packed. Nothing is taken from the disk,
-#: where the same graph may lie as another version of a plugin compiled it.
+#: Inference settings: weights become constants, which can be packed. The disk cache is off, because
+#: it may have the same graph as compiled by another version of a plugin.
 _FROZEN = {"freezing": True, "fx_graph_cache": False}
 
 
 class Frozen(Peer):
     """torch.compile with frozen weights."""
 
-    #: Settings of inductor, which no other sees, and options of torch.compile.
+    #: Settings of inductor, in effect for this peer only, and options of torch.compile.
     settings: ClassVar[dict[str, Any]]
     options: ClassVar[dict[str, Any]]
 
@@ -215,7 +217,7 @@ class Frozen(Peer):
         return PEERS["torch_compile"].why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
-        """``adapt`` None: the model is of torch.nn."""
+        """``adapt``: None for a model of torch.nn."""
         if next(model.parameters()).device.type != "cpu":
             return "its settings are for the CPU"
         from torch._inductor import config
@@ -228,9 +230,9 @@ class Frozen(Peer):
             nonlocal done
             if done:
                 return run(*arguments)
-            # Dynamo itself asks whether weights are frozen: options of torch.compile are not enough.
+            # Dynamo reads the setting `freezing` itself, so options of torch.compile do not suffice.
             with config.patch(self.settings), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of PyTorch about itself
+                warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
                 done = True
                 return run(*arguments)
 
@@ -243,26 +245,26 @@ class Frozen(Peer):
 
 
 class InductorTuned(Frozen):
-    """torch.compile at its best on the CPU: C++ templates for products, autotuned."""
+    """torch.compile with its fastest CPU settings: autotuned C++ templates for matrix products."""
 
     name = "inductor tuned"
     settings: ClassVar[dict[str, Any]] = {
         **_FROZEN,
         "max_autotune": True,
         "max_autotune_gemm_backends": "CPP,ATEN",
-        # What another run found to be fastest may have had other threads.
+        # Another run, which may have had another number of threads, must not determine the choice.
         "autotune_local_cache": False,
         # No tables on stderr.
         "autotune_num_choices_displayed": 0,
         "max_autotune_report_choices_stats": False,
     }
-    # The settings are options as well: dynamo keeps what it compiled by module and backend, and
-    # without them this one would be equal to plain torch.compile's.
+    # The settings are options, too: Dynamo caches compiled code by module and backend, and without
+    # options this backend would be equal to that of plain torch.compile.
     options: ClassVar[dict[str, Any]] = {"options": settings}
 
     def why_not(self) -> str | None:
         if (name := named_isa()) is not None:
-            return f"its templates cannot be held to {name}"
+            return f"its templates cannot be limited to {name}"
         return super().why_not()
 
 
@@ -271,9 +273,10 @@ class Zentorch(Frozen):
 
     name, packages = "zentorch", ("zentorch",)
     settings: ClassVar[dict[str, Any]] = {
-        # Without this it packs weights where they are, which are those of the other candidates, too.
+        # Without freezing it packs weights in place, and other candidates share them.
         **_FROZEN,
-        # It sets a pass of its own when it compiles, for all that inductor compiles from then on.
+        # When zentorch compiles, it installs a pass of its own globally in inductor; `config.patch`
+        # resets it.
         "joint_custom_post_pass": None,
     }
     options: ClassVar[dict[str, Any]] = {"backend": "zentorch"}
@@ -285,9 +288,9 @@ class Zentorch(Frozen):
         if version.split(".")[:2] != torch.__version__.split(".")[:2]:
             return f"zentorch {version} is not for torch {torch.__version__}"
         if not torch.cpu._is_avx512_supported():
-            return "without AVX-512 it leaves everything to inductor"
+            return "without AVX-512 it passes everything to inductor"
         if (name := named_isa()) is not None:
-            return f"it cannot be held to {name}"
+            return f"it cannot be limited to {name}"
         return super().why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
@@ -299,11 +302,11 @@ class Zentorch(Frozen):
             return None
         query, _, _, mask, lengths, causal, *_, gqa, _ = arguments[:11]
         if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.bfloat16):
-            return "it takes float32 and bfloat16 on the CPU"
+            return "it supports float32 and bfloat16 on the CPU"
         if lengths is not None or (mask is not None and mask.dtype != query.dtype):
-            return "it takes masks in the dtype of the query, no bool masks and no key lengths"
+            return "it supports masks in the dtype of the query, no bool masks and no key lengths"
         if gqa or (causal and mask is not None):
-            return "it takes no grouped heads, and no mask beside causality"
+            return "it supports no grouped heads, and no mask together with causality"
         if (reason := beyond_attention(arguments)) is not None:
             return reason
         importlib.import_module("zentorch")
@@ -317,7 +320,7 @@ class Zentorch(Frozen):
 
 
 class OneDnnPrepacked(Peer):
-    """oneDNN's linear with weights packed beforehand: what torch.compile uses for frozen models."""
+    """oneDNN's linear with prepacked weights, which torch.compile uses for frozen models."""
 
     name = "oneDNN prepacked"
     _post_ops: ClassVar[dict[str | None, tuple[str, str]]] = {
@@ -365,21 +368,21 @@ class OneDnnPrepacked(Peer):
 
 
 class OnGraphs(Peer):
-    """Runs graphs in ONNX's format on the CPU, as PyTorch exports them."""
+    """Base of peers that run ONNX graphs, exported by PyTorch, on the CPU."""
 
-    #: What graphs' first input and output may be.
+    #: Supported dtypes of the graph's first input and output.
     dtypes: tuple[torch.dtype, ...]
     runner: type[Any]
 
     def _run(self, module: nn.Module, x: Tensor, **others: Tensor) -> Callable[..., Tensor] | str:
-        """What runs the module on inputs of these shapes; the graph itself is of fp32."""
+        """Exports the module for inputs of these shapes, in fp32; returns a function that runs it."""
         if x.device.type != "cpu" or x.dtype not in self.dtypes:
             names = " or ".join(str(dtype)[6:] for dtype in self.dtypes)
-            return f"the graph given to it is for {names} on the CPU"
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # that there is no torchvision
+            return f"the exported graph is for {names} on the CPU"
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning: no torchvision
         module, file = copy.deepcopy(module).float(), io.BytesIO()
         with fast_path(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PyTorch about itself
+            warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
             torch.onnx.export(
                 module, (x.float(),), file, kwargs=others, input_names=["x", *others], dynamo=True,
                 external_data=False, verbose=False,
@@ -391,7 +394,7 @@ class OnGraphs(Peer):
             return None
         x, *weights, activation, dropout_p, _ = arguments
         if activation != "relu" or dropout_p:
-            return "the graph given to it has relu and no dropout"
+            return "the exported graph has relu and no dropout"
         hidden, size = weights[0].shape
         network = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, size))
         for parameter, value in zip(network.parameters(), weights, strict=True):
@@ -414,7 +417,7 @@ class _Session:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
-        # Idle threads of its pool must not spin while others are timed.
+        # Idle threads of its pool must not spin while other candidates are timed.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         providers = ["CPUExecutionProvider"]
@@ -427,8 +430,11 @@ class _Session:
 
 
 def _attention_graph(arguments: Arguments) -> bytes:
-    """ONNX Runtime's MultiHeadAttention for these shapes: query (B, T, H * D), key and value
-    (B, H, S, D), then int32 key lengths (B,) or a bias (B or 1, H or 1, T, S), if there are any."""
+    """Returns a graph with ONNX Runtime's MultiHeadAttention for the shapes of this call.
+
+    Its inputs are query (B, T, H * D), key and value (B, H, S, D), and, if the call has them, int32
+    key lengths (B,) and a bias (B or 1, H or 1, T, S).
+    """
     import onnx
     from onnx import TensorProto, helper
 
@@ -440,7 +446,7 @@ def _attention_graph(arguments: Arguments) -> bytes:
         "bias": None if mask is None else (*mask.shape[:2], length, key.shape[2]),
     }  # fmt: skip
     given = {name: shape for name, shape in inputs.items() if shape is not None}
-    # The fourth input, a bias of the projections, is left out: omitted inputs have empty names.
+    # The fourth input, a bias of the projections, is omitted; omitted inputs have empty names.
     order = ("query", "key", "value", "", "lengths", "bias")
     names = [name if name in given else "" for name in order]
     node = helper.make_node(
@@ -460,7 +466,7 @@ def _attention_graph(arguments: Arguments) -> bytes:
 
 
 class OnnxRuntime(OnGraphs):
-    """All graph optimisations on; of attention its MultiHeadAttention."""
+    """ONNX Runtime with all graph optimisations; for attention its MultiHeadAttention."""
 
     name, packages = "ONNX Runtime", ("onnx", "onnxscript", "onnxruntime")
     dtypes, runner = (torch.float32,), _Session
@@ -468,7 +474,7 @@ class OnnxRuntime(OnGraphs):
     def why_not(self) -> str | None:
         why = super().why_not()
         if why is None and (name := named_isa()) is not None:
-            return f"it cannot be held to {name}"
+            return f"it cannot be limited to {name}"
         return why
 
     def op(self, op: str, arguments: Arguments) -> Offer:
@@ -476,11 +482,11 @@ class OnnxRuntime(OnGraphs):
             return super().op(op, arguments)
         query, key, _, mask, _, causal, _, _, _, gqa, _ = arguments[:11]
         if query.device.type != "cpu" or query.dtype != torch.float32:
-            return "the graph given to it is for float32 on the CPU"
+            return "the graph is for float32 on the CPU"
         if mask is not None and mask.dtype == torch.bool:
-            return "it takes float masks and key lengths, no bool masks"
+            return "it supports float masks and key lengths, no bool masks"
         if gqa or (causal and query.shape[2] != key.shape[2]):
-            return "it takes no grouped heads, and aligns causality at the last key"
+            return "it supports no grouped heads, and aligns causality at the last key"
         if (reason := beyond_attention(arguments)) is not None:
             return reason
         session = self.runner(_attention_graph(arguments), query.dtype)
@@ -499,7 +505,7 @@ class OnnxRuntime(OnGraphs):
 
 
 class _Request:
-    """A compiled graph. Its first input and its output are of ``dtype``, as our tensors are."""
+    """A compiled graph, whose first input and output have the dtype ``dtype``."""
 
     def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
         import openvino
@@ -510,7 +516,7 @@ class _Request:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
-            # Without this it computes in bf16 on CPUs that have it, whatever the graph says.
+            # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
             "INFERENCE_PRECISION_HINT": "bf16" if self.half else "f32",
         }
         core = openvino.Core()
@@ -524,7 +530,7 @@ class _Request:
         self.request = core.compile_model(model, "CPU", settings).create_infer_request()
 
     def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
-        # NumPy has no bf16: bits go in and come out.
+        # NumPy has no bf16, so the bits are passed as integers.
         if self.half:
             bits = x.view(torch.int16).numpy()
             first = self.tensor(bits, list(x.shape), self.bf16)
@@ -532,20 +538,20 @@ class _Request:
             first = x.numpy()
         inputs = {0: first, **{i: other.numpy() for i, other in enumerate(others, start=1)}}
         result = self.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
-        # A copy, as every candidate's result is its own.
+        # A copy, because the results of all candidates are tensors of their own.
         found = torch.from_numpy(result.view("int16" if self.half else "float32").copy())
         return found.view(torch.bfloat16) if self.half else found
 
 
 class OpenVino(OnGraphs):
-    """In full fp32 precision, or in bf16 for bf16."""
+    """OpenVINO, in full precision for fp32 and in bf16 for bf16."""
 
     name, packages = "OpenVINO", ("onnx", "onnxscript", "openvino")
     dtypes, runner = (torch.float32, torch.bfloat16), _Request
 
 
 def _marian(model: Any) -> Any:
-    """transformers' model of these weights."""
+    """Returns the MarianMTModel of transformers with the weights of a `suites.models.Translator`."""
     from transformers import MarianConfig, MarianMTModel
 
     first, layers = model.encoder.layers[0], len(model.encoder.layers)
@@ -586,7 +592,7 @@ def _marian(model: Any) -> Any:
 
 
 class HuggingFace(Peer):
-    """Marian of transformers: the paper's model in their words."""
+    """MarianMTModel of Hugging Face transformers, their implementation of the paper's model."""
 
     name, packages = "Hugging Face", ("transformers",)
 
@@ -624,7 +630,7 @@ def _translator(folder: str, threads: int, names: list[str], new: int) -> Any:
 
 
 def _converted(model: Any, names: list[str]) -> Any:
-    """By its own reader of Marian's class of models."""
+    """Converts a `suites.models.Translator` by CTranslate2's own loader for models like Marian."""
     from ctranslate2.converters.transformers import BartLoader
 
     theirs = _marian(model).requires_grad_(False)
@@ -639,14 +645,14 @@ def _converted(model: Any, names: list[str]) -> Any:
 
 
 class CTranslate2(Peer):
-    """Whole translation models, converted beforehand, in a process of their own."""
+    """CTranslate2: whole translation models, converted beforehand, in a process of their own."""
 
     name, packages = "CTranslate2", ("ctranslate2", "transformers")
 
     def decode(self, model: Any, arguments: Arguments, new: int) -> Offer:
         (source,) = arguments
         if source.device.type != "cpu" or model.positions.dtype != torch.float32:
-            return "it is given float32 models on the CPU"
+            return "it is measured with float32 models on the CPU"
         names = _names(model.embedding.num_embeddings)
         with tempfile.TemporaryDirectory() as folder:
             _converted(model, names).save(folder)
@@ -655,7 +661,7 @@ class CTranslate2(Peer):
 
 
 def sees(mask: Tensor | None, lengths: Tensor | None, causal: bool) -> Callable[..., Tensor] | None:
-    """Which keys a query sees, as FlexAttention asks for it; None: all."""
+    """Returns FlexAttention's ``mask_mod`` for the keys that a query may attend to; None: all."""
     if (mask is None or mask.dtype != torch.bool) and lengths is None and not causal:
         return None
 
@@ -673,9 +679,9 @@ def sees(mask: Tensor | None, lengths: Tensor | None, causal: bool) -> Callable[
 
 
 def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given: Any) -> Tensor:
-    """The output for the arguments of ``reference.attention``.
+    """Returns FlexAttention's output for the arguments of ``reference.attention``.
 
-    The block mask is made at each call, as our kernels look for what is hidden at each call.
+    The block mask is created in each call, because our kernels, too, evaluate the mask in each call.
     """
     query, key, value, mask, lengths, causal, scale, _, _, gqa, *_ = given
     b, h, t, s = (*query.shape[:3], key.shape[2])
@@ -696,7 +702,7 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
 
 
 class FlexAttention(Peer):
-    """PyTorch's own, compiled, on GPUs."""
+    """PyTorch's FlexAttention, compiled, on GPUs."""
 
     name = "FlexAttention"
 
@@ -708,7 +714,7 @@ class FlexAttention(Peer):
         return None
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: block masks are made at the first call with a mask or with lengths, and kept."""
+        """``known``: block masks are created once for each mask and lengths, and cached."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":
@@ -720,7 +726,7 @@ class FlexAttention(Peer):
         compiled = torch.compile(flex_attention, dynamic=False)
         if not known:
             return lambda *given: (attend(compiled, create_block_mask, *given), None)
-        # The tensors are kept, so that no other has their identity.
+        # The cache keeps the tensors alive, so that their ids stay unique.
         masks: dict[tuple[int, int], tuple[Any, ...]] = {}
 
         def run(*given: Any) -> tuple[Tensor, None]:
@@ -747,7 +753,7 @@ class Liger(Peer):
         if input.device.type != "cuda":
             return "it runs on cuda tensors"
         if weight is None or bias is None:
-            return "it wants weight and bias"
+            return "it requires weight and bias"
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         size = math.prod(shape)
@@ -762,7 +768,7 @@ class Liger(Peer):
         return run
 
 
-#: By the names that ``--peer`` takes; their rows stand in this order.
+#: Name for ``--peer`` -> peer; rows are in this order.
 PEERS: dict[str, Peer] = {
     "ctranslate2": CTranslate2(),
     "flex_attention": FlexAttention(),

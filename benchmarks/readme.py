@@ -1,7 +1,7 @@
-"""``python -m benchmarks.readme --write | --check``: README's headline and tables.
+"""``python -m benchmarks.readme --write | --check``: generates README's headline and tables.
 
-The text between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is generated: the table of ops and
-backends from the op table and the dispatcher's records, the figures from the result files.
+The text between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is generated. The table of ops and
+backends comes from the op table and the dispatcher's records, the figures from the result files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .report import Machine, all_findings, headline, hurried, is_scaling, machin
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-#: The rows that README shows of a machine.
+#: The cases that README shows for the first machine.
 _SHOWN = (
     "attention (4,8,1024,64)",
     "attention (4,8,1024,64), causal",
@@ -62,7 +62,7 @@ def _cell(kernel: Kernel | None) -> str:
 
 
 def ops_table() -> str:
-    """Ops and backends, with limits that do not depend on the machine."""
+    """Returns the table of ops and backends, with limits that do not depend on the machine."""
     every = {(k.op, k.backend): k for op in OPS for k in kernels(op)}
     shown = [name for name in reversed(BACKENDS) if any(backend == name for _, backend in every)]
     rows = [
@@ -88,7 +88,7 @@ def _figures_of(one: Machine) -> str:
 
 
 def _machines(folder: Path) -> list[Machine]:
-    """The one that README shows first: in its own instruction set, taken whole, and last."""
+    """Returns the machines in README's order: no forced instruction set, complete, newest first."""
     found = [one for one in machines(folder) if not all(map(is_scaling, one.suites))]
 
     def rank(one: Machine) -> tuple[bool, bool, str]:
@@ -99,7 +99,7 @@ def _machines(folder: Path) -> list[Machine]:
 
 
 def headline_part(folder: Path = findings.FOLDER) -> str:
-    """The speed-ups of the first machine, its worst case, a plot, and the other machines' means."""
+    """Returns the first machine's speed-ups, worst case and plot, and the other machines' means."""
     first, *rest = _machines(folder)
     found = all_findings(first)
     others = [
@@ -130,13 +130,13 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
 
 
 def _others(first: Machine, rest: Iterable[Machine]) -> dict[str, Machine]:
-    """By name, one machine for each CPU of another generation, in its own instruction set."""
+    """Returns CPU name -> machine, one for each other CPU, without a restricted instruction set."""
     found = {machine.cpu(one.about): one for one in rest if machine.forced_isa(one.about) is None}
     return {name: one for name, one in found.items() if name != machine.cpu(first.about)}
 
 
 def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
-    """'; 1.73x on AMD EPYC (Zen 4), 91 cases'."""
+    """Returns the other machines' speed-ups, such as '; 1.73x on AMD EPYC (Zen 4), 91 cases'."""
     return "".join(
         f";\n  {form.times(mean)} on {name}, {form.count(len(all_findings(one)), 'case')}"
         for name, one in _others(first, rest).items()
@@ -145,7 +145,7 @@ def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
 
 
 def _layers_elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
-    """' The same layers: 1.12x to 1.81x on AMD EPYC (Zen 4).'"""
+    """Returns a sentence such as 'The same layers: 1.12x to 1.81x on AMD EPYC (Zen 4).'"""
     told = []
     for name, one in _others(first, rest).items():
         for suite, _, cases in one.ordinary:
@@ -156,7 +156,7 @@ def _layers_elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
 
 
 def _alternatives(one: Machine) -> list[str]:
-    """The other software that a machine's cases were timed with; PyTorch first."""
+    """Returns the names of the other software that was timed on the machine; PyTorch first."""
     timed = {
         row.candidate
         for name, suite in one.suites.items()
@@ -177,7 +177,7 @@ def _is_ours(candidate: str) -> bool:
 
 
 def figures(folder: Path = findings.FOLDER) -> str:
-    """A dozen rows of one machine, and a sentence for each other."""
+    """Returns a dozen rows of the first machine, and a sentence for each of the others."""
     found = _machines(folder)
     if not found:
         return "No figures have been taken yet; `make figures` takes them."
@@ -193,7 +193,7 @@ _PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(text: str) -> str:
-    """The README with its generated parts as they must be. Raises ValueError for an unknown one."""
+    """Returns README with its generated parts replaced; raises ValueError for unknown parts."""
 
     def part(found: re.Match[str]) -> str:
         if found[2] not in _PARTS:
@@ -207,7 +207,7 @@ def generated(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if ``--check`` finds that README is not what it would be."""
+    """Returns 1 if ``--check`` finds that README is out of date, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true")

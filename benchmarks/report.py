@@ -1,4 +1,4 @@
-"""``python -m benchmarks report``: one Markdown file from the result files, and its plots."""
+"""``python -m benchmarks report``: writes a Markdown report with plots from the result files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine's suites, of one or several files."""
+    """The suites of one machine, from one or several files."""
 
     slug: str
     line: str
@@ -69,13 +69,13 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """'AMD EPYC (Zen 5), avx512_bf16, 2 threads'."""
+        """Such as 'AMD EPYC (Zen 5), avx512_bf16, 2 threads'."""
         isa = self.about["isa"] or "no native module"
         return f"{machine.cpu(self.about)}, {isa}, {form.count(self.about['threads'], 'thread')}"
 
     @cached_property
     def ordinary(self) -> list[tuple[str, dict[str, Any], list[Finding]]]:
-        """The suites that are tables of cases, with their findings, whose bootstrap takes time."""
+        """(name, suite, findings) of suites shown as tables; cached: the bootstrap is slow."""
         return [
             (name, suite, findings(suite["rows"], name))
             for name, suite in self.suites.items()
@@ -85,11 +85,13 @@ class Machine:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of JSON files")
-    parser.add_argument("--out", type=Path, help="where report.md and its plots go (the folder)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of report.md and its plots (default: --results)"
+    )
 
 
 def machines(folder: Path) -> list[Machine]:
-    """The machines of a folder; the scaling file of a machine joins its other one."""
+    """Returns the machines of a folder; a machine's scaling file is merged with its other file."""
     found: dict[str, Machine] = {}
     for path in files(folder):
         slug = path.stem.removesuffix("-scaling")
@@ -104,24 +106,24 @@ def machines(folder: Path) -> list[Machine]:
 
 
 def is_scaling(suite: str) -> bool:
-    """Whether the suite of that name is drawn, and not a table of cases."""
+    """True if the suite is shown as a plot instead of a table."""
     return suite.startswith("scaling: ")
 
 
 def all_findings(one: Machine) -> list[Finding]:
-    """All but those of small calls and of growth with size."""
+    """Returns the findings of all suites except overhead and scaling."""
     return [finding for name, _, found in one.ordinary if name != "overhead" for finding in found]
 
 
 def mean_vs_torch(one: Machine) -> float | None:
-    """Geometric mean over the machine's cases of the speed-up over PyTorch's best."""
+    """Returns the geometric mean of the speed-ups over PyTorch's best in all cases of the machine."""
     found = all_findings(one)
     ratios = [f.chosen.vs_torch.value for f in found if f.chosen.vs_torch is not None]
     return geometric_mean(ratios) if ratios else None
 
 
 def headline(one: Machine) -> str:
-    """How the machine's cases went, in two sentences."""
+    """Returns two sentences that summarise the machine's cases."""
     found = all_findings(one)
     if not found:
         return "Only how time grows with size was measured."
@@ -131,12 +133,12 @@ def headline(one: Machine) -> str:
     return f"{told}. In {len(losses(found))} of them something else was faster."
 
 
-#: Peers with threads of their own and calls of milliseconds.
+#: Peers with thread pools of their own, and calls of milliseconds.
 _OTHER_THREADS = ("OpenVINO", "ONNX Runtime")
 
 
 def hurried(one: Machine) -> str:
-    """A warning where figures are from before candidates waited for one another's threads."""
+    """Returns a warning if figures predate `Plan.rest`, the wait for the previous one's threads."""
     suites = [
         name
         for name, suite in one.suites.items()
@@ -152,7 +154,7 @@ def hurried(one: Machine) -> str:
 
 
 def _beside(one: Machine) -> str:
-    """Below the headline: peaks, the versions of peers that ever took part, a warning."""
+    """Returns the text below the headline: peaks, versions of all peers, a warning."""
     versions: dict[str, str] = {}
     for suite in one.suites.values():
         versions |= suite["machine"].get("peers") or {}
@@ -161,9 +163,9 @@ def _beside(one: Machine) -> str:
     return " ".join(text for text in (machine.peaks_line(one.about), peers, hurried(one)) if text)
 
 
-# Pictures, as SVG text.
+# Plots, as SVG text.
 
-#: A candidate keeps its colour through all pictures (Okabe and Ito's, told apart by all eyes).
+#: Candidate -> colour, the same in all plots (Okabe and Ito's palette, safe for colour blindness).
 _COLOURS = {
     "cpu": "#0072B2",
     "triton": "#0072B2",
@@ -196,14 +198,14 @@ _STYLE: Any = {
 
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
-    # No date in the file: the same results give the same picture.
+    # No date in the file, so that the same results give the same plot.
     figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def speed_ups(found: Sequence[Finding], title: str) -> str:
-    """A plot of the speed-ups over PyTorch's best, case by case, with 95 % intervals."""
+    """Plots the speed-ups over PyTorch's best, case by case, with 95 % intervals; returns SVG."""
     shown = [(one.chosen, one.chosen.vs_torch) for one in reversed(found) if one.chosen.vs_torch]
     if not shown:
         return ""
@@ -230,20 +232,20 @@ def speed_ups(found: Sequence[Finding], title: str) -> str:
         return _svg(figure)
 
 
-#: Lower values of a logarithmic axis than this share of the least time are not shown.
+#: Lower limit of a logarithmic time axis, as a fraction of the shortest time.
 _BELOW = 1 / 30
 
 
 def _draw_lines(
     axes: Axes, rows: Iterable[Row], figure: Callable[[Row], Summary | Ratio | None], size: int
 ) -> None:
-    """A line for each candidate through the sizes, which are its cases' names, in a band."""
+    """Draws a line with an error band for each candidate; x is the size, which is the case's name."""
     points: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in rows:
         if row.time is not None and (found := figure(row)) is not None:
             points.setdefault(row.candidate, []).append((float(row.case), *found[:3]))
     for name, found in points.items():
-        # Modules may be on several backends, as 'cpu+torch'.
+        # Modules may run on several backends, such as 'cpu+torch'.
         colour = _COLOURS.get(name) or _COLOURS.get(name.partition("+")[0], "#666666")
         sizes, middles, lows, highs = zip(*found, strict=True)
         axes.plot(sizes, middles, "o-", color=colour, label=name, markersize=size)
@@ -251,7 +253,7 @@ def _draw_lines(
 
 
 def _draw_roofs(axes: Axes, groups: Iterable[Sequence[Row]]) -> None:
-    """Of the size the seconds of the roof and, where it is another one, of the roof of bf16 pieces."""
+    """Draws the roofline's time by size, and that of fp32's second roof if it has one."""
     first, second = [], []
     for group in groups:
         row = next((row for row in group if row.time is not None and row.roof_share), None)
@@ -265,7 +267,7 @@ def _draw_roofs(axes: Axes, groups: Iterable[Sequence[Row]]) -> None:
 
 
 def scaling(rows: Sequence[Row], title: str) -> str:
-    """Time against size, one line for each candidate, and the roof; below, against PyTorch."""
+    """Plots time by size for each candidate and the roofline; below, the speed relative to PyTorch."""
     timed = [row for row in rows if row.time is not None]
     if not timed:
         return ""
@@ -307,7 +309,7 @@ def scaling(rows: Sequence[Row], title: str) -> str:
 
 
 def _picture(svg: str, name: str, file: Path) -> str:
-    """A link to the file, which is written; '' without a picture."""
+    """Writes the SVG to the file and returns a Markdown link; '' if there is no plot."""
     if not svg:
         return ""
     file.write_text(svg, encoding="utf-8")
@@ -315,7 +317,7 @@ def _picture(svg: str, name: str, file: Path) -> str:
 
 
 def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
-    """The paragraphs of the whole report; '' is none."""
+    """Yields the paragraphs of the report; '' is skipped."""
     yield "# Benchmarks"
     yield LEGEND
     for one in found:
@@ -347,12 +349,12 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
 
 
 def markdown(found: list[Machine], pictures: Path) -> str:
-    """The whole report; pictures are written beside it."""
+    """Returns the whole report as Markdown; writes the plots to ``pictures``."""
     return "\n\n".join(filter(None, _parts(found, pictures))) + "\n"
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """0, or 2 if there is nothing to report."""
+    """Writes the report and returns 0; exits with 2 if there are no results."""
     console = output()
     try:
         found = machines(options.results)

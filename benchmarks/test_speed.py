@@ -1,7 +1,8 @@
-"""``pytest benchmarks``: ops, layers and decoding under pytest-benchmark, for its tools.
+"""``pytest benchmarks``: ops, layers and decoding under pytest-benchmark, for use with its tools.
 
-A case is a group: its reference, PyTorch and every kernel backend, one test each. They run one after
-the other, so their ratios are less precise than those of ``python -m benchmarks``, which takes turns.
+Each case is a group of tests: the reference, PyTorch and every kernel backend. The tests run one
+after the other, so their ratios are less precise than those of ``python -m benchmarks``, which
+interleaves the candidates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODULES = {
 
 
 def work(scope: Scope) -> Iterator[tuple[str, str, Maker, str]]:
-    """(suite, case, what makes the case, candidate) of every test."""
+    """Yields (suite, case, maker of the case, candidate) for every test."""
     device = scope.device.type
     for label, make in ops.table(scope):
         op = label.partition(" ")[0]
@@ -46,7 +47,7 @@ def work(scope: Scope) -> Iterator[tuple[str, str, Maker, str]]:
                 yield suite, label, make, name
 
 
-#: What makes the case of each group. Parameters are strings, since pytest-benchmark stores them.
+#: Group -> maker of its case. Test parameters are strings, because pytest-benchmark stores them.
 MAKERS: dict[str, Maker] = {}
 
 
@@ -63,19 +64,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> tuple[str, BenchmarkCase]:
-    """A group and its case, which is made once for all candidates."""
+    """Returns a group and its case, which is built once for all candidates."""
     return request.param, MAKERS[request.param]()
 
 
 def give_no_speed(row: Row) -> NoReturn:
-    """A wrong result of ours fails; one of PyTorch's, or a call that it does not support, is skipped."""
+    """Fails the test if a result of ours is wrong; skips it for PyTorch and for unsupported calls."""
     reason = row.reason or "no reason given"
     if row.failed:
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # since parity comes first
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # parity is checked first
 @torch.no_grad()
 def test_speed(benchmark: Any, case: tuple[str, BenchmarkCase], name: str) -> None:
     (benchmark.group, benchmark_case), benchmark.name = case, name

@@ -310,7 +310,7 @@ def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
         "import benchmarks, os, torch\n"
         "from benchmarks.peers import PEERS\n"
         "print(torch.backends.cpu.get_cpu_capability(), os.environ.get('ONEDNN_MAX_CPU_ISA'),\n"
-        "      'cannot be held' in str(PEERS['onnx_runtime'].why_not()))\n"
+        "      'cannot be limited' in str(PEERS['onnx_runtime'].why_not()))\n"
     )
     shown = python("-c", program, TRANSFORMER_FAST_CPU_ISA=name or "")
     capability, onednn, refused = shown.stdout.split()

@@ -1,5 +1,7 @@
-"""What is measured. A suite gives makers of benchmark cases, in the order in which they run: here is
-what the suites share, how much of them runs, on what, and with what."""
+"""Benchmark suites. A suite yields makers of benchmark cases, in the order in which they run.
+
+This module has what the suites share, and `Scope`: dtype, device, backends, peers and size of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ from transformer_fast.specs import OPS, Case
 
 from ..peers import Peer, candidates
 
-#: Makes a benchmark case when it is its turn, so that only one case's inputs are in memory.
+#: Builds a benchmark case just before it runs, so that only one case's inputs are in memory.
 Maker = Callable[[], BenchmarkCase]
 
-#: Arguments that stay the same from input to input, as weights do in use.
+#: Arguments that are the same in all inputs of a case, as weights are in practice.
 _KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})
 
 
 def _parameter(value: Any) -> Any:
-    """Weights as modules have them; what is kept of a parameter is not kept of other tensors."""
+    """Converts weights to parameters, as in modules: packed weights are cached for parameters only."""
     if not isinstance(value, torch.Tensor):
         return value
     return nn.Parameter(value, requires_grad=False)
@@ -48,7 +50,7 @@ class Scope:
         return torch.Generator().manual_seed(seed)
 
     def offered(self, kind: str, *arguments: Any) -> list[Candidate]:
-        """The peers' candidates for that kind of work."""
+        """Returns the peers' candidates for that kind of work."""
         return candidates(self.peers, kind, *arguments)
 
     def twins(self, make: Callable[[Any], nn.Module]) -> tuple[Any, Any]:
@@ -67,7 +69,7 @@ class Scope:
         torch: tuple[str, ...] = ("torch eager", "torch.compile"),
         reference: str = "reference",
     ) -> BenchmarkCase:
-        """A case whose inputs cost ``times`` (flops, useful flops, bytes) of ``work`` each."""
+        """Returns a case; one input costs ``times * work``, with work (FLOPs, useful FLOPs, bytes)."""
         flops, useful, moved = (times * part for part in work)
         return BenchmarkCase(
             op, str(case), inputs, candidates, checker, flops, moved, useful, self.dtype,
@@ -75,7 +77,7 @@ class Scope:
         )  # fmt: skip
 
     def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
-        """Inputs of a case: the same weights, as parameters; everything else anew."""
+        """Draws inputs of a case: weights are shared parameters, other arguments differ."""
         drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
         names = OPS[op].arguments
         weights = [_parameter(value) for value in drawn[0]]
@@ -90,7 +92,7 @@ class Scope:
         ]
 
     def tokens(self, first: int, vocabulary: int, *shape: int) -> list[list[Arguments]]:
-        """Two inputs of one tensor of tokens, of those from ``first`` on."""
+        """Draws two inputs, each a tensor of tokens in [first, vocabulary)."""
         drawn = (
             torch.randint(first, vocabulary, shape, generator=self.generator(i)) for i in range(2)
         )
@@ -103,8 +105,7 @@ Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 def suite_of(
     *parts: tuple[str, Callable[..., BenchmarkCase], Sequence[Any], Sequence[Any]],
 ) -> Suite:
-    """Of each part: a name, what makes a benchmark case of a scope and a case, the cases, and those of
-    a quick run."""
+    """Returns a suite of ``parts``: (name, ``make(scope, case)``, cases, cases of a quick run)."""
 
     def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         for name, make, cases, quick in parts:
@@ -115,23 +116,23 @@ def suite_of(
 
 
 def lengths(batch: int, length: int, share: float) -> torch.Tensor:
-    """Lengths, ``share`` of ``length`` on average, spread evenly and as far as that goes."""
+    """Returns lengths (batch,) with mean ``share * length``, evenly spaced over the widest range."""
     lowest, highest = max(0.0, 2 * share - 1), min(1.0, 2 * share)
     spread = torch.linspace(lowest, highest, batch) if batch > 1 else torch.tensor([share])
     return (spread * length).round().clamp(min=1).long()
 
 
 def spread(bias: torch.Tensor) -> torch.Tensor:
-    """The bias with +5 and -5 in turn.
+    """Returns a bias of the same shape that alternates between +5 and -5.
 
-    Where a relu's argument is within rounding of 0 its derivative is a matter of luck, and with
-    millions of arguments around 0 some always are. These are five deviations away from it.
+    If a ReLU's argument is within rounding error of 0, its derivative is random; among millions of
+    arguments around 0 some always are. With these biases they are five standard deviations away.
     """
     return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
 
 
 def spread_biases(model: nn.Module) -> nn.Module:
-    """The model, with `spread` biases under its relus."""
+    """Sets the biases before the model's ReLUs to `spread`; returns the model."""
     for name, parameter in model.named_parameters():
         if name.endswith("linear1.bias"):
             parameter.data = spread(parameter.data)

@@ -1,5 +1,7 @@
-"""Our modules beside those of torch.nn: encoder layers and stacks, the base Transformer, a step of its
-training, and greedy decoding with it. The sizes are the paper's, 512/8/2048, unless a case says others.
+"""Suites that compare our modules with those of torch.nn.
+
+They are encoder layers and stacks, the base Transformer, a training step of it, and greedy decoding.
+Sizes are the paper's, 512/8/2048, unless a case has others.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Layers(NamedTuple):
 
     batch: int
     length: int
-    #: Of places that hold text.
+    #: Fraction of positions that are not padding.
     share: float = 1.0
     layers: int | None = None
 
@@ -72,14 +74,14 @@ def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
 
 
 class Case(NamedTuple):
-    """A batch of pairs of sentences, and the model that is given it."""
+    """A batch of sentence pairs, and the dimensions of the model that runs it."""
 
     batch: int
     length: int
     vocabulary: int
     layers: int
     share: float = 1.0
-    #: The model's, with heads of 64 in the paper's 512 and of 16 in smaller ones.
+    #: Width of the model. The head size is 64 for the paper's width of 512, and 16 for others.
     width: int = 512
 
     def __str__(self) -> str:
@@ -97,13 +99,13 @@ class Case(NamedTuple):
         return transformer_work(self.size, parameter_bytes(model), scope.dtype.itemsize)
 
     def inputs(self, scope: Scope) -> list[list[Arguments]]:
-        """Random (source, target) tokens, padded behind `lengths`."""
+        """Draws random (source, target) tokens, padded beyond `lengths`."""
         real = lengths(self.batch, self.length, self.share)
 
         def draw(generator: torch.Generator) -> Batch:
             shape = self.batch, self.length
             tokens = torch.randint(self.vocabulary - 1, shape, generator=generator)
-            tokens += tokens >= PADDING  # no token but padding is that
+            tokens += tokens >= PADDING  # no random token equals PADDING
             tokens[torch.arange(self.length) >= real[:, None]] = PADDING
             return Batch(tokens, real).to(scope.device)
 
@@ -117,7 +119,7 @@ def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     )  # fmt: skip
 
 
-# One step of training: forward, loss, backward and AdamW.
+# Training step: forward, loss, backward and AdamW.
 
 EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
 #: (model, *arguments) -> loss
@@ -125,7 +127,7 @@ Loss = Callable[..., Tensor]
 
 
 def by_logits(cross_entropy: Callable[..., Tensor]) -> Loss:
-    """The loss as tutorials write it."""
+    """Returns the loss as in tutorials: cross entropy of the logits."""
 
     def loss(model: Any, source: Batch, target: Batch) -> Tensor:
         return cross_entropy(model(source, target).flatten(0, 1), _following(target))
@@ -134,7 +136,7 @@ def by_logits(cross_entropy: Callable[..., Tensor]) -> Loss:
 
 
 def fused(linear_cross_entropy: Callable[..., Tensor], **options: Any) -> Loss:
-    """The output projection and the loss in one op, without logits."""
+    """Returns the loss that fuses output projection and cross entropy in one op, without logits."""
 
     def loss(model: Any, source: Batch, target: Batch) -> Tensor:
         decoded, output = model.decoded(source, target).flatten(0, 1), model.output
@@ -146,7 +148,7 @@ def fused(linear_cross_entropy: Callable[..., Tensor], **options: Any) -> Loss:
 
 
 def _following(target: Batch) -> Tensor:
-    """The tokens that are right."""
+    """Returns the target of each position: the next token."""
     return target.tokens.roll(-1, 1).flatten()
 
 
@@ -154,13 +156,13 @@ _THEIRS = by_logits(nn.functional.cross_entropy)
 
 
 class Gradients:
-    """Forward and backward: a loss, and the gradient of every parameter that has one."""
+    """Runs forward and backward; returns the loss and the gradients of all parameters that have one."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model, self.loss = model, loss
 
     def update(self) -> None:
-        """Nothing."""
+        """Does nothing; `Step` replaces it by the optimizer's step."""
 
     @torch.enable_grad()
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -173,10 +175,10 @@ class Gradients:
 
 
 class Step(Gradients):
-    """A training step of a model of its own.
+    """A training step with AdamW; each candidate needs a model of its own.
 
-    The learning rate is 0: AdamW does all of its arithmetic, and the weights stay what they are, so
-    every step of every candidate can be checked against the same truth.
+    The learning rate is 0, so AdamW does all its arithmetic but does not change the weights. So every
+    step of every candidate can be checked against the same truth.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Step(Gradients):
 
 
 def _torch_fused(theirs: nn.Module) -> Candidate:
-    """PyTorch's own op for it, which came with 2.13, in chunks."""
+    """Returns the step with PyTorch's own linear_cross_entropy (since 2.13), which is chunked."""
     op = getattr(nn.functional, "linear_cross_entropy", None)
     if op is None:
         return Candidate(FUSED, None, "this PyTorch has no linear_cross_entropy", ours=False)
@@ -199,7 +201,7 @@ def _torch_fused(theirs: nn.Module) -> Candidate:
 
 
 def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
-    # No dropout: other random numbers would be other results.
+    # No dropout, because other random numbers would give other results.
     ours, theirs = scope.twins(lambda nn: spread_biases(Seq2Seq(nn, case.size, dropout=0.0)))
     inputs = case.inputs(scope)
     loss = by_logits(functional.cross_entropy)
@@ -223,13 +225,13 @@ def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
     )  # fmt: skip
 
 
-# Greedy decoding: tokens one after the other.
+# Greedy decoding, token by token.
 
 START, END = 1, 2
 
 
 class Decoding(NamedTuple):
-    """Sources or prompts (B, T), and what is made of them."""
+    """A greedy decoding: sources or prompts (batch, length), ``new`` tokens each."""
 
     batch: int
     length: int
@@ -250,7 +252,7 @@ def causal(length: int, like: Tensor) -> Tensor:
 class Translator(nn.Module):
     """The paper's model, post-norm and without norms after the stacks, from torch's or our ``nn``.
 
-    It never prefers the end token, so that all who decode with it make equally many tokens.
+    The end token never has the highest logit, so all candidates generate the same number of tokens.
     """
 
     positions: Tensor
@@ -261,7 +263,7 @@ class Translator(nn.Module):
         self.embedding, self.output = whole.embedding, whole.output
         self.encoder, self.decoder = whole.transformer.encoder, whole.transformer.decoder
         self.encoder.norm = self.decoder.norm = None
-        # Sines, then cosines, as Marian has them.
+        # All sines, then all cosines, as in Marian.
         sines, cosines = whole.positions[:, ::2], whole.positions[:, 1::2]
         self.register_buffer("positions", torch.cat((sines, cosines), -1))
         with torch.no_grad():
@@ -278,12 +280,12 @@ class Translator(nn.Module):
         return self.decoder(self.embed(target), memory, tgt_mask=future, tgt_is_causal=True)
 
     def logits(self, source: Tensor, target: Tensor) -> Tensor:
-        """(B, T, V), under teacher forcing."""
+        """Returns logits (B, T, V) under teacher forcing."""
         return self.output(self.hidden(self.encoder(self.embed(source)), target))
 
 
 def cached(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor]:
-    """Our decoding, with its cache of keys and values."""
+    """Returns our decoding function, which has a KV cache."""
 
     def decode(source: Tensor) -> Tensor:
         memory = model.encoder(model.embed(source))
@@ -296,7 +298,7 @@ def cached(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor]:
 
 
 def recomputing(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor]:
-    """What there is without a cache: everything again for every token."""
+    """Returns a decoding function without a KV cache, which recomputes all positions per token."""
 
     def decode(source: Tensor) -> Tensor:
         tokens = torch.full((source.shape[0], 1), START, device=source.device)
@@ -312,10 +314,10 @@ def recomputing(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor
 
 
 class GreedyJudge:
-    """Whether every token was a best one: the oracle's logits for it against the highest.
+    """Checks that the oracle's logit of every token is the highest one, up to rounding errors.
 
-    Tokens are compared this way because near ties may fall either way in fp32, and after one that
-    did all later tokens differ. The unit is the reference's largest error in a logit.
+    Tokens are not compared with the oracle's, because near ties may fall either way in fp32, and then
+    all later tokens differ. The unit of error is the reference's largest error in a logit.
     """
 
     def __init__(self, oracle: Any, reference: Callable[..., Tensor], new: int) -> None:
@@ -338,14 +340,17 @@ class GreedyJudge:
         unit = max((close - true).abs().max().item(), eps / 2 * size)
         gaps = true.amax(-1) - true.gather(-1, tokens[..., None])[..., 0]
         error = gaps.max().item()
-        # Both logits of a near tie may be off.
+        # Twice the budget, because both logits of a near tie may have an error.
         limit = 2 * (OUTPUT_FACTOR * unit + eps * size)
         place = f"token {int(gaps.argmax())} is {error:.3g} below the best"
         return Parity(error, unit, error / unit, limit, error <= limit, place)
 
 
 def _decoding_work(size: Size, model: Translator, case: Decoding) -> tuple[float, float, float]:
-    """Weights are read once for every token, and the encoder's once."""
+    """Returns the cost (FLOPs, useful FLOPs, bytes) of a decoding.
+
+    The decoder's weights are read once per token, the encoder's once.
+    """
     batch, source, new = case[:3]
     rows = float(batch * new)
     encoder = encoder_layer_flops(size, batch * source, batch * source**2)
@@ -367,7 +372,9 @@ def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
     eager, too_long = recomputing(theirs, new), None
     if batch > 1 and not scope.quick:
-        too_long = "torch.nn has no cache; computing all anew for every token takes too long here"
+        too_long = (
+            "torch.nn has no KV cache; recomputing all positions per token takes too long here"
+        )
     candidates = [
         Candidate(chosen, cached(ours, new)),
         Candidate("reference", forced(cached(ours, new), "reference")),

@@ -1,5 +1,8 @@
-"""Single ops: the op table's bench cases, forward, and with gradients; what a call costs beside its
-work; and how time grows with length, batch, head size, padding, mask density, rows and threads."""
+"""Suites of single ops: benchmark cases of the op table, call overhead, and scaling.
+
+The cases run forward, and with gradients. Scaling is by length, batch, head size, padding, mask
+density, rows and threads.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from transformer_fast.specs.attention import _bench, _bools
 
 from . import Maker, Scope, Suite, lengths, spread
 
-#: Beyond these a case is too long for a quick run.
+#: Largest FLOPs and bytes of a case in a quick run.
 _QUICK_FLOPS, _QUICK_BYTES = 3e9, 5e7
-#: fp64 gradients of more than this take too long and too much memory.
+#: Largest FLOPs of a case with gradients; more would take too much time and memory in fp64.
 _MOST_FLOPS = 2e10
 
 
 def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
-    """The bench cases in the scope; of a quick run, the small ones."""
+    """Yields the benchmark cases in the scope; in a quick run only small ones."""
     for op in scope.ops:
         for case in OPS[op].bench_cases:
             arguments = case.build(scope.dtype, "meta", None)
@@ -41,7 +44,7 @@ def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
 
 
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
-    """The same call, with `spread` biases under a relu."""
+    """Returns the arguments with `spread` biases if the activation is ReLU."""
     named = OPS[op].named(arguments)
     if named.get("activation") == "relu":
         for name in ("bias", "bias1"):
@@ -65,13 +68,13 @@ def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
             yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 
-# What a call costs beside its work: the public functions on next to no data.
+# Call overhead: the public functions on almost no data.
 #
-# Calls of Triton's kernels are measured without a GPU: compiler and driver are stubbed, so what is left
-# is the host's part, all that leads to the launch. Beside it stands PyTorch's op, with its work on the
-# CPU. Those are calls that were made before, as all but the first steps of a program are: what is
-# remembered of the check of a row is known when it is timed. What remembering takes has a row of its
-# own, of the two calls that come before: the first is looked at, the second is recorded.
+# Calls of Triton kernels are measured without a GPU. Compiler and driver are stubbed, so only the
+# host's part remains, which is everything up to the launch. It is compared with PyTorch's op on the
+# CPU, computation included. The timed calls repeat earlier calls, as in all but the first steps of a
+# program: the parity check has filled the call cache. Filling it has a row of its own, "first calls":
+# two calls, of which the first is checked in full and the second is recorded.
 
 
 def _call(scope: Scope, op: str) -> BenchmarkCase:
@@ -83,18 +86,17 @@ def _call(scope: Scope, op: str) -> BenchmarkCase:
         benchmark_case,
         candidates=[public, *benchmark_case.candidates],
         chosen=public.name,
-        # Arithmetic has no part in it, so there is no roof to come near to.
+        # The arithmetic is negligible, so there is no roofline.
         flops=0.0, useful_flops=0.0, bytes=0.0,
     )  # fmt: skip
 
 
-#: Calls in each piece of work, since the stub is put in place around them; and of what is not
-#: remembered yet.
+#: Calls per timed unit, because installing the stub takes time, too; the same for "first calls".
 _CALLS, _FIRST = 100, 2
 
 
 class _Alike(NamedTuple):
-    """Of what was never computed: only dtypes and shapes can be right."""
+    """Parity of stubbed calls, which compute nothing: only dtypes and shapes are compared."""
 
     ok: bool
     error: float = 0.0
@@ -174,21 +176,22 @@ def overhead(scope: Scope) -> Iterator[tuple[str, Maker]]:
                     yield f"{op} {what} on triton", functools.partial(_host_case, op, what)
 
 
-# How time grows.
+# Scaling.
 
-#: Lines of many points need fewer rounds than a figure in a table: some ten minutes on two cores.
+#: Fewer rounds than for a figure in a table, because a curve has many points; some ten minutes in
+#: all on two cores.
 SCALING_PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
-#: Beyond so many scores what computes them all takes too long, and says nothing new.
+#: Most scores for which the reference is timed; it computes all of them, which takes long beyond this.
 _MOST_SCORES = 1 << 27
 
 
 def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) -> BenchmarkCase:
     if threads is not None:
-        # Of everything, the probes of the roof too; `run_suite` puts it back.
+        # Applies to the probes of the roof, too; `cli.compare.run` restores the number.
         torch.set_num_threads(threads)
     inputs = scope.draw(op, case)
     arguments = inputs[0][0]
-    # Compiling for every size would take longer than all the rest.
+    # Without torch.compile, which would take longer for every size than everything else.
     others = replace(scope, peers=[one for one in scope.peers if one.name != "torch.compile"])
     offered = others.offered("op", op, arguments)
     benchmark_case = op_case(op, name, inputs, scope.backends, offered)
@@ -203,7 +206,7 @@ def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) ->
 
 
 def _series(op: str, values: Sequence[float] | None, build: Callable[[Any], Case]) -> Suite:
-    """``values`` None: numbers of threads, up to torch's."""
+    """Returns a suite with one case per value; None: numbers of threads, up to PyTorch's."""
 
     def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         if op not in scope.ops:
@@ -238,7 +241,7 @@ def _masked(density: float) -> Case:
 
 _LENGTHS, _SHARES = _powers(32, 16384), (0.1, 0.25, 0.5, 0.75, 1.0)
 
-#: Each key says what the case's name, a number, is.
+#: The end of each key names the quantity on the x axis; the case's name is its value.
 SCALING = {
     "attention (1,8,T,64), T": _series("attention", _LENGTHS, lambda t: attention(1, t)),
     "causal attention (1,8,T,64), T": _series(

@@ -1,9 +1,9 @@
-"""Models that others wrote, as they are and by each of our ways in, beside the compilers.
+"""Suites of third-party models: unchanged, by each of our entry points, and by other compilers.
 
-First what somebody writes by hand, the paper's model as most tutorials have it: it stands against the
-same code as it was written, and against the same weights in `transformer_fast.nn`, which is what it is
-to come near to. Then architectures of Hugging Face `transformers` by their own classes, with random
-weights: the sizes are those of base models, cut to a few layers, because layers repeat.
+The first suite is the paper's model written by hand, as in most tutorials. It is compared with the
+unchanged code, and with the same weights in `transformer_fast.nn`, whose speed is the goal. The
+second suite has architectures of Hugging Face `transformers`, their own classes with random weights.
+Their sizes are those of base models, with fewer layers, because all layers are alike.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ REWRITTEN, ACCELERATED, NN = "rewritten", "accelerated", "transformer_fast.nn"
 
 
 def rewritten(model: nn.Module) -> Callable[..., Tensor]:
-    """What a user of the compile backend has."""
-    torch._dynamo.reset()  # or, after some models, Dynamo compiles no more of the same code
+    """Compiles the model by our torch.compile backend."""
+    torch._dynamo.reset()  # else Dynamo's recompilation limit for the same code is reached
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
 
 
 def accelerated(model: nn.Module) -> nn.Module:
-    """What a user of `accelerate` has."""
+    """Returns a copy of the model, converted by `accelerate`."""
     model = copy.deepcopy(model)
     transformer_fast.accelerate(model)
     return model
 
 
-# A Transformer as one writes it by hand, with nothing of ours: four Linears for each attention, masks
-# that are 0 where hidden and fill with -1e9, norms behind each sub-layer.
+# A Transformer written by hand in plain PyTorch: four Linears per attention, masks that are 0 where
+# masked out and filled with -1e9, a norm after each sub-layer.
 
 State = dict[str, Tensor]
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of the encoder; ``crossed``: of the decoder."""
+    """An encoder layer; a decoder layer if ``crossed``."""
 
     def __init__(self, size: Size, crossed: bool = False) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, and a norm after them."""
+    """A stack of layers with a final norm."""
 
     def __init__(self, size: Size, crossed: bool = False) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Stack(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`Seq2Seq`, on two tensors of tokens."""
+    """The hand-written equivalent of `Seq2Seq`, on two tensors of tokens."""
 
     positions: Tensor
 
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
 
 
 def renamed(theirs: State) -> State:
-    """The weights of modules of ``torch.nn`` under the names that they have here."""
+    """Converts a state_dict of ``torch.nn`` modules to the names of the hand-written modules."""
     found: State = {}
     for name, value in theirs.items():
         name = name.removeprefix("transformer.")
@@ -167,7 +167,7 @@ def renamed(theirs: State) -> State:
 
 
 class _OnBatches(nn.Module):
-    """A model that takes tokens, given `Batch`es; ``run`` is the model, or what became of it."""
+    """Adapts a model of token tensors to `Batch` arguments; ``run``: the compiled model, if any."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def _forward(
     real: Callable[..., Tensor],
     work: Callable[..., Sequence[float]],
 ) -> BenchmarkCase:
-    """Of one forward pass; ``adapt``: makes of what is written by hand what takes the inputs."""
+    """Returns the case of a forward pass; ``adapt``: adapts hand-written models to the inputs."""
     ours, theirs, written = models
     oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
     reference = forced(ours, "reference")
@@ -210,7 +210,10 @@ def _forward(
 def _models(
     scope: Scope, make: Callable[[Any], nn.Module], by_hand: Callable[[Any], nn.Module]
 ) -> Models:
-    """(of our nn, of torch's, by hand), with the same weights; ``by_hand`` is given torch's."""
+    """Returns (our nn's, torch.nn's, the hand-written) model, with the same weights.
+
+    ``by_hand``: builds the hand-written model; its argument is that of torch.nn.
+    """
     ours, theirs = scope.twins(make)
     written = by_hand(theirs).eval().to(scope.device, scope.dtype)
     written.load_state_dict(renamed(theirs.state_dict()))
@@ -275,10 +278,10 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
 
 
 class _GroupChecker(StepChecker):
-    """Gradients of parameters of one ``group`` count as one, as those of queries, keys and values.
+    """Compares the gradients of each ``group`` of parameters as one, such as query, key and value.
 
-    The gradient of a key's bias is 0, since softmax takes a constant away, and what is computed for it
-    is rounding.
+    The gradient of a key's bias is exactly 0, because softmax is invariant to a constant, so the
+    computed one is rounding error only and has no relative accuracy of its own.
     """
 
     def __init__(
@@ -295,7 +298,7 @@ class _GroupChecker(StepChecker):
 
 
 class _StepChecker(_GroupChecker):
-    """Of steps by hand and of ``torch.nn``'s classes, whose projections are one parameter."""
+    """Checks hand-written steps and those of ``torch.nn``, whose projections are one parameter."""
 
     def __init__(self, oracle: Any, reference: Any, names: list[str], theirs: list[str]) -> None:
         self.names_by_hand, self.theirs = names, theirs
@@ -311,7 +314,7 @@ class _StepChecker(_GroupChecker):
 
 
 _ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
-#: As tutorials have them: what a call costs beside its work decides.
+#: The sizes of tutorials, at which the overhead of calls dominates.
 _TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
 
 hand_written = suite_of(
@@ -327,7 +330,7 @@ hand_written = suite_of(
         [_BASE, _BASE._replace(share=0.65), *_TUTORIALS],
         [_ONE._replace(share=0.65)],
     ),
-    # Without padding: what is computed at padded places differs, and it is part of the loss.
+    # Without padding, because results at padded positions differ and are part of the loss.
     ("hand-written training step", training_step, [_BASE, *_TUTORIALS], [_ONE]),
 )
 
@@ -358,7 +361,7 @@ _VISION = {
 class Model(NamedTuple):
     """An architecture of `transformers`."""
 
-    #: The stem of its classes' names.
+    #: Prefix of its classes' names.
     family: str
     config: dict[str, Any]
     #: "tokens", "pair" (of tokens), "image" or "sound".
@@ -409,10 +412,10 @@ MODELS = {
 }  # fmt: skip
 _QUICK = ("BERT", "Llama")
 
-#: Those that are trained, forward and backward.
+#: Models timed forward and backward.
 _TRAINED = ("BERT", "GPT-2", "Llama", "T5", "ViT")
 
-#: Those that decode: the rest of their classes' names, and what names the number of layers.
+#: Models that decode: (suffix of the class's name, config fields for the number of layers).
 _GENERATE = {
     "GPT-2": ("LMHeadModel", "n_layer"),
     "Qwen3": ("ForCausalLM", "num_hidden_layers"),
@@ -422,7 +425,7 @@ _GENERATE = {
 
 
 class _First(nn.Module):
-    """A model by its first result, which is a tensor."""
+    """Wraps a model so that it returns its first result, a tensor."""
 
     def __init__(self, model: nn.Module, takes: str) -> None:
         super().__init__()
@@ -456,7 +459,7 @@ def _flops(run: Callable[..., Any], *arguments: Any) -> float:
 def _built(scope: Scope, name: str, *given: Any, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # In evaluation, as dropout would draw other elements in each candidate.
+        # In eval mode, because dropout would drop other elements in each candidate.
         model = spread_biases(MODELS[name].build(*given, **changes)).eval()
     return model.to(scope.device, scope.dtype)
 
@@ -489,7 +492,7 @@ def _gradients(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Gr
 
 
 def _trained(model: nn.Module, arguments: Arguments) -> list[str]:
-    """Names of the parameters that have gradients."""
+    """Returns the names of the parameters that receive gradients."""
     named = dict(model.named_parameters())
     found = torch.autograd.grad(model(*arguments).sum(), [*named.values()], allow_unused=True)
     return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
@@ -534,7 +537,7 @@ class _Generate(nn.Module):
         return found[:, -self.new :]
 
     def logits(self, prompt: Tensor, target: Tensor) -> Tensor:
-        """(B, new, V), under teacher forcing; target begins with the start token."""
+        """Returns logits (B, new, V) under teacher forcing; ``target`` begins with the start token."""
         given: dict[str, Any] = {"input_ids": prompt, "decoder_input_ids": target}
         if not self.model.config.is_encoder_decoder:
             given = {"input_ids": torch.cat((prompt, target[:, 1:]), 1), "logits_to_keep": self.new}
@@ -543,7 +546,7 @@ class _Generate(nn.Module):
 
 
 def _bytes_of_a_token(model: Any) -> int:
-    """Of the weights that are read for each: all of the decoder, but of embeddings next to nothing."""
+    """Returns the bytes of weights read per token: the decoder's, without the input embedding."""
     read = {*model.get_decoder().parameters()} - {model.get_input_embeddings().weight}
     return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
 
@@ -555,9 +558,9 @@ def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
     layers = dict.fromkeys(counts.split(), case.layers)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     model = _built(scope, name, head, vocab_size=case.vocabulary, **layers, **ends)
-    if name == "T5":  # a token's embedding, of all the largest in the sum, would repeat the token
+    if name == "T5":  # else a token's large embedding dominates, and the model repeats the token
         model.get_input_embeddings().weight.data.mul_(0.05)
-    # Without an end token all make equally many tokens.
+    # Without an end token all candidates generate the same number of tokens.
     model.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=case.new, pad_token_id=0, decoder_start_token_id=START
     )
@@ -567,7 +570,7 @@ def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
         Candidate(ACCELERATED, accelerated(run)),
         Candidate(EAGER, run, ours=False),
     ]
-    if not scope.quick:  # it takes most of a minute to compile
+    if not scope.quick:  # compiling it takes almost a minute
         candidates += scope.offered(
             "generate",
             lambda **settings: _Generate(copy.deepcopy(model), case.new, **settings),

@@ -308,8 +308,7 @@ def _selected(known: Proof | None) -> set[tuple[object, ...]]:
 
 
 def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
-    """Returns a row per op, dtype and kernel: the worst error, and the time of one call of each
-    case."""
+    """Returns a row per op, dtype and kernel: the worst error, and the summed time of all cases."""
     selected = _selected(known)
     found: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:

@@ -171,8 +171,7 @@ def _summary(console: Console, found: Proof) -> None:
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns 0 if all is right, 1 if a kernel is wrong or a process did not finish, 2 without a
-    GPU."""
+    """Returns 0 if all is right, 1 if a kernel is wrong or a process failed, 2 without a GPU."""
     console = output()
     if options.forget:
         removed = proof.forget()
