@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
-from harness import DTYPES, Watch, kernel_of
+from harness import DTYPES, Operators, Watch, kernel_of
 from module_checks import assert_same_numbers, check_budget, run, tensors, told
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
@@ -59,6 +59,20 @@ def test_torchs_shapes(shape, reduction):
         one.sum().backward()
         other.sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
+def test_planes_of_classes_are_read_in_place():
+    """Neither logits nor gradients are copied to have the classes adjacent; torch's layout is kept."""
+    x, target = logits_and_target(3, 5, 8, 9)
+    leaf = x.clone().requires_grad_()
+    gradient_strides = []
+    image = leaf * 1
+    image.register_hook(lambda grad: gradient_strides.append(grad.stride()))
+    with Operators() as operators:
+        F.cross_entropy(image, target, backend="cpu").backward()
+    assert operators.ours == ["cross_entropy.cpu", "cross_entropy_backward.cpu"]
+    assert not [func for func in operators.seen if "clone" in str(func) or "copy" in str(func)]
+    assert gradient_strides == [x.stride()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -32,12 +32,12 @@ CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ign
           .known = nullptr};
 }
 
-// (losses; known, (2, rows): the log-sum-exp of each row as a sum), both fp32
+// (losses; known, (rows, 2): the log-sum-exp of each row as a sum), both fp32
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
   Tensor losses = empty(input, {args.rows}, ScalarType::Float);
-  Tensor known = empty(input, {2, args.rows}, ScalarType::Float);
+  Tensor known = empty(input, {args.rows, 2}, ScalarType::Float);
   args.losses = static_cast<float*>(losses.mutable_data_ptr());
   args.known = static_cast<float*>(known.mutable_data_ptr());
   const OnDevice device(input);

@@ -19,7 +19,7 @@ struct CrossEntropyArgs {
   int64_t rows, columns, row_stride, column_stride, target_stride, ignored;
   float smoothing;
   float* losses;  // (rows)
-  float* known;   // (2, rows): lse, and what is lost of it in fp32
+  float* known;   // (rows, 2): lse, and what is lost of it in fp32
 };
 
 struct CrossEntropyBackwardArgs {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
   const int lane = threadIdx.x % kThreads;
   const int64_t target = args.target[row * args.target_stride];
   if (target == args.ignored) {
-    if (lane == 0) args.losses[row] = args.known[row] = args.known[args.rows + row] = 0.0f;
+    if (lane == 0) args.losses[row] = args.known[2 * row] = args.known[2 * row + 1] = 0.0f;
     return;
   }
   // A target that is no class makes the loss NaN; there is nobody to raise an exception to.
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
     args.losses[row] = loss;
     const double lse = static_cast<double>(highest) + static_cast<double>(log_sum);
     const float high = static_cast<float>(lse);
-    args.known[row] = high;
-    args.known[args.rows + row] = static_cast<float>(lse - high);
+    args.known[2 * row] = high;
+    args.known[2 * row + 1] = static_cast<float>(lse - high);
   }
 }
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   const int64_t row = blockIdx.x;
   const int64_t target = call.target[row * call.target_stride];
   const bool counted = target != call.ignored;
-  const float high = call.known[row], low = call.known[call.rows + row];
+  const float high = call.known[2 * row], low = call.known[2 * row + 1];
   const float grad = counted ? args.grad[row * args.grad_stride] : 0.0f;
   const float confidence = 1.0f - call.smoothing, share = call.smoothing / call.columns;
 #pragma unroll

@@ -24,7 +24,7 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 attention = attention_on("cpu")
 linear = linear_on("cpu")
 feed_forward = feed_forward_on("cpu")
-cross_entropy = cross_entropy_on("cpu")
+cross_entropy = cross_entropy_on("cpu", in_groups=True)
 
 
 def linear_cross_entropy(

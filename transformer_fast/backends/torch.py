@@ -175,6 +175,7 @@ def cross_entropy(
         if label_smoothing != 0.0:  # which exporters to ONNX drop, or refuse
             return reference.cross_entropy(input, target, ignore_index, label_smoothing)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        wide = wide.movedim(-1, 1)
         return F.cross_entropy(wide, target, ignore_index=ignore_index, reduction="none")
     return _cross_entropy(input, target, ignore_index, label_smoothing)
 

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     and behind those of a result
 
         /x   the order of the dimensions in memory, if it is another; ``attention``: the memory of
-             `reference.attention.empty_output`
+             `reference.attention.empty_output`; ``planes``: that of `_empty_planes`
         :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider
         ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
@@ -220,6 +220,13 @@ def flops(rule: Rule, given: dict[str, Any]) -> int:
     return total
 
 
+def _empty_planes(like: Tensor) -> Tensor:
+    """Of shape (rows, C) or (N, rows, C); classes are planes in memory if those of ``like`` are."""
+    if like.dim() == 3 and like.stride(1) < like.stride(2):
+        return like.new_empty(like.mT.shape).mT
+    return like.new_empty(like.shape)
+
+
 def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
     """Tensors of the shapes, strides and dtypes of the results of a call with these arguments."""
     lead = _lead(rule, given)
@@ -262,8 +269,12 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
             found = first.new_empty((0,))
         elif result.like:
             like = given[result.like]
-            of_heads = result.order is not None
-            found = empty_heads(like, like.shape[3]) if of_heads else like.new_empty(like.shape)
+            if result.order == "planes":
+                found = _empty_planes(like)
+            elif result.order is not None:
+                found = empty_heads(like, like.shape[3])
+            else:
+                found = like.new_empty(like.shape)
         elif result.order == "attention":
             operands = (given["query"], given["key"], given["value"])
             found = empty_output(*operands, given["contiguous"])

@@ -46,24 +46,34 @@ def _check_options(reduction: str, label_smoothing: float) -> float:
     return smoothing
 
 
-def _check_target(target: Tensor, ignore_index: int, classes: int) -> None:
-    """IndexError, as torch's, for what is neither a class nor ignored; on the CPU only."""
+def _check_target(target: Tensor, ignore_index: int, classes: int) -> bool:
+    """Checks that targets are classes or ignored; True if it is known that none is ignored.
+
+    Only the values of CPU tensors are looked at.
+
+    Raises:
+        IndexError: as torch.
+    """
     if not target.is_cpu or not values_are_known(target) or target.numel() == 0:
-        return
-    low, high = torch.aminmax(target)
+        return False
+    low, high = map(int, torch.aminmax(target))
     if low >= 0 and high < classes:
-        return
+        return type(ignore_index) is int and not low <= ignore_index <= high
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
     if wrong.numel() > 0:
         raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+    return False
 
 
-def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def _reduce(
+    losses: Tensor, target: Tensor, ignore_index: int, reduction: str, all_count: bool
+) -> Tensor:
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
+    # Not `mean`: the gradient of a sum is one value, expanded.
+    return losses.sum() / (target.numel() if all_count else (target != ignore_index).sum())
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
@@ -74,13 +84,15 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 
 
 def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(C,), (N, C) or (N, C, d1, ...) as (rows, C), and the target as (rows,)."""
+    """(C,), (N, C) or (N, C, d1, ...) as (N, C) or (N, d1 * ..., C), and the target without C.
+
+    A view where the strides allow: planes of classes are not copied.
+    """
     if input.dim() == 1:
         return input.unsqueeze(0), target.reshape(1)
     if input.dim() > 2:
-        input = input.movedim(1, -1)
-        input = input.reshape(-1, input.shape[-1])
-    return input, target.reshape(-1)
+        return input.flatten(2).transpose(1, 2), target.flatten(1)
+    return input, target
 
 
 def _fits(input: Tensor, target: Tensor) -> bool:
@@ -139,13 +151,17 @@ def cross_entropy(
         and type(ignore_index) is int
         and 0.0 <= label_smoothing <= 1.0
         and (grad := fast_path.plain(input)) is not None
-        and input.dtype is fast_path.FLOAT
-        and input.numel() < fast_path.CROSS_ENTROPY.below[grad]
-        and fast_path.ignores_no_nan(input, target, ignore_index)
+        and input.dtype in fast_path.CROSS_ENTROPY.dtypes
+        and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
+        and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
+        and torch._C._len_torch_dispatch_stack() == 0
     ):
-        return F.cross_entropy(
-            input, target, None, None, ignore_index, None, reduction, label_smoothing
-        )
+        is_float = input.dtype is fast_path.FLOAT
+        loss = F.cross_entropy(
+            input if is_float else input.float(),
+            target, None, None, ignore_index, None, reduction, label_smoothing,
+        )  # fmt: skip
+        return loss if is_float else loss.to(_result_dtype(input))
     probable = isinstance(target, Tensor) and target.is_floating_point()
     if leaves_to_torch("cross_entropy", backend, input, target):
         others = True
@@ -172,10 +188,10 @@ def cross_entropy(
             ),
         )
     rows, flat = _as_rows(input, target)
-    _check_target(flat, ignore_index, rows.shape[1])
+    all_count = _check_target(flat, ignore_index, rows.shape[-1])
     kernel = select(Call("cross_entropy", (rows,), wants_grad(rows)), backend)
     losses = kernel.run(rows, flat, ignore_index, smoothing)
-    result = _reduce(losses, flat, ignore_index, reduction).to(_result_dtype(input))
+    result = _reduce(losses, flat, ignore_index, reduction, all_count).to(_result_dtype(input))
     return result.view(target.shape) if reduction == "none" else result
 
 
@@ -316,34 +332,34 @@ def linear_cross_entropy(
     if wrong is not None:
         raise ValueError(wrong)
     tensors, flat = (x.reshape(-1, x.shape[-1]), w, b), target.reshape(-1)
-    _check_target(flat, ignored, w.shape[0])
+    all_count = _check_target(flat, ignored, w.shape[0])
     kernel = select(Call(name, tensors, wants_grad(*tensors)), backend)
     losses = kernel.run(*tensors, flat, ignored, smoothing, reduction != "none")
-    total = _reduce(losses, flat, ignored, reduction).to(_result_dtype(input))
+    total = _reduce(losses, flat, ignored, reduction, all_count).to(_result_dtype(input))
     return total.view(target.shape) if reduction == "none" else total
 
 
 _OPTIONS = "int ignore_index, float label_smoothing"
-# known: what the backward wants to know of the rows, two numbers of each.
-_TENSORS = "input:rc target:r grad:r known:2r"
+# known: statistics saved for the backward, two float32 per row.
+_TENSORS = "input:...c target:... grad:... known:...2"
 FORWARD = Operator(
     f"cross_entropy(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor losses, Tensor known)",
-    Rule(_TENSORS, "r:float32 2r:float32", by="r"),
+    Rule(_TENSORS, "...:float32 ...2:float32", by="."),
 )
 BACKWARD = Operator(
     "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,"
     f" {_OPTIONS}) -> Tensor",
-    Rule(_TENSORS, "rc", by="r"),
+    Rule(_TENSORS, "@input/planes", by="."),
 )
 _LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
-_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r known:2r"
+_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r known:r2"
 _WANTS = "bool want_input, bool want_weight, bool want_bias"
 _GRADIENTS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
 # Of those that make gradients: logits are worked out, again or once.
 _PRODUCTS = "rci rci?want_input rci?want_weight"
 LINEAR_FORWARD = Operator(
     f"linear_cross_entropy({_LINEAR}, {_OPTIONS}) -> (Tensor losses, Tensor known)",
-    Rule(_LINEAR_TENSORS, "r 2r", by="r", products="rci"),
+    Rule(_LINEAR_TENSORS, "r r2", by="r", products="rci"),
 )
 LINEAR_BACKWARD = Operator(
     f"linear_cross_entropy_backward(Tensor grad, {_LINEAR}, Tensor known, {_OPTIONS}, {_WANTS})"
@@ -368,10 +384,18 @@ for _backend in ("reference", "torch", "triton"):
     )
 
 
-def cross_entropy_on(backend: str) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `cross_entropy` for a backend with operators."""
+def cross_entropy_on(backend: str, in_groups: bool = False) -> Callable[..., Tensor]:
+    """`cross_entropy` of a backend with operators.
+
+    Args:
+        in_groups: whether these take logits (N, I, C); else they get (rows, C).
+    """
 
     def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+        if input.dim() > 2 and not in_groups:
+            rows = input.reshape(-1, input.shape[-1])
+            losses = run(rows, target.reshape(-1), ignore_index, label_smoothing)
+            return losses.view(target.shape)
         found = LossFunction.recorded(
             backend, input, None, None, target, ignore_index, label_smoothing
         )

@@ -2,9 +2,9 @@
 
     loss[n] = (1 - s) * -log p[n, target[n]] + s * mean over v of -log p[n, v]
 
-with ``p = softmax(logits)``, computed in at least fp32. Where ``target[n] == ignore_index`` the
-loss is 0 and the row has no gradient, whatever its logits are. A row without finite logits has the
-loss NaN, as in PyTorch.
+with logits (..., C), target (...) and ``p = softmax(logits)``, computed in at least fp32. Where
+``target[n] == ignore_index`` the loss is 0 and the row has no gradient, whatever its logits are. A row
+without finite logits has the loss NaN, as in PyTorch.
 
 Behind a linear layer the logits need far more memory than all other tensors: see `chunked_loss`.
 """
@@ -25,9 +25,9 @@ def cross_entropy(
 ) -> Tensor:
     ignored = target == ignore_index
     x = input.to(torch.promote_types(input.dtype, torch.float32))
-    x = x.masked_fill(ignored[:, None], 0.0)
+    x = x.masked_fill(ignored[..., None], 0.0)
     log_p = torch.log_softmax(x, dim=-1)
-    losses = -log_p.gather(1, target.masked_fill(ignored, 0)[:, None])[:, 0]
+    losses = -log_p.gather(-1, target.masked_fill(ignored, 0)[..., None])[..., 0]
     if label_smoothing != 0.0:
         losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(dim=-1)
     return losses.masked_fill(ignored, 0.0)

@@ -38,6 +38,19 @@ def _laid_out(rows: int, classes: int, change: Callable[[Tensor], Tensor]) -> An
     return build
 
 
+def _planes(
+    groups: int, classes: int, rows: int, view: Callable[[Tensor], Tensor] = lambda x: x
+) -> Any:
+    """Logits (groups, rows, classes) whose classes are planes in memory, as an image's are."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = view(draw.normal(groups, classes, rows)).transpose(1, 2)
+        target = _targets(draw, x.shape[0] * x.shape[1], classes, 0.2)
+        return x, target.view(x.shape[:2]), _IGNORED, 0.1
+
+    return build
+
+
 def _hidden_classes(draw: Draw) -> tuple[Any, ...]:
     x, target, *rest = _loss(260, 70)(draw)
     hidden = draw.bools(260, 70).scatter(1, target[:, None], False)
@@ -130,6 +143,13 @@ _CASES = (
     case("every third row", _laid_out(780, 48, lambda x: x[::3])),
     case("columns of wider rows", _laid_out(260, 100, lambda x: x[:, 3:67])),
     case("every other column", _laid_out(260, 96, lambda x: x[:, ::2])),
+    case("planes", _planes(3, 19, 100)),
+    case("planes of two classes", _planes(2, 2, 333)),
+    case("planes of many classes", _planes(2, 150, 130)),
+    case("small planes", _planes(60, 30, 5)),
+    case("parts of planes", _planes(3, 20, 120, lambda x: x[:, :, 7:107])),
+    case("every other pixel", _planes(3, 20, 200, lambda x: x[:, :, ::2])),
+    case("groups of rows", _planes(3, 40, 90, lambda x: x.mT.contiguous().mT)),
     case("expanded rows", _laid_out(1, 60, lambda x: x.expand(260, 60))),
 )
 
@@ -188,7 +208,7 @@ def _flops(arguments: tuple[Any, ...]) -> float:
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
     x, target, *_ = arguments
-    return bytes_of(x, target) + 4.0 * x.shape[0]
+    return bytes_of(x, target) + 4.0 * target.numel()
 
 
 def _linear_flops(arguments: tuple[Any, ...]) -> float:
@@ -203,7 +223,7 @@ def _linear_bytes(arguments: tuple[Any, ...]) -> float:
 
 def _by_pytorch(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     return F.cross_entropy(
-        input,
+        input.movedim(-1, 1),
         target,
         ignore_index=ignore_index,
         reduction="none",
@@ -237,7 +257,12 @@ CROSS_ENTROPY = OpSpec(
     results=("losses",),
     gradients_of=("input",),
     cases=_CASES,
-    bench_cases=(_bench(1024, 32000), _bench(1024, 32000, 0.1), _bench(4096, 1000)),
+    bench_cases=(
+        _bench(1024, 32000),
+        _bench(1024, 32000, 0.1),
+        _bench(4096, 1000),
+        case("4x19x128x128", _planes(4, 19, 128 * 128)),
+    ),
     flops=_flops,
     bytes=_bytes,
     pytorch=_by_pytorch,
@@ -250,7 +275,7 @@ CROSS_ENTROPY = OpSpec(
     ),
     gpu_classes=("up to 8192 rows, more than 16384 classes",),
     public=lambda functional, x, target, ignored, smoothing: functional.cross_entropy(
-        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+        x.movedim(-1, 1), target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
     ),
 )
 

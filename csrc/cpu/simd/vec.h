@@ -19,6 +19,7 @@ namespace tf::TF_ISA {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int kRootHalf = 0x3f3504f3;  // the bits of sqrt(0.5)
 
 #if defined(__AVX512F__)
 
@@ -52,6 +53,13 @@ TF_INLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 TF_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 // The same where the mask is set, else 0, for any n.
 TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm512_maskz_scalef_ps(m, x, n); }
+// x = m 2^n with m from 0.707 to 1.414; returns n. x must be positive and normal.
+TF_INLINE Vec split_power(Vec x, Vec& m) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i n = _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32(kRootHalf)), 23);
+  m = _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(n, 23)));
+  return _mm512_cvtepi32_ps(n);
+}
 // 0 where the byte is zero, else all lanes of the mask set.
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -98,6 +106,12 @@ TF_INLINE Vec scale_by_power(Vec x, Vec n) {
   return x * _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
 }
 TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm256_and_ps(m, scale_by_power(x, n)); }
+TF_INLINE Vec split_power(Vec x, Vec& m) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(kRootHalf)), 23);
+  m = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
+  return _mm256_cvtepi32_ps(n);
+}
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(b), _mm256_setzero_si256()));
@@ -147,6 +161,12 @@ TF_INLINE Vec scale_by_power(Vec x, Vec n) {
   return x * _mm_castsi128_ps(_mm_slli_epi32(bits, 23));
 }
 TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm_and_ps(m, scale_by_power(x, n)); }
+TF_INLINE Vec split_power(Vec x, Vec& m) {
+  const __m128i bits = _mm_castps_si128(x);
+  const __m128i n = _mm_srai_epi32(_mm_sub_epi32(bits, _mm_set1_epi32(kRootHalf)), 23);
+  m = _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(n, 23)));
+  return _mm_cvtepi32_ps(n);
+}
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   int32_t four;
   std::memcpy(&four, p, 4);
@@ -183,21 +203,48 @@ TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
 // Denormal results cost hundreds of cycles on some CPUs, so e^x is 0 below this.
 constexpr float kMinExponent = -87.3f;
 
-// e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf
-// included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
-TF_INLINE Vec exp(Vec x) {
-  const Mask normal = not_less(x, set1(kMinExponent));
-  const Vec n = round(x * set1(1.44269504089f));
-  Vec f = fma(x, set1(1.44269502162933349609375f), set1(0.0f) - n);
+// e^x = 2^n (p f + 1): returns p.
+TF_INLINE Vec exp_parts(Vec x, Vec& n, Vec& f) {
+  n = round(x * set1(1.44269504089f));
+  f = fma(x, set1(1.44269502162933349609375f), set1(0.0f) - n);
   f = fma(x, set1(1.9259629911266175e-8f), f);
   Vec p = set1(1.5345811889e-04f);
   p = fma(p, f, set1(1.3399931218e-03f));
   p = fma(p, f, set1(9.6184889575e-03f));
   p = fma(p, f, set1(5.5503287770e-02f));
   p = fma(p, f, set1(2.4022646891e-01f));
-  p = fma(p, f, set1(6.9314720574e-01f));
-  p = fma(p, f, set1(1.0f));
-  return scale_where(normal, p, n);
+  return fma(p, f, set1(6.9314720574e-01f));
+}
+
+// e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf
+// included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
+TF_INLINE Vec exp(Vec x) {
+  Vec n, f;
+  const Vec p = exp_parts(x, n, f);
+  return scale_where(not_less(x, set1(kMinExponent)), fma(p, f, set1(1.0f)), n);
+}
+
+// e^x - 1 for x <= 0, without the cancellation near 0; NaN stays NaN.
+TF_INLINE Vec expm1(Vec x) {
+  Vec n, f;
+  const Vec p = exp_parts(x, n, f);
+  const Vec power = scale_where(not_less(x, set1(kMinExponent)), set1(1.0f), n);
+  return fma(power, p * f, power - set1(1.0f));
+}
+
+// The natural logarithm of a positive normal number, within 1 unit in the last place; NaN stays
+// NaN.
+TF_INLINE Vec log(Vec x) {
+  Vec m;
+  const Vec n = split_power(x, m);
+  const Vec f = m - set1(1.0f);  // exact
+  // log(1 + f) = 2 atanh(s) = f - s (f - r): its error is a fraction of f's last place.
+  const Vec s = f / (f + set1(2.0f)), square = s * s;
+  Vec r = fma(square, set1(2.0f / 9), set1(2.0f / 7));
+  r = fma(square, r, set1(2.0f / 5));
+  r = square * fma(square, r, set1(2.0f / 3));
+  const Vec small = fma(n, set1(1.42860682030941723212e-6f), set1(0.0f) - s * (f - r));
+  return fma(n, set1(0.693145751953125f), f + small) + (x - x);
 }
 
 }  // namespace

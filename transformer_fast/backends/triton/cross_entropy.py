@@ -49,7 +49,7 @@ def _target(x, row, rows, ignore_index):
 def cross_entropy_forward_kernel(
     x,
     loss_ptr,  # (N,) fp32
-    known_ptr,  # (2, N) fp32: lse, and what is lost of it in fp32
+    known_ptr,  # (N, 2) fp32: lse, and what is lost of it in fp32
     rows,
     columns,
     ignore_index,
@@ -93,15 +93,15 @@ def cross_entropy_forward_kernel(
     tl.store(loss_ptr + row, tl.where(counted, loss, 0.0), mask=row < rows)
     lse = tl.where(counted, maximum.to(tl.float64) + log_sum.to(tl.float64), 0.0)
     high = lse.to(tl.float32)
-    tl.store(known_ptr + row, high, mask=row < rows)
-    tl.store(known_ptr + rows + row, (lse - high.to(tl.float64)).to(tl.float32), mask=row < rows)
+    tl.store(known_ptr + 2 * row, high, mask=row < rows)
+    tl.store(known_ptr + 2 * row + 1, (lse - high.to(tl.float64)).to(tl.float32), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def cross_entropy_backward_kernel(
     grad_ptr,  # (N,), stride_grad
     x,
-    known_ptr,  # (2, N) fp32
+    known_ptr,  # (N, 2) fp32
     dx_ptr,  # (N, V), contiguous
     stride_grad,
     rows,
@@ -120,8 +120,8 @@ def cross_entropy_backward_kernel(
     target, counted = _target(x, row, rows, ignore_index)
     # Of ignored rows grad, known and logits count as 0: the product is 0 times something finite.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
-    high = tl.load(known_ptr + row, mask=counted, other=0.0)
-    low = tl.load(known_ptr + rows + row, mask=counted, other=0.0)
+    high = tl.load(known_ptr + 2 * row, mask=counted, other=0.0)
+    low = tl.load(known_ptr + 2 * row + 1, mask=counted, other=0.0)
     in_row = (column < columns)[None, :]
     at = x.data + row[:, None] * x.stride_row + column[None, :] * x.stride_column
     logit = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
@@ -139,13 +139,13 @@ def _logits(input: Tensor, target: Tensor) -> Logits:
 def cross_entropy_forward(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(losses, known): (N,) and, for the backward, (2, N), both in fp32.
+    """(losses, known): (N,) and, for the backward, (N, 2), both in fp32.
 
     A target that is neither a class nor ``ignore_index`` makes its loss NaN.
     """
     rows, columns = input.shape
     losses = torch.empty(rows, dtype=torch.float32, device=input.device)
-    known = torch.empty((2, rows), dtype=torch.float32, device=input.device)
+    known = torch.empty((rows, 2), dtype=torch.float32, device=input.device)
     tile = config.cross_entropy(columns)
     launch(
         cross_entropy_forward_kernel,

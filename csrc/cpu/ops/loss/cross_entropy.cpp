@@ -1,16 +1,15 @@
 // Operators of the cross entropy of logits, and of that of a linear layer's results.
 #include "cpu/ops/loss/cross_entropy.h"
 
-#include <cmath>
-#include <limits>
 #include <tuple>
+#include <vector>
 
 #include "cpu/ops/linear/linear_host.h"
 
 namespace tf {
 namespace {
 
-// Online softmax state per row while the classes are read in parts, and the final loss.
+// Online softmax state per row while the classes are read in parts.
 class CrossEntropyRows {
  public:
   explicit CrossEntropyRows(int64_t rows) : values_(4 * rows), rows_(rows) {}
@@ -22,53 +21,34 @@ class CrossEntropyRows {
     args.target_logit = args.shifted_sum + rows_;
   }
 
-  // Loss, largest logit, and log of the sum of exp(logit - row_max) of each row.
-  static void finish(const CrossEntropyArgs& args, int64_t rows, float* losses, float* row_maxima,
-                     float* logs) {
-    const double s = args.smoothing;
-    for (int64_t i = 0; i < rows; ++i) {
-      if (args.target[i] == args.ignored) {
-        losses[i] = row_maxima[i] = logs[i] = 0.0f;
-        continue;
-      }
-      const bool none = args.row_max[i] == -std::numeric_limits<float>::infinity();
-      const double log = none ? std::nan("") : std::log(static_cast<double>(args.sum[i]));
-      const double row_max = args.row_max[i];
-      double loss = log + (row_max - args.target_logit[i]);
-      if (s != 0.0) loss = (1.0 - s) * loss + s * (log - args.shifted_sum[i] / args.classes);
-      losses[i] = static_cast<float>(loss);
-      row_maxima[i] = args.row_max[i];
-      logs[i] = static_cast<float>(log);
-    }
-  }
-
  private:
   std::vector<float> values_;
   int64_t rows_;
 };
 
-// Checks that each target is a class or `ignored`.
-Tensor checked_target(const char* op, const Tensor& target, int64_t rows, int64_t classes,
+// Checks that there is a target for each row of `input`: a class or `ignored`.
+Tensor checked_target(const char* op, const Tensor& target, const Tensor& input, int64_t classes,
                       int64_t ignored) {
-  STD_TORCH_CHECK(target.is_cpu() && target.scalar_type() == ScalarType::Long &&
-                      target.dim() == 1 && target.size(0) == rows,
-                  op, ": target must hold ", rows, " int64 on the CPU");
+  const auto rows = input.sizes().slice(0, static_cast<size_t>(input.dim() - 1));
+  STD_TORCH_CHECK(
+      target.is_cpu() && target.scalar_type() == ScalarType::Long && target.sizes().equals(rows),
+      op, ": target must be int64, on the CPU, and have the leading shape of input");
   const Tensor flat = as_contiguous(target);
   const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
-  for (int64_t i = 0; i < rows; ++i)
-    STD_TORCH_CHECK(data[i] == ignored || (data[i] >= 0 && data[i] < classes), "Target ", data[i],
-                    " is out of bounds.");
+  for (int64_t i = 0, count = flat.numel(); i < count; ++i)
+    STD_TORCH_CHECK(
+        static_cast<uint64_t>(data[i]) < static_cast<uint64_t>(classes) || data[i] == ignored,
+        "Target ", data[i], " is out of bounds.");
   return flat;
 }
 
 // Checks the inputs of the backward per row: gradient of the loss, and two statistics saved by the
 // forward.
-void check_rows(const char* op, const Tensor& grad, const Tensor& known, int64_t rows) {
+void check_rows(const char* op, const Tensor& grad, const Tensor& known, const Tensor& target) {
   check_float(op, "grad", grad);
   check_float(op, "known", known);
-  STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == rows, op, ": grad must be (", rows, ")");
-  STD_TORCH_CHECK(known.dim() == 2 && known.size(0) == 2 && known.size(1) == rows, op,
-                  ": known must be (2, ", rows, ")");
+  STD_TORCH_CHECK(grad.sizes().equals(target.sizes()), op, ": grad must have the shape of target");
+  STD_TORCH_CHECK(known.numel() == 2 * target.numel(), op, ": known must have two values per row");
 }
 
 int64_t cross_entropy_grain(int64_t columns) {
@@ -88,70 +68,97 @@ void run_cross_entropy_gradient(const CrossEntropyGradientArgs& args, int64_t ro
                               });
 }
 
-void check_logits(const char* op, const Tensor& input) {
+// Rows of logits that the kernels can read: a view of `input`, or of a contiguous copy.
+struct LogitsRows {
+  Tensor owner;
+  LogitsLayout layout;
+  int64_t group_rows, rows, classes;
+  bool planes;  // of classes, which the gradient has, too
+};
+
+LogitsRows logits_rows(const char* op, const Tensor& input) {
   STD_TORCH_CHECK(
       input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)), op,
       ": input must be float32, bfloat16 or float16, and on the CPU");
-  STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, classes)");
+  const int64_t dims = input.dim();
+  STD_TORCH_CHECK(dims == 2 || dims == 3, op,
+                  ": input must be (rows, classes) or (groups, rows, classes)");
+  const int64_t groups = dims == 3 ? input.size(0) : 1, in_group = input.size(dims - 2);
+  const int64_t classes = input.size(dims - 1);
+  LogitsRows found{input, {}, std::max<int64_t>(1, in_group), groups * in_group, classes, false};
+  found.layout = {input.stride(dims - 2), classes == 1 ? 1 : input.stride(dims - 1),
+                  dims == 3 ? input.stride(0) : 0};
+  found.planes = dims == 3 && input.stride(1) < input.stride(2);
+  if (found.layout.column != 1 && found.layout.row != 1) {
+    found.owner = torch::stable::contiguous(input);
+    found.layout = {classes, 1, in_group * classes};
+  }
+  // Rows at one distance are one group.
+  if (!found.planes && found.layout.group == in_group * found.layout.row)
+    found.group_rows = found.rows;
+  return found;
 }
 
-Tensor with_adjacent_classes(const Tensor& input) {
-  return input.size(1) <= 1 || input.stride(1) == 1 ? input : as_contiguous(input);
+// Gradients of losses that are added up are one value, expanded.
+bool is_expanded(const Tensor& grad) {
+  for (const int64_t stride : grad.strides())
+    if (stride != 0) return false;
+  return true;
 }
 
-CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ignored,
+CrossEntropyArgs describe(const LogitsRows& x, const Tensor& target, int64_t ignored,
                           double smoothing) {
   CrossEntropyArgs args{};
-  args.type = element_of(input);
-  args.logits = input.const_data_ptr();
+  args.type = element_of(x.owner);
+  args.logits = x.owner.const_data_ptr();
+  args.layout = x.layout;
+  args.group_rows = x.group_rows;
   args.target = static_cast<const int64_t*>(target.const_data_ptr());
-  args.stride = input.stride(0);
-  args.columns = args.classes = input.size(1);
+  args.columns = args.classes = x.classes;
   args.ignored = ignored;
   args.smoothing = static_cast<float>(smoothing);
   return args;
 }
 
-// Returns (losses; (2, rows): row maxima, log of the sums of exp(logit - row_max)), both fp32.
+// Returns (losses; for each row the largest logit and the log of the sum of exp(logit - largest)),
+// both fp32.
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   const char* op = "cross_entropy";
-  check_logits(op, input);
-  const int64_t rows = input.size(0);
-  target = checked_target(op, target, rows, input.size(1), ignored);
-  const Tensor x = with_adjacent_classes(input);
-  Tensor losses = torch::stable::new_empty(input, {&rows, 1}, ScalarType::Float);
-  const int64_t sizes[] = {2, rows};
-  Tensor known = torch::stable::new_empty(input, {sizes, 2}, ScalarType::Float);
+  const LogitsRows x = logits_rows(op, input);
+  target = checked_target(op, target, input, x.classes, ignored);
+  Tensor losses = empty_tensor(input, target.sizes(), true);
+  std::vector<int64_t> sizes(target.sizes().begin(), target.sizes().end());
+  sizes.push_back(2);
+  Tensor known = empty_tensor(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), true);
   CrossEntropyArgs args = describe(x, target, ignored, smoothing);
-  CrossEntropyRows so_far(rows);
-  so_far.set(args);
-  run_cross_entropy(args, rows);
-  float* row_maxima = static_cast<float*>(known.mutable_data_ptr());
-  CrossEntropyRows::finish(args, rows, static_cast<float*>(losses.mutable_data_ptr()), row_maxima,
-                           row_maxima + rows);
+  args.losses = static_cast<float*>(losses.mutable_data_ptr());
+  args.known = static_cast<float*>(known.mutable_data_ptr());
+  run_cross_entropy(args, x.rows);
   return {losses, known};
 }
 
+// The gradient lies in memory as the input does: groups that are planes of classes stay so.
 Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,
                               int64_t ignored, double smoothing) {
   const char* op = "cross_entropy_backward";
-  check_logits(op, input);
-  const int64_t rows = input.size(0), classes = input.size(1);
-  check_rows(op, grad, known, rows);
-  target = checked_target(op, target, rows, classes, ignored);
-  grad = as_contiguous(grad);
+  const LogitsRows x = logits_rows(op, input);
+  target = checked_target(op, target, input, x.classes, ignored);
+  check_rows(op, grad, known, target);
+  const bool expanded = is_expanded(grad);
+  if (!expanded) grad = as_contiguous(grad);
   known = as_contiguous(known);
-  const Tensor x = with_adjacent_classes(input);
-  Tensor result = empty_tensor(input, {rows, classes});
-  const CrossEntropyGradientArgs args{describe(x, target, ignored, smoothing),
-                                      static_cast<const float*>(known.const_data_ptr()),
-                                      static_cast<const float*>(known.const_data_ptr()) + rows,
-                                      static_cast<const float*>(grad.const_data_ptr()),
-                                      result.mutable_data_ptr(),
-                                      classes};
-  run_cross_entropy_gradient(args, rows);
-  return result;
+  CrossEntropyArgs args = describe(x, target, ignored, smoothing);
+  args.known = static_cast<float*>(known.mutable_data_ptr());
+  const int64_t in_group = input.size(input.dim() - 2);
+  Tensor result = x.planes ? empty_tensor(input, {input.size(0), x.classes, in_group})
+                           : empty_tensor_like(input);
+  const LogitsLayout layout = x.planes ? LogitsLayout{1, in_group, in_group * x.classes}
+                                       : LogitsLayout{x.classes, 1, x.group_rows * x.classes};
+  const auto* scale = static_cast<const float*>(grad.const_data_ptr());
+  run_cross_entropy_gradient({args, scale, expanded ? 0 : 1, result.mutable_data_ptr(), layout},
+                             x.rows);
+  return x.planes ? torch::stable::transpose(result, 1, 2) : result;
 }
 
 // Cross entropy of x W^T + b. The logits of a vocabulary are far larger than everything else in a
@@ -184,7 +191,7 @@ struct Call {
     check_float(op, "input", input);
     STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, inputs)");
     check_weight(op, "weight", w, input.size(1), b);
-    target = checked_target(op, t, input.size(0), classes, ignored);
+    target = checked_target(op, t, input, classes, ignored);
     x = as_rows(input);
     x.rows = input.size(0);
   }
@@ -210,8 +217,9 @@ struct Call {
         CrossEntropyArgs args{};
         args.type = Element::float32;
         args.logits = logits;
+        args.layout.row = args.columns = n;
+        args.group_rows = m;
         args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
-        args.stride = args.columns = n;
         args.first = first;
         args.classes = classes;
         args.ignored = ignored;
@@ -228,19 +236,17 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
                                                 int64_t ignored, double smoothing) {
   const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows;
-  Tensor losses = empty_tensor(input, {rows}), known = empty_tensor(input, {2, rows});
+  Tensor losses = empty_tensor(input, {rows}), known = empty_tensor(input, {rows, 2});
   if (call.classes == 0) {  // all rows are ignored
     for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
     return {losses, known};
   }
-  float* row_maxima = static_cast<float*>(known.mutable_data_ptr());
   CrossEntropyRows so_far(std::min(kRows, rows));
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
     so_far.set(args);
+    args.losses = static_cast<float*>(losses.mutable_data_ptr()) + row;
+    args.known = static_cast<float*>(known.mutable_data_ptr()) + 2 * row;
     run_cross_entropy(args, m);
-    if (args.first + args.columns == args.classes)
-      CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
-                               row_maxima + row, row_maxima + rows + row);
   });
   return {losses, known};
 }
@@ -253,7 +259,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   const char* op = "linear_cross_entropy_backward";
   const Call call(op, input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows, n = call.classes, k = call.k;
-  check_rows(op, grad, known, rows);
+  check_rows(op, grad, known, call.target);
   grad = as_contiguous(grad);
   known = as_contiguous(known);
   Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
@@ -263,23 +269,21 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
     return {grad_input, grad_weight, grad_bias};
   }
-  const auto* row_maxima = static_cast<const float*>(known.const_data_ptr());
   auto* dx = static_cast<float*>(grad_input.mutable_data_ptr());
   auto* dw = static_cast<float*>(grad_weight.mutable_data_ptr());
   auto* db = static_cast<float*>(grad_bias.mutable_data_ptr());
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor& part) {
     float* logits = const_cast<float*>(static_cast<const float*>(args.logits));
+    args.known = static_cast<float*>(known.mutable_data_ptr()) + 2 * row;
     run_cross_entropy_gradient(
-        {args, row_maxima + row, row_maxima + rows + row,
-         static_cast<const float*>(grad.const_data_ptr()) + row, logits, args.stride},
-        m);
+        {args, static_cast<const float*>(grad.const_data_ptr()) + row, 1, logits, args.layout}, m);
     if (want_input && k > 0) {
       // Sums alternate between two buffers such that the last one is the result.
       const int64_t left = (n - args.first - 1) / kClasses;
       float* place[] = {dx + row * k, shared_scratch(kSumsSlot).floats(m * k)};
       run_linear(
           {args.type, logits, nullptr, nullptr, args.first > 0 ? place[(left + 1) % 2] : nullptr,
-           place[left % 2], m, args.columns, k, args.stride, k, k, 0},
+           place[left % 2], m, args.columns, k, args.columns, k, k, 0},
           column_panels_of(part, 1, m));
     }
     if (!want_weight && !want_bias) return;
@@ -291,7 +295,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
                               .m = m,
                               .n = args.columns,
                               .k = k,
-                              .grad_stride = args.stride,
+                              .grad_stride = args.columns,
                               .x_stride = call.x.stride,
                               .first = row == 0},
                              0);
@@ -311,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   check_weight(op, "weight", weight, input.size(1), bias, input.scalar_type());
   STD_TORCH_CHECK(part_rows > 0, op, ": part_rows must be positive");
   const int64_t rows = input.size(0), n = weight.size(0), k = weight.size(1);
-  target = checked_target(op, target, rows, n, ignored);
+  target = checked_target(op, target, input, n, ignored);
   if (grad) {
     check_float(op, "grad", *grad);
     STD_TORCH_CHECK(grad->dim() == 1 && grad->size(0) == rows, op, ": grad must be (", rows, ")");
@@ -347,7 +351,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   // Parts of about equal size.
   const int64_t parts = (rows + part_rows - 1) / part_rows;
   const int64_t max_rows = (rows + parts - 1) / parts;
-  CrossEntropyRows so_far(max_rows);
   std::vector<float> ones(grad ? 0 : max_rows, 1.0f), known(2 * max_rows);
   void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * max_rows * n);
   for (int64_t row = 0; row < rows; row += max_rows) {
@@ -358,18 +361,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     CrossEntropyArgs args{};
     args.type = type;
     args.logits = logits;
+    args.layout.row = args.columns = args.classes = n;
+    args.group_rows = m;
     args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
-    args.stride = args.columns = args.classes = n;
     args.ignored = ignored;
     args.smoothing = static_cast<float>(smoothing);
-    so_far.set(args);
+    args.losses = static_cast<float*>(losses.mutable_data_ptr()) + row;
+    args.known = known.data();
     run_cross_entropy(args, m);
-    CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
-                             known.data(), known.data() + m);
     if (!through && !sums) continue;
     const float* scale =
         grad ? static_cast<const float*>(grad->const_data_ptr()) + row : ones.data();
-    run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
+    run_cross_entropy_gradient({args, scale, 1, logits, args.layout}, m);
     if (through)
       run_linear({type, logits, nullptr, nullptr, nullptr,
                   offset_ptr(grad_input.mutable_data_ptr(), type, row * k), m, n, k, n, k, k, 0},

@@ -7,27 +7,37 @@
 
 namespace tf {
 
+// Distances in elements. Rows may come in groups: the pixels of an image, whose classes are planes.
+struct LogitsLayout {
+  long row;         // of neighbouring rows; 1 or `column` is 1
+  long column = 1;  // of neighbouring classes
+  long group = 0;   // of the first rows of neighbouring groups
+};
+
 struct CrossEntropyArgs {
   Element type;           // of logits and gradient
-  const void* logits;     // (rows, columns), rows `stride` apart: classes first ... first + columns
+  const void* logits;     // (rows, columns): classes first ... first + columns
+  LogitsLayout layout;    // of logits
+  long group_rows;        // rows of a group; at least all rows if there are no groups
   const int64_t* target;  // (rows)
-  long stride, first, columns, classes;
+  long first, columns, classes;
   int64_t ignored;  // rows with this target have no loss and no gradient
   float smoothing;
-  // State of each row over classes 0 ... first + columns: largest logit, sum of exp(logit -
-  // row_max), sum of logit - row_max, logit of the target. Initialised by the call with first = 0.
+  // (rows) each: largest logit, sum of exp(logit - row_max), sum of logit - row_max, and logit of
+  // the target, of classes 0 ... first + columns. nullptr if columns == classes.
   float *row_max, *sum, *shifted_sum, *target_logit;
+  // With the last class: the losses (rows), and the largest logit and the log of the sum (rows, 2).
+  float *losses, *known;
 };
 TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))
 
 // gradient = scale (softmax(logits) - (1 - smoothing) [class is target] - smoothing / classes)
 struct CrossEntropyGradientArgs {
-  CrossEntropyArgs call;
-  const float* row_max;  // (rows): the largest logit
-  const float* log;      // (rows): log of the sum of exp(logit - largest)
-  const float* scale;    // (rows)
-  void* gradient;        // (rows, columns), rows gradient_stride apart; may be the logits
-  long gradient_stride;
+  CrossEntropyArgs call;  // of it `known` is read
+  const float* scale;     // (rows), scale_stride apart
+  long scale_stride;      // 1, or 0: one for all rows
+  void* gradient;         // (rows, columns); may be the logits
+  LogitsLayout layout;    // of gradient, in the same groups
 };
 TF_KERNEL(void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin,
                                            long end))

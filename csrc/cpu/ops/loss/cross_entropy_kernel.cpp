@@ -1,6 +1,9 @@
-// Cross entropy: each block of a row of logits is read twice, the second time from cache.
+// Cross entropy. A long row whose classes are adjacent is read by itself: each block twice, the
+// second time from cache. Other rows are read into tiles, in which vectors hold one class of
+// kLanes rows, so that a row costs no horizontal sums.
 #include <cmath>
 
+#include "cpu/gemm/gemm.h"
 #include "cpu/ops/loss/cross_entropy.h"
 #include "cpu/simd/convert.h"
 
@@ -11,36 +14,74 @@ constexpr int kSums = 4;
 constexpr long kStep = kSums * kLanes;
 // Block of logits whose maximum is computed before their exponentials.
 constexpr long kBlock = 4096;
+// A tile of 16 KB has half of the first-level cache.
+constexpr long kBlockRows = 64, kTileClasses = 64;
+// Classes from which a row by itself was measured to take less time: loss, gradient.
+constexpr long kLongRow = 128, kLongGradientRow = 64;
 
-// Calls f(accumulator, logits) for all n logits, padded with `fill`.
+// Of a block of up to kBlockRows rows; see CrossEntropyArgs.
+struct State {
+  float row_max[kBlockRows], sum[kBlockRows], shifted_sum[kBlockRows], target_logit[kBlockRows];
+};
+
+// Calls f(state, rows' values of it) for each member.
+template <class F>
+TF_INLINE void each_member(const CrossEntropyArgs& args, State& state, const F& f) {
+  f(state.row_max, args.row_max);
+  f(state.sum, args.sum);
+  f(state.shifted_sum, args.shifted_sum);
+  f(state.target_logit, args.target_logit);
+}
+
+// Calls f(row, count) for blocks of up to kBlockRows rows of one group.
+template <class F>
+TF_INLINE void each_block(const CrossEntropyArgs& args, long begin, long end, const F& f) {
+  for (long row = begin; row < end;) {
+    const long in_group = args.group_rows - row % args.group_rows;
+    const long count = min(kBlockRows, min(in_group, end - row));
+    f(row, count);
+    row += count;
+  }
+}
+
+TF_INLINE long place_of(const CrossEntropyArgs& args, const LogitsLayout& layout, long row) {
+  return row / args.group_rows * layout.group + row % args.group_rows * layout.row;
+}
+
+// Calls f(accumulator, logits) for all whole vectors of n logits.
 template <class T, class F>
-TF_INLINE void each(const T* x, long n, float fill, const F& f) {
+TF_INLINE void each_whole(const T* x, long n, const F& f) {
   long j = 0;
   for (; j + kStep <= n; j += kStep)
     TF_UNROLL for (int u = 0; u < kSums; ++u) f(u, load(x + j + u * kLanes));
   for (; j + kLanes <= n; j += kLanes) f(0, load(x + j));
-  if (j == n) return;
-  float rest[kLanes];
-  for (long i = 0; i < kLanes; ++i) rest[i] = j + i < n ? load_one(x + j + i) : fill;
-  f(0, load(rest));
+}
+
+// The first n < kLanes lanes.
+TF_INLINE Mask lanes_below(long n) {
+  static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  return less(zero(), load_n(kOnes, n));
 }
 
 TF_INLINE float add_up(const Vec (&sums)[kSums]) {
   return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// `i`: the row's place in the state.
 template <class T>
-void scan_row(const CrossEntropyArgs& args, long row) {
-  const T* x = static_cast<const T*>(args.logits) + row * args.stride;
-  const bool first = args.first == 0;
-  float row_max = first ? -kInf : args.row_max[row], sum = first ? 0.0f : args.sum[row];
-  float shifted_sum = first ? 0.0f : args.shifted_sum[row];
+void scan_row(const CrossEntropyArgs& args, const T* x, long row, State& state, long i) {
+  float row_max = state.row_max[i], sum = state.sum[i], shifted_sum = state.shifted_sum[i];
   for (long begin = 0; begin < args.columns; begin += kBlock) {
-    const long n = args.columns - begin < kBlock ? args.columns - begin : kBlock;
+    const long n = min(kBlock, args.columns - begin);
+    const long whole = n / kLanes * kLanes;
+    const T* block = x + begin;
+    const Mask in_rest = lanes_below(n - whole);
+    const Vec rest = load_n(block + whole, n - whole);
     Vec maxima[kSums];
     TF_UNROLL for (int u = 0; u < kSums; ++u) maxima[u] = set1(-kInf);
-    each(x + begin, n, -kInf,
-         [&](int u, Vec y) __attribute__((always_inline)) { maxima[u] = max(y, maxima[u]); });
+    each_whole(block, n,
+               [&](int u, Vec y) __attribute__((always_inline)) { maxima[u] = max(y, maxima[u]); });
+    maxima[1] = max(select(in_rest, rest, set1(-kInf)), maxima[1]);
     const float here = reduce_max(max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3])));
     if (here > row_max) {
       if (row_max != -kInf) sum *= std::exp(row_max - here);
@@ -52,41 +93,149 @@ void scan_row(const CrossEntropyArgs& args, long row) {
     const float top = row_max == -kInf ? 0.0f : row_max;
     Vec exponentials[kSums], distances[kSums];
     TF_UNROLL for (int u = 0; u < kSums; ++u) exponentials[u] = distances[u] = zero();
-    const auto add = [&](int u, Vec y) __attribute__((always_inline)) {
+    each_whole(block, n, [&](int u, Vec y) __attribute__((always_inline)) {
       const Vec distance = y - set1(top);
       exponentials[u] = exponentials[u] + exp(distance);
       distances[u] = distances[u] + distance;
-    };
-    const long whole = n / kLanes * kLanes;
-    each(x + begin, whole, 0.0f, add);
+    });
+    const Vec distance = select(in_rest, rest - set1(top), zero());
+    exponentials[1] = exponentials[1] + select(in_rest, exp(distance), zero());
+    distances[1] = distances[1] + distance;
     sum += add_up(exponentials);
     shifted_sum += add_up(distances);
-    for (long j = begin + whole; j < begin + n; ++j) {
-      const float distance = load_one(x + j) - top;
-      sum += distance < kMinExponent ? 0.0f : std::exp(distance);
-      shifted_sum += distance;
-    }
   }
-  args.row_max[row] = row_max;
-  args.sum[row] = sum;
-  args.shifted_sum[row] = shifted_sum;
+  state.row_max[i] = row_max;
+  state.sum[i] = sum;
+  state.shifted_sum[i] = shifted_sum;
   const int64_t place = args.target[row] - args.first;
-  if (place >= 0 && place < args.columns) args.target_logit[row] = load_one(x + place);
+  if (place >= 0 && place < args.columns) state.target_logit[i] = load_one(x + place);
+}
+
+// Tiles are (kTileClasses, kBlockRows).
+
+// Reads n classes of `count` rows. Lanes up to the next whole vector of rows are 0.
+template <class T>
+TF_INLINE void read_tile(const T* from, const LogitsLayout& layout, long count, long n,
+                         float* tile) {
+  if (layout.column != 1) {
+    for (long c = 0; c < n; ++c)
+      for (long i = 0; i < count; i += kLanes)
+        store(tile + c * kBlockRows + i, load_some(from + c * layout.column + i, count - i));
+    return;
+  }
+  for (long i = 0; i < count; i += kLanes)
+    for (long c = 0; c < n; c += kLanes) {
+      float block[kLanes * kLanes];
+      for (long r = 0; r < kLanes; ++r)
+        store(block + r * kLanes,
+              i + r < count ? load_some(from + (i + r) * layout.row + c, n - c) : zero());
+      transpose_block(block, kLanes, tile + c * kBlockRows + i, kBlockRows);
+    }
+}
+
+template <class T>
+TF_INLINE void write_tile(const float* tile, const LogitsLayout& layout, long count, long n,
+                          T* to) {
+  if (layout.column != 1) {
+    for (long c = 0; c < n; ++c)
+      for (long i = 0; i < count; i += kLanes)
+        store_some(to + c * layout.column + i, load(tile + c * kBlockRows + i), count - i);
+    return;
+  }
+  for (long i = 0; i < count; i += kLanes)
+    for (long c = 0; c < n; c += kLanes) {
+      float block[kLanes * kLanes];
+      transpose_block(tile + c * kBlockRows + i, kBlockRows, block, kLanes);
+      for (long r = 0; r < kLanes && i + r < count; ++r)
+        store_some(to + (i + r) * layout.row + c, load(block + r * kLanes), n - c);
+    }
+}
+
+// Calls f(first row, first class, classes, tile) for the tiles of a block of rows.
+template <class T, class F>
+TF_INLINE void each_tile_of(const CrossEntropyArgs& args, long row, long count, const F& f) {
+  float tile[kTileClasses * kBlockRows];
+  const T* x = static_cast<const T*>(args.logits) + place_of(args, args.layout, row);
+  for (long begin = 0; begin < args.columns; begin += kTileClasses) {
+    const long n = min(kTileClasses, args.columns - begin);
+    read_tile(x + begin * args.layout.column, args.layout, count, n, tile);
+    f(begin, n, tile);
+  }
+}
+
+template <class T>
+void scan_tiles(const CrossEntropyArgs& args, long row, long count, State& state) {
+  each_tile_of<T>(args, row, count, [&](long begin, long n, const float* tile) {
+    const long before = args.first + begin;
+    for (long i = 0; i < count; i += kLanes) {
+      const Vec old = load(state.row_max + i);
+      Vec row_max = old;
+      for (long c = 0; c < n; ++c) row_max = max(load(tile + c * kBlockRows + i), row_max);
+      const Vec top = select(equal(row_max, set1(-kInf)), zero(), row_max);
+      Vec sum = zero(), distances = zero();
+      for (long c = 0; c < n; ++c) {
+        const Vec distance = load(tile + c * kBlockRows + i) - top;
+        sum = sum + exp(distance);
+        distances = distances + distance;
+      }
+      if (before > 0) {
+        sum = fma(load(state.sum + i), exp(old - top), sum);
+        const Vec grown = select(equal(row_max, old), zero(), row_max - old);
+        const Vec shifted = load(state.shifted_sum + i) - set1(static_cast<float>(before)) * grown;
+        distances = distances + shifted;
+      }
+      store(state.row_max + i, row_max);
+      store(state.sum + i, sum);
+      store(state.shifted_sum + i, distances);
+    }
+    for (long i = 0; i < count; ++i) {
+      const int64_t place = args.target[row + i] - before;
+      if (place >= 0 && place < n) state.target_logit[i] = tile[place * kBlockRows + i];
+    }
+  });
+}
+
+// 1 for the rows of a block that count, else 0.
+TF_INLINE void count_rows(const CrossEntropyArgs& args, long row, long count, float* counted) {
+  for (long i = 0; i < count; ++i) counted[i] = args.target[row + i] != args.ignored ? 1.0f : 0.0f;
+}
+
+void finish(const CrossEntropyArgs& args, long row, long count, const State& state) {
+  float counted[kBlockRows] = {}, row_maxima[kBlockRows], logs[kBlockRows];
+  count_rows(args, row, count, counted);
+  const Vec s = set1(args.smoothing), classes = set1(static_cast<float>(args.classes));
+  for (long i = 0; i < count; i += kLanes) {
+    const Mask counts = less(zero(), load(counted + i));
+    const Vec row_max = load(state.row_max + i);
+    const Vec log_sum =
+        select(equal(row_max, set1(-kInf)), set1(__builtin_nanf("")), log(load(state.sum + i)));
+    Vec loss = log_sum + (row_max - load(state.target_logit + i));
+    if (args.smoothing != 0.0f)
+      loss = (set1(1.0f) - s) * loss + s * (log_sum - load(state.shifted_sum + i) / classes);
+    store_some(args.losses + row + i, select(counts, loss, zero()), count - i);
+    store(row_maxima + i, select(counts, row_max, zero()));
+    store(logs + i, select(counts, log_sum, zero()));
+  }
+  float* known = args.known + 2 * row;
+  for (long i = 0; i < count; ++i) {
+    known[2 * i] = row_maxima[i];
+    known[2 * i + 1] = logs[i];
+  }
 }
 
 template <class T>
 void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
   const CrossEntropyArgs& call = args.call;
-  const T* x = static_cast<const T*>(call.logits) + row * call.stride;
-  T* to = static_cast<T*>(args.gradient) + row * args.gradient_stride;
+  const T* x = static_cast<const T*>(call.logits) + place_of(call, call.layout, row);
+  T* to = static_cast<T*>(args.gradient) + place_of(call, args.layout, row);
   const long n = call.columns;
   if (call.target[row] == call.ignored) {
     for (long j = 0; j < n; j += kLanes) store_some(to + j, zero(), n - j);
     return;
   }
-  const float scale = args.scale[row];
+  const float scale = args.scale[row * args.scale_stride], *known = call.known + 2 * row;
   // Subtracted one after the other: their sum would round away a small log beside a large logit.
-  const Vec row_max = set1(args.row_max[row]), log = set1(args.log[row]), by = set1(scale);
+  const Vec row_max = set1(known[0]), log = set1(known[1]), by = set1(scale);
   const Vec even = set1(-scale * call.smoothing / static_cast<float>(call.classes));
   const int64_t place = call.target[row] - call.first;
   const bool has = place >= 0 && place < n;
@@ -96,25 +245,97 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
   if (!has) return;
   // In double: if the target is almost certain, the result is a small difference from 1.
   const double s = call.smoothing;
-  const double p = std::exp(static_cast<double>(logit) - args.row_max[row] - args.log[row]);
+  const double p = std::exp(static_cast<double>(logit) - known[0] - known[1]);
   const double y = scale * (p - (1.0 - s) - s / static_cast<double>(call.classes));
   store_some(to + place, set1(static_cast<float>(y)), 1);
+}
+
+template <class T>
+void gradient_of_tiles(const CrossEntropyGradientArgs& args, long row, long count) {
+  const CrossEntropyArgs& call = args.call;
+  float counted[kBlockRows] = {}, row_max[kBlockRows] = {}, log[kBlockRows] = {};
+  float scale[kBlockRows] = {};
+  count_rows(call, row, count, counted);
+  for (long i = 0; i < count; ++i) {
+    row_max[i] = call.known[2 * (row + i)];
+    log[i] = call.known[2 * (row + i) + 1];
+    scale[i] = args.scale[(row + i) * args.scale_stride];
+  }
+  const float share = call.smoothing / static_cast<float>(call.classes);
+  T* to = static_cast<T*>(args.gradient) + place_of(call, args.layout, row);
+  each_tile_of<T>(call, row, count, [&](long begin, long n, float* tile) {
+    const int64_t* target = call.target + row;
+    const long before = call.first + begin;
+    float at_target[kBlockRows] = {};
+    for (long i = 0; i < count; ++i) {
+      const int64_t place = target[i] - before;
+      if (place >= 0 && place < n) at_target[i] = tile[place * kBlockRows + i];
+    }
+    for (long i = 0; i < count; i += kLanes) {
+      const Mask counts = less(zero(), load(counted + i));
+      const Vec by = load(scale + i), even = set1(-share) * by;
+      const auto log_p = [&](Vec x) __attribute__((always_inline)) {
+        return (x - load(row_max + i)) - load(log + i);
+      };
+      // p - 1 by itself: if the target is almost certain, the difference has few digits.
+      const Vec off = expm1(log_p(load(at_target + i))) + set1(call.smoothing - share);
+      store(at_target + i, off * by);
+      for (long c = 0; c < n; ++c) {
+        float* x = tile + c * kBlockRows + i;
+        store(x, select(counts, fma(exp(log_p(load(x))), by, even), zero()));
+      }
+    }
+    for (long i = 0; i < count; ++i) {
+      const int64_t place = target[i] - before;
+      if (place >= 0 && place < n && target[i] != call.ignored)
+        tile[place * kBlockRows + i] = at_target[i];
+    }
+    write_tile(tile, args.layout, count, n, to + begin * args.layout.column);
+  });
 }
 
 }  // namespace
 
 void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end) {
-  for (long row = begin; row < end; ++row) {
-    if (args.target[row] == args.ignored) continue;
-    dispatch_element(args.type, [&](auto type) { scan_row<decltype(type)>(args, row); });
-  }
+  each_block(args, begin, end, [&](long row, long count) {
+    State state;
+    for (long i = 0; i < kBlockRows; i += kLanes) {
+      store(state.row_max + i, set1(-kInf));
+      store(state.sum + i, zero());
+      store(state.shifted_sum + i, zero());
+      store(state.target_logit + i, zero());
+    }
+    if (args.first > 0)
+      each_member(args, state, [&](float* own, const float* all) {
+        for (long i = 0; i < count; ++i) own[i] = all[row + i];
+      });
+    dispatch_element(args.type, [&](auto type) {
+      using T = decltype(type);
+      if (args.layout.column != 1 || args.columns < kLongRow)
+        return scan_tiles<T>(args, row, count, state);
+      for (long i = 0; i < count; ++i) {
+        if (args.target[row + i] == args.ignored) continue;
+        const T* x = static_cast<const T*>(args.logits) + place_of(args, args.layout, row + i);
+        scan_row(args, x, row + i, state, i);
+      }
+    });
+    if (args.first + args.columns == args.classes) return finish(args, row, count, state);
+    each_member(args, state, [&](const float* own, float* all) {
+      for (long i = 0; i < count; ++i) all[row + i] = own[i];
+    });
+  });
 }
 
 void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin, long end) {
-  for (long row = begin; row < end; ++row) {
-    dispatch_element(args.call.type,
-                     [&](auto type) { gradient_of_row<decltype(type)>(args, row); });
-  }
+  dispatch_element(args.call.type, [&](auto type) {
+    using T = decltype(type);
+    if (args.call.layout.column == 1 && args.call.columns >= kLongGradientRow) {
+      for (long row = begin; row < end; ++row) gradient_of_row<T>(args, row);
+    } else {
+      each_block(args.call, begin, end,
+                 [&](long row, long count) { gradient_of_tiles<T>(args, row, count); });
+    }
+  });
 }
 
 }  // namespace tf::TF_ISA
