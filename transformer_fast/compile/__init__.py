@@ -1,9 +1,10 @@
-"""Rewriting the graphs of hand-written Transformers: the backend of `torch.compile`.
+"""The `torch.compile` backend: rewrites the graphs of hand-written Transformers.
 
-`backend.compile_backend` is the entry, and `backend.rewrite` all that is done to a graph.
+`backend.compile_backend` is the entry point. `backend.rewrite` applies all graph rewrites.
 
-An installed package is found by its entry point. So that ``torch.compile(backend=...)`` knows the
-name in a checkout on ``PYTHONPATH`` too, it is entered into Dynamo's registry as well.
+PyTorch finds the backend of an installed package by its entry point. A checkout on ``PYTHONPATH``
+has no entry point, so the backend is also added to Dynamo's registry:
+``torch.compile(backend=...)`` accepts the name in both cases.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _ENTRY = EntryPoint(
 )
 
 
-def _enter(registry: ModuleType) -> None:
+def _register(registry: ModuleType) -> None:
     registry._BACKENDS.setdefault(_ENTRY.name, _ENTRY)
 
 
-when_imported("torch._dynamo.backends.registry", _enter)
+when_imported("torch._dynamo.backends.registry", _register)

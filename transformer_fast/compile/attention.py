@@ -1,7 +1,7 @@
-"""Recognising attention written by hand: everything around one softmax over keys.
+"""Recognises hand-written attention: the ops around a softmax over keys.
 
-From the softmax upwards: scaling, masks and biases, down to the product of queries and keys.
-Downwards: dropout, the product with the values, and whoever looks at the weights.
+Before the softmax, it matches scaling, masks and biases, back to the product of queries and keys.
+After it, it matches dropout, the product with the values, and other users of the weights.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .modes import Modes
 from .nodes import dtype, is_number, is_single, only_user, rank, shape
 from .ops import Op, calls, constant, is_copy, is_view, mutates, permutation, read
 
-#: A fill as low as this hides: exp of the difference to any usual score is 0.
-_HIDES = -9000.0
+#: Fills up to this value mask a key out: exp of the difference to any usual score is 0.
+_HIDING_FILL = -9000.0
 
 
 class NotAttentionError(Exception):
-    """Why a softmax is not the middle of an attention that our op can do; str() is a sentence."""
+    """Raised if a softmax is not part of a supported attention; str() is the reason as
+    a sentence."""
 
 
 def rewrite_softmax(editor: Editor) -> None:
-    """Put torch.softmax in for ``exp(x - max(x)) / sum(exp(x - max(x)))``."""
+    """Replaces ``exp(x - max(x)) / sum(exp(x - max(x)))`` with torch.softmax."""
     for node, op in calls(editor.graph, "div"):
         powers, total = read(op["input"]), read(op["other"])
         if powers is None or powers.name != "exp" or total is None or total.name != "sum":
@@ -43,7 +44,7 @@ def rewrite_softmax(editor: Editor) -> None:
 
 
 def _kept_dim(op: Op) -> int | None:
-    """The one dimension that is reduced and kept."""
+    """Returns the reduced dimension if there is only one and ``keepdim`` is set, else None."""
     dim = op["dim"]
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -51,7 +52,7 @@ def _kept_dim(op: Op) -> int | None:
 
 
 def _without_maximum(node: Any, dim: int) -> Any:
-    """x of ``x - max(x)``; of anything else, itself."""
+    """Returns x if the node computes ``x - max(x)``, else the node itself."""
     op = read(node)
     if op is None or op.name != "sub":
         return node
@@ -67,43 +68,47 @@ def _without_maximum(node: Any, dim: int) -> Any:
 
 class Mask(NamedTuple):
     node: Node
-    #: The shape it is spread over, if it is another than that of the scores.
+    #: Shape that the mask broadcasts to, if it is not that of the scores.
     over: tuple[Any, ...] | None
-    #: The order of its dimensions that is the scores'; empty: as they are.
+    #: Permutation to the dimensions of the scores; empty if there is none.
     order: tuple[int, ...] = ()
 
 
 @dataclass
 class Scores:
-    """What stands between the product of queries and keys and the softmax."""
+    """The ops between the product of queries and keys and the softmax."""
 
     product: Product
-    #: The shape that the product has.
+    #: Shape of the product.
     shape: tuple[Any, ...] | None
     nodes: set[Node] = field(default_factory=set)
     scale: float = 1.0
-    #: One-element tensors and run-time numbers: (node, whether it divides).
+    #: Further factors, not known at compile time: (node, whether it divides).
     factors: list[tuple[Node, bool]] = field(default_factory=list)
-    #: Tensors that are added, and what they are multiplied by.
+    #: Added tensors, and the number that each is multiplied by.
     added: list[tuple[Mask, float]] = field(default_factory=list)
-    #: (condition, whether it hides where it is True, value filled in)
+    #: Fills: (condition, whether True or False masks out, fill value).
     fills: list[tuple[Mask, bool, float]] = field(default_factory=list)
-    #: The shape in which they are looked at, if it is another than the product's.
-    seen_as: tuple[Any, ...] | None = None
+    #: Shape of a view in which the masks are applied, if it is not the product's.
+    viewed_as: tuple[Any, ...] | None = None
 
     def inputs(self) -> list[Node]:
-        """Masks and factors."""
+        """Returns the nodes of masks, biases and factors."""
         masks = [mask for mask, _ in self.added] + [mask for mask, *_ in self.fills]
         return [mask.node for mask in masks] + [node for node, _ in self.factors]
 
     def mask(self, node: Node, order: tuple[int, ...]) -> Mask:
-        return Mask(node, self.seen_as, order)
+        return Mask(node, self.viewed_as, order)
 
 
 def peel(node: Any, after: float, order: tuple[int, ...] = ()) -> Scores:
-    """The scores behind ``node``, which is multiplied by ``after`` before the softmax.
+    """Matches the ops from ``node`` back to the product of queries and keys.
 
-    ``order``: in which the softmax has the node's dimensions; empty: as they are.
+    ``after``: factor that multiplies the node before the softmax. ``order``: permutation of the
+    node's dimensions to those of the softmax; empty if there is none.
+
+    Raises:
+        NotAttentionError: if an op is not supported here.
     """
     if not isinstance(node, Node):
         raise NotAttentionError("its input is not computed from queries and keys")
@@ -128,7 +133,7 @@ def peel(node: Any, after: float, order: tuple[int, ...] = ()) -> Scores:
 
 
 def _peel_view(node: Node, after: float) -> Scores:
-    """Scores in another shape for a while, with the keys still in the last dimension."""
+    """Matches a reshape of the scores that leaves the keys in the last dimension."""
     before = node.args[0]
     now, then = shape(node), shape(before)
     if str(node.target) not in ("view", "reshape") or not now or not then or now[-1] != then[-1]:
@@ -136,7 +141,7 @@ def _peel_view(node: Node, after: float) -> Scores:
     if not all(isinstance(size, int) for size in (*now, *then)):
         raise NotAttentionError("its scores are reshaped to sizes that vary")
     scores = peel(before, after)
-    scores.seen_as = None if now == scores.shape else now
+    scores.viewed_as = None if now == scores.shape else now
     return scores
 
 
@@ -159,7 +164,7 @@ def _peel_op(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores
     dims = permutation(op, rank(node))
     if dims is not None:
         found = peel(op["input"], after, tuple(dims[i] for i in order or range(len(dims))))
-        if found.seen_as is not None:
+        if found.viewed_as is not None:
             raise NotAttentionError("its scores are reshaped while they are permuted")
         return found
     raise NotAttentionError(f"its scores come from {_name(node)}")
@@ -173,20 +178,21 @@ def _peel_factor(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Sc
             if number == 0:
                 break
             return peel(scores, after / number if divides else after * number, order)
-        alike = is_single(factor) if order else _is_the_same_for_all_keys(factor, node)
-        if alike and shape(scores) == shape(node):
+        can_scale_queries = is_single(factor) if order else _is_constant_over_keys(factor, node)
+        if can_scale_queries and shape(scores) == shape(node):
             found = peel(scores, after, order)
             if found.added or found.fills:
                 raise NotAttentionError("a tensor scales its scores after they are masked")
-            if found.seen_as is not None:
+            if found.viewed_as is not None:
                 raise NotAttentionError("a tensor scales its scores while they are reshaped")
             found.factors.append((factor, divides))
             return found
     raise NotAttentionError("its scores are multiplied by a tensor")
 
 
-def _is_the_same_for_all_keys(factor: Any, scores: Node) -> bool:
-    """A number or tensor that queries can be multiplied by as well."""
+def _is_constant_over_keys(factor: Any, scores: Node) -> bool:
+    """True if the factor does not depend on the key, so that it can multiply the
+    queries instead."""
     if is_single(factor):
         return True
     sizes, dimensions = shape(factor), rank(scores)
@@ -216,7 +222,7 @@ def _peel_added(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Sco
 
 
 def fill_choices(op: Op) -> list[tuple[Any, Any, bool, Any]]:
-    """(what is filled, condition, whether it fills where that is True, with what)"""
+    """Returns the possible readings: (filled tensor, condition, whether True fills, fill value)."""
     if op.name == "masked_fill":
         return [(op["input"], op["mask"], True, op["value"])]
     return [
@@ -232,7 +238,7 @@ def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scor
             continue
         if (rank(condition) or 0) > (rank(node) or 0):
             continue
-        if not number * after <= _HIDES:
+        if not number * after <= _HIDING_FILL:
             raise NotAttentionError(
                 f"its scores are filled with {number:g}, which does not mask them out"
             )
@@ -248,7 +254,8 @@ def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scor
 
 
 def _filled_with(x: Any) -> float | None:
-    """The number, if it is known; tensors of several elements are not asked."""
+    """Returns the number if it is known at compile time; None also for tensors of
+    several elements."""
     if isinstance(x, Node) and (not is_single(x) or any(mutates(user) for user in x.users)):
         return None
     return constant(x)
@@ -267,18 +274,19 @@ def _name(node: Node) -> str:
     return f"{target if isinstance(target, str) else getattr(target, '__name__', target)}"
 
 
-# The two products, written as matmul, bmm, baddbmm or einsum.
+# The products with keys and with values, written as matmul, bmm, baddbmm or einsum.
 
 
 @dataclass
 class Operand:
-    """Queries, keys or values, and the order of dimensions that gives (..., length, size)."""
+    """Queries, keys or values, and the permutation of their dimensions to (..., length, size)."""
 
     node: Node
     order: tuple[int, ...]
 
     def put(self, editor: Editor, before: Node) -> Node:
-        """The node in that order, in front of ``before``."""
+        """Returns the node with permuted dimensions; inserts a permutation before ``before`` if
+        needed."""
         if self.order == tuple(range(len(self.order))):
             return self.node
         op = read(self.node)
@@ -292,7 +300,7 @@ class Operand:
 
 @dataclass
 class Product:
-    """``scores = queries keys^T``, and what comes with it."""
+    """The product ``scale * queries keys^T + added``."""
 
     queries: Operand
     keys: Operand
@@ -301,7 +309,7 @@ class Product:
 
 
 def _split_product(node: Node) -> Product | None:
-    """Queries and keys of a product that may be scores, or None."""
+    """Returns the queries and keys of a product that may be scores, or None."""
     op = read(node)
     if op is None:
         return None
@@ -323,7 +331,7 @@ def _split_product(node: Node) -> Product | None:
     if len(result) < 2:
         return None
     *batch, q, k = list(result)
-    if k in one and k not in two:  # keys first
+    if k in one and k not in two:  # the keys are the first operand
         one, two, first, second = two, one, second, first
     summed = [letter for letter in one if letter in two and letter not in result]
     if len(summed) != 1 or set(one) != {*batch, q, *summed} or set(two) != {*batch, k, *summed}:
@@ -338,15 +346,15 @@ def _of_matmul(left: object, right: object) -> Product | None:
     size = rank(left)
     if not (isinstance(left, Node) and isinstance(right, Node)) or size is None or size < 2:
         return None
-    if not _spreads(shape(right), shape(left)):
+    if not _expands_to(shape(right), shape(left)):
         return None
     as_it_is = tuple(range(size))
     swapped = (*as_it_is[:-2], size - 1, size - 2)
     return Product(Operand(left, as_it_is), Operand(right, swapped))
 
 
-def _spreads(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
-    """Whether keys or values are there for each of the queries' batches and heads, or for all."""
+def _expands_to(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
+    """True if keys or values broadcast to the batches and heads of the queries."""
     if one is None or over is None or len(one) != len(over):
         return False
     pairs = zip(one[:-2], over[:-2], strict=True)
@@ -354,7 +362,8 @@ def _spreads(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
 
 
 def _letters(op: Op) -> tuple[str, str, str] | None:
-    """The two inputs and the result of an einsum in which no letter stands twice in one of them."""
+    """Returns the subscripts of an einsum (two inputs, result) if none repeats a
+    letter, else None."""
     if op.name != "einsum":
         return None
     inputs, result = op["equation"].split("->")
@@ -367,7 +376,11 @@ def _order(have: Sequence[str], want: Sequence[str]) -> tuple[int, ...]:
 
 
 def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] | None:
-    """The values that ``node`` multiplies the weights with, and the order of its dimensions, or None."""
+    """Returns the values that ``node`` multiplies the weights with, and the order of its
+    dimensions.
+
+    Returns None if it is no such product.
+    """
     op = read(node)
     if op is None or op["input"] is op["other"]:
         return None
@@ -375,7 +388,7 @@ def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] 
     if not isinstance(values, Node):
         return None
     if op.name == "matmul":
-        if op["input"] is not weights or not _spreads(shape(values), shape(weights)):
+        if op["input"] is not weights or not _expands_to(shape(values), shape(weights)):
             return None
         as_it_is = tuple(range(rank(values) or 0))
         return Operand(values, as_it_is), as_it_is
@@ -395,10 +408,11 @@ def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] 
     return Operand(values, _order(two, [*batch, k, *size])), _order(ours, result)
 
 
-def _scale_on_the_way(editor: Editor, product: Product, last: Node) -> float:
-    """Take multiplications of queries and keys by numbers out, ``q / sqrt(d)``; what they multiply by.
+def _remove_input_scaling(editor: Editor, product: Product, last: Node) -> float:
+    """Removes scaling of queries and keys by numbers, as in ``q / sqrt(d)``; returns the total
+    factor.
 
-    ``last``: the last call before which the product's inputs will be read.
+    ``last``: the call that will read the product's inputs.
     """
     scale = 1.0
     for side in (product.queries, product.keys):
@@ -415,7 +429,10 @@ def _scale_on_the_way(editor: Editor, product: Product, last: Node) -> float:
 
 
 def _scaling(node: Node) -> tuple[Node, Node, float] | None:
-    """The nearest scaling behind views that lead to nowhere else: it, its input, the factor."""
+    """Returns the nearest scaling before ``node``: (scaling node, its input, factor), or None.
+
+    Only views with a single user may be between them.
+    """
     while only_user(node) is not None:
         op = read(node)
         if op is not None and op.name in ("mul", "div") and not mutates(node):
@@ -431,16 +448,16 @@ def _scaling(node: Node) -> tuple[Node, Node, float] | None:
     return None
 
 
-# Putting ours in.
+# The rewrite.
 
 
 def rewrite_attention(editor: Editor) -> None:
-    """Put our attention in for every one in the graph; tell of each softmax that is left."""
+    """Replaces every recognised attention of the graph; reports each softmax that is left."""
     for node, op in calls(editor.graph, "softmax"):
         try:
             _rewrite(editor, node, op)
         except NotAttentionError as reason:
-            editor.left("softmax", node, str(reason))
+            editor.report_left("softmax", node, str(reason))
 
 
 def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
@@ -451,10 +468,10 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     if rank(softmax) not in (2, 3, 4):
         raise NotAttentionError("its scores have neither 2, 3 nor 4 dimensions")
     scores = peel(op["input"], 1.0)
-    if scores.seen_as is not None:
+    if scores.viewed_as is not None:
         raise NotAttentionError("its scores are reshaped before it")
     nodes = scores.nodes | {softmax}
-    weights, dropout_p, dropped = _downwards(softmax, nodes, scores)
+    weights, dropout_p, dropped = _match_after_softmax(softmax, nodes, scores)
     sums = ((u, *found) for u in weights.users if (found := _weighted_sum(u, weights)) is not None)
     product, values, result_order = next(sums, (None, None, ()))
     if product is None or values is None:
@@ -466,13 +483,14 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
         raise NotAttentionError(reason)
     _check_tensors(inputs, editor.modes.at(product))
 
-    # As early as possible: the weights may be looked at before they meet the values.
+    # As early as possible, since other nodes may use the weights before the product with the
+    # values.
     point = softmax if editor.last([softmax, values.node]) is softmax else product
-    seen_later = [u for u in weights.users if u is not product]
-    seen_before = [u for u in softmax.users if u not in nodes] if dropped else []
-    if point is product and (seen_later or seen_before):
+    later_users = [u for u in weights.users if u is not product]
+    users_before_dropout = [u for u in softmax.users if u not in nodes] if dropped else []
+    if point is product and (later_users or users_before_dropout):
         raise NotAttentionError("its weights are used before its values are computed")
-    scale = scores.scale * _scale_on_the_way(editor, scores.product, product)
+    scale = scores.scale * _remove_input_scaling(editor, scores.product, product)
     query, key, value = (each.put(editor, point) for each in operands)
     for factor, divides in scores.factors:
         function = torch.div if divides else torch.mul
@@ -481,31 +499,35 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     permuted = result_order != tuple(sorted(result_order))
     contiguous = not _is_copied(product, permuted)
 
-    def attend(p: float, need_weights: bool) -> Node:
+    def attention_call(p: float, need_weights: bool) -> Node:
         arguments = (query, key, value, hidden, added, scale, p, need_weights, contiguous)
         return editor.call(point, run_time.attention, *arguments, like=product)
 
-    both = attend(dropout_p, bool(seen_later))
+    both = attention_call(dropout_p, bool(later_users))
     output = editor.item(both, 0, product)
     if permuted:
         output = editor.call(output.next, torch.permute, output, result_order, like=product)
     product.replace_all_uses_with(output)
-    if seen_later:
-        shown = _shown(editor, both, weights, product)
-        for user in seen_later:
-            user.replace_input_with(weights, shown)
-    if seen_before:
-        # Weights before dropout are wanted as well: those of a second, undropped attention.
-        shown = _shown(editor, attend(0.0, True), softmax, product)
-        for user in seen_before:
-            user.replace_input_with(softmax, shown)
+    if later_users:
+        user_weights = _weights_for_users(editor, both, weights, product)
+        for user in later_users:
+            user.replace_input_with(weights, user_weights)
+    if users_before_dropout:
+        # The weights before dropout are used as well: a second attention without dropout computes
+        # them.
+        user_weights = _weights_for_users(editor, attention_call(0.0, True), softmax, product)
+        for user in users_before_dropout:
+            user.replace_input_with(softmax, user_weights)
     editor.remove(nodes)
-    editor.found("attention", product)
+    editor.report_rewritten("attention", product)
 
 
 def _is_copied(output: Node, permuted: bool) -> bool:
-    """Whether all users of an attention's output permute it and copy it, to merge the heads: its
-    memory may then be in any order. ``permuted``: it is already, relative to (B, H, T, Dv)."""
+    """True if all users permute the attention's output and copy it, to merge the heads.
+
+    The output's memory may then be in any order. ``permuted``: the output itself is already
+    permuted, relative to (B, H, T, Dv).
+    """
     for user in output.users:
         op = read(user)
         if op is not None and op.name in ("transpose", "permute"):
@@ -521,19 +543,23 @@ def _is_over_keys(softmax: Node, op: Op) -> bool:
     return isinstance(dim, int) and dimensions is not None and dim in (-1, dimensions - 1)
 
 
-def _shown(editor: Editor, both: Node, weights: Node, output: Node) -> Node:
-    """The weights in the dtype that the user's have."""
+def _weights_for_users(editor: Editor, both: Node, weights: Node, output: Node) -> Node:
+    """Returns the weights in the dtype of the user's program."""
     node = editor.item(both, 1, weights)
     if dtype(weights) != dtype(output):
         node = editor.method(node.next, "to", node, dtype(weights))
     return node
 
 
-def _downwards(softmax: Node, nodes: set[Node], scores: Scores) -> tuple[Node, float, bool]:
-    """The node whose result meets the values, the dropout before it, and whether it drops."""
+def _match_after_softmax(
+    softmax: Node, nodes: set[Node], scores: Scores
+) -> tuple[Node, float, bool]:
+    """Returns (node multiplied with the values, dropout probability, whether there is dropout)."""
     weights, dropout_p, dropped = softmax, 0.0, False
     while True:
-        step = [(u, op) for u in weights.users if (op := read(u)) is not None and op.name in _STEPS]
+        step = [
+            (u, op) for u in weights.users if (op := read(u)) is not None and op.name in _WEIGHT_OPS
+        ]
         if not step:
             return weights, dropout_p, dropped
         if len(step) > 1 or (weights is not softmax and len(weights.users) > 1):
@@ -547,21 +573,22 @@ def _downwards(softmax: Node, nodes: set[Node], scores: Scores) -> tuple[Node, f
         elif len(weights.users) > 1:
             raise NotAttentionError("its weights have several users")
         elif op.name in ("masked_fill", "where"):
-            _hide_again(op, weights, scores)
+            _match_masked_weights(op, weights, scores)
         nodes.add(user)
         weights = user
 
 
-#: What may stand between the softmax and the values; nan_to_num, since rows that see nothing have
-#: no NaN here.
-_STEPS = frozenset(
+#: Ops allowed between the softmax and the values. nan_to_num is one, since fully masked rows
+#: contain no NaN here.
+_WEIGHT_OPS = frozenset(
     {"dropout", "to", "float", "type_as", "contiguous", "clone", "masked_fill", "where",
      "nan_to_num"}
 )  # fmt: skip
 
 
-def _hide_again(op: Op, weights: Node, scores: Scores) -> None:
-    """Weights set to 0 where the scores were filled: rows that see nothing get zeros then."""
+def _match_masked_weights(op: Op, weights: Node, scores: Scores) -> None:
+    """Matches weights set to 0 where the scores were filled: fully masked rows then
+    return zeros."""
     for filled, condition, hides, with_what in fill_choices(op):
         if filled is not weights or not is_number(with_what) or with_what != 0:
             continue
@@ -586,7 +613,7 @@ def _check_tensors(operands: list[Node], modes: Modes) -> None:
 def _masks(
     editor: Editor, scores: Scores, softmax: Node, before: Node
 ) -> tuple[Node | None, Node | None]:
-    """The prepared masks: what hides, and what is added."""
+    """Inserts the preparation of the masks; returns (mask of the fills, additive mask)."""
     dimensions = rank(softmax)
 
     def shared(function: Callable[..., Any], *arguments: Any) -> Node:
@@ -616,7 +643,7 @@ def _masks(
 
 
 def _any_hides(scores: Scores, spread: Callable[[Mask], Node], shared: Callable[..., Node]) -> Node:
-    """Where any of several fills hides."""
+    """Inserts the condition under which any of several fills masks out."""
     total: Node | None = None
     for mask, hides, _ in scores.fills:
         term = spread(mask)

@@ -1,4 +1,5 @@
-"""``torch.compile(model, backend="transformer_fast")``, and all that is done to a captured graph."""
+"""``torch.compile(model, backend="transformer_fast")``: applies all rewrites to a
+captured graph."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .attention import rewrite_attention, rewrite_softmax
 from .canonicalize import canonicalize
 from .editor import Editor
 from .feed_forward import (
-    name_linear,
+    canonicalize_linear,
     rewrite_activations,
     rewrite_convolutions,
     rewrite_feed_forward,
@@ -34,7 +35,7 @@ from .report import GraphReport, remember
 
 _log = logging.getLogger("transformer_fast")
 
-#: The option ``inner`` that is not given.
+#: Default of the option ``inner``.
 INNER: Callable[..., Any] | None = compile_rest
 
 
@@ -45,29 +46,30 @@ def compile_backend(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend: rewrites a captured graph to our ops and runs the rest as PyTorch would.
+    """The backend: replaces recognised ops of a captured graph; PyTorch runs the rest.
 
-    Recognised, however it is written: attention around a softmax, feed-forward networks,
-    norms with the residual sum in front, linear maps, calls of F.scaled_dot_product_attention.
-    The numbers stay the user's, up to rounding; in training, dropout draws other elements. Rows
-    that see nothing keep their meaning where it is a number (a finite fill like -1e9: all keys
-    alike) and give 0 where it is NaN (a fill of -inf).
+    Recognised, in all common spellings: attention around a softmax, feed-forward networks, norms
+    with the residual sum before them, linear maps, and calls of F.scaled_dot_product_attention.
+    Results equal those of the original program up to rounding. In training, dropout draws other
+    random numbers. Query rows in which every key is masked keep their result if it is a number
+    (with a finite fill like -1e9, all keys get equal weights). Where the result would be NaN (a
+    fill of -inf), they return 0.
 
     Args:
         module, example_inputs: what torch.compile passes to a backend.
 
     Options of ``torch.compile(..., options={...})``:
-        inner: what compiles the rewritten graph: name or function of another backend, or None for
-            nothing. By default inductor, for inference on a CPU where a C++ compiler is found, unless
-            the program has attention masks, whose values are read at run time.
-        report: a function that is given each `GraphReport`.
+        inner: backend (name or function) that compiles the rewritten graph; None runs it eagerly.
+            The default is inductor for inference on a CPU if a C++ compiler is found, except for
+            programs with attention masks, whose values are read at run time.
+        report: a function that receives each `GraphReport`.
 
-    What was done: `transformer_fast.compile_reports`, and the log at level INFO.
+    `transformer_fast.compile_reports` returns the reports, and the log at level INFO prints them.
 
     Raises:
-        ValueError: an unknown option, or a mode.
+        ValueError: if an option is unknown, or a mode is given.
     """
-    inner, tell = _options(options, mode)
+    inner, on_report = _options(options, mode)
     report = rewrite(module)
     if inner is compile_rest:
         reason = why_not(module, example_inputs)
@@ -77,8 +79,8 @@ def compile_backend(
         inner = compile_rest if reason is None else None
     remember(report)
     _log.info("%s", report)
-    if tell is not None:
-        tell(report)
+    if on_report is not None:
+        on_report(report)
     if inner is None:
         for each in module.modules():
             if isinstance(each, GraphModule):
@@ -94,22 +96,22 @@ def _options(
     if mode is not None:
         raise ValueError(f'backend "transformer_fast" takes no mode, but got mode={mode!r}')
     given = dict(options or {})
-    inner, tell = given.pop("inner", INNER), given.pop("report", None)
+    inner, on_report = given.pop("inner", INNER), given.pop("report", None)
     if given:
         raise ValueError(
             f'backend "transformer_fast" takes the options inner and report, not {", ".join(given)}'
         )
     if isinstance(inner, str):
         inner = torch._dynamo.lookup_backend(inner)
-    return inner, tell
+    return inner, on_report
 
 
 def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
-    """Put our ops in for what is recognised, in place; what is not stays as it is.
+    """Replaces recognised ops with calls of this library, in place; leaves the others unchanged.
 
-    ``module`` is a graph as torch.compile gives it to a backend: every node knows the value it had
-    while the graph was captured (``meta["example_value"]``). ``start``: the modes in which it runs,
-    by default the current ones.
+    ``module`` is a graph as torch.compile passes it to a backend: ``meta["example_value"]`` of each
+    node holds the value from the capture. ``start``: the modes in which the graph runs; None: the
+    current modes.
     """
     report = GraphReport()
     modes = GraphModes(module.graph, start)
@@ -117,7 +119,7 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     editor = Editor(module.graph, report, modes)
     for step in _STEPS:
         step(editor)
-    _tell_of_the_rest(editor)
+    _report_unsupported_calls(editor)
     report.others = Counter(
         str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
         for node in module.graph.nodes
@@ -125,11 +127,11 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     )
     module.graph.lint()
     module.recompile()
-    # What is checkpointed or branched over is a graph within the graph.
+    # Bodies of checkpoints and branches are graphs within the graph.
     children = dict(module.named_children())
     for node in module.graph.nodes:
         child = children.pop(str(node.target), None) if node.op == "get_attr" else None
-        # Policies of selective checkpointing choose among PyTorch's operators.
+        # Selective checkpointing is left alone: its policies choose among PyTorch's operators.
         if isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
             inner = rewrite(child, modes.of_body(next(iter(node.users))))
             report.rewritten += inner.rewritten
@@ -138,24 +140,25 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     return report
 
 
-def _tell_of_the_rest(editor: Editor) -> None:
-    """Calls that do what our ops do, and that stay nevertheless."""
+def _report_unsupported_calls(editor: Editor) -> None:
+    """Reports calls that have an equivalent op in this library but cannot be replaced."""
     for node in editor.graph.nodes:
         if node.target is torch._native_multi_head_attention:
             reason = "it is a torch.nn module, which transformer_fast.accelerate(model) replaces"
-            editor.left("attention", node, reason)
+            editor.report_left("attention", node, reason)
         op = read(node)
         if op is not None and op.name in ("matmul", "addmm"):
             weight = op["mat2" if op.name == "addmm" else "other"]
             if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
                 reason = "its weight is stored as (in, out), and the kernels read (out, in)"
-                editor.left("linear", node, reason)
+                editor.report_left("linear", node, reason)
 
 
 def run_checkpoints_eagerly(module: GraphModule) -> None:
-    """Replace the operator that Dynamo captures for `torch.utils.checkpoint.checkpoint`, in place.
+    """Replaces the operator that Dynamo captures for `torch.utils.checkpoint.checkpoint`, in place.
 
-    It only tags the graph for AOTAutograd: run eagerly, it recomputes with another random state.
+    That operator only tags the graph for AOTAutograd. If it runs eagerly, it recomputes with a
+    different random state.
     """
     for node in module.graph.nodes:
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -167,8 +170,9 @@ def _is_ours(target: object) -> bool:
     return (getattr(target, "__module__", "") or "").startswith("transformer_fast.")
 
 
-def rewrite_calls_of_torchs(editor: Editor) -> None:
-    """`F.scaled_dot_product_attention`, where the user calls it already, and modules in one call."""
+def rewrite_pytorch_calls(editor: Editor) -> None:
+    """Replaces calls of `F.scaled_dot_product_attention` and of functions that run a
+    whole module."""
     for node in editor.graph.nodes:
         op, args, kwargs = "attention", node.args, node.kwargs
         function: Callable[..., Any] = functional.scaled_dot_product_attention
@@ -189,22 +193,22 @@ def rewrite_calls_of_torchs(editor: Editor) -> None:
         else:
             reason = editor.refusal(node, function, *args, **kwargs)
             if reason is not None:
-                editor.left(op, node, reason)
+                editor.report_left(op, node, reason)
                 continue
         node.target, node.args, node.kwargs = function, args, kwargs
-        editor.found(op, node)
+        editor.report_rewritten(op, node)
 
 
-#: In this order.
+#: Rewrite steps, in order of execution.
 _STEPS: tuple[Callable[[Editor], None], ...] = (
     rewrite_softmax,
     rewrite_attention,
-    rewrite_calls_of_torchs,
+    rewrite_pytorch_calls,
     rewrite_norms,
     rewrite_activations,
     rewrite_convolutions,
     rewrite_patches,
-    name_linear,
+    canonicalize_linear,
     rewrite_feed_forward,
     rewrite_add_norm,
     rewrite_linear,

@@ -1,4 +1,4 @@
-"""What is done to a graph before anything is recognised in it: the same meaning, in fewer forms."""
+"""Rewrites a graph to fewer equivalent forms, before any pattern is matched."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from .ops import Op, calls, constant, mutates, read
 
 
 def canonicalize(graph: Graph, modes: GraphModes) -> None:
-    """All of it."""
-    name_mutations(graph)
-    name_dtypes(graph)
-    remove_idle_calls(graph)
-    remove_empty_parts(graph, modes)
-    write_apart(graph, modes)
-    name_constants(graph)
+    """Applies all steps of this module, in place."""
+    use_mutation_results(graph)
+    replace_type_as(graph)
+    remove_no_ops(graph)
+    remove_empty_concatenation(graph, modes)
+    make_out_of_place(graph, modes)
+    scalarize_constants(graph)
     merge_equal(graph, modes)
 
 
-def name_mutations(graph: Graph) -> None:
-    """Give the result of every write in place a name of its own.
+def use_mutation_results(graph: Graph) -> None:
+    """Makes later readers of a mutated tensor use the result of the mutation.
 
-    Afterwards ``x.masked_fill_(m, c); y = x + 1`` reads ``x1 = x.masked_fill_(m, c); y = x1 + 1``:
-    the same tensor, but who reads it before and who after is plain.
+    ``x.masked_fill_(m, c); y = x + 1`` becomes ``x1 = x.masked_fill_(m, c); y = x1 + 1``. The
+    tensor is the same, but the graph now shows which nodes read it before the write and which
+    after.
     """
     for node in list(graph.nodes):
         if not mutates(node) or not node.args or not isinstance(node.args[0], Node):
@@ -64,13 +65,16 @@ def _fills_where_true(op: Any) -> bool:
     return is_mask and rank(index) == rank(target) and is_number(op["value"])
 
 
-def write_apart(graph: Graph, modes: GraphModes) -> None:
-    """``y += x`` as ``y = y + x`` where nobody else sees the memory of y, in one mode."""
+def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
+    """Replaces ``y += x`` with ``y = y + x`` if no other node shares the memory of y.
+
+    Both must run in the same modes.
+    """
     memory = Memory(graph)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
-        apart = _APART.get(node.target)
-        if apart is None or node.kwargs or len(node.args) != 2:
+        out_of_place = _OUT_OF_PLACE.get(node.target)
+        if out_of_place is None or node.kwargs or len(node.args) != 2:
             continue
         target, other = node.args
         if (
@@ -78,21 +82,21 @@ def write_apart(graph: Graph, modes: GraphModes) -> None:
             and only_user(target) is node
             and target is not other
             and modes.same([node, target])
-            and memory.is_own(target)
+            and memory.is_internal(target)
             and shape(target) is not None
             and (is_number(other) or dtype(other) == dtype(target))
         ):
             with graph.inserting_before(node):
-                _put_in_place(node, graph.call_function(apart, (target, other)))
+                _replace_node(node, graph.call_function(out_of_place, (target, other)))
 
 
-def _put_in_place(node: Node, new: Node) -> None:
+def _replace_node(node: Node, new: Node) -> None:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
-_APART: dict[Any, Any] = {
+_OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
@@ -104,8 +108,11 @@ _APART: dict[Any, Any] = {
 }
 
 
-def name_constants(graph: Graph) -> None:
-    """``torch.full_like(scores, c)`` as one number without scores, where it is chosen."""
+def scalarize_constants(graph: Graph) -> None:
+    """Replaces ``torch.full_like(scores, c)`` in a `where` with a one-element tensor.
+
+    The constant then no longer depends on the scores.
+    """
     memory = Memory(graph)
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
@@ -125,7 +132,7 @@ def name_constants(graph: Graph) -> None:
 
 
 def _broadcasts_to(shapes: list[tuple[Any, ...]], wanted: tuple[Any, ...] | None) -> bool:
-    """Whether these shapes together make the wanted one."""
+    """True if these shapes together broadcast to the wanted one."""
     if wanted is None:
         return False
     for i, size in enumerate(reversed(wanted)):
@@ -135,7 +142,7 @@ def _broadcasts_to(shapes: list[tuple[Any, ...]], wanted: tuple[Any, ...] | None
 
 
 def _remove_unused(graph: Graph, node: Node) -> None:
-    """Take out a constant and what only it was made of."""
+    """Removes an unused constant and the nodes that only it depends on."""
     if node.users or constant(node) is None or mutates(node):
         return
     inputs = node.all_input_nodes
@@ -145,16 +152,16 @@ def _remove_unused(graph: Graph, node: Node) -> None:
 
 
 def merge_equal(graph: Graph, modes: GraphModes) -> None:
-    """Compute masks once: pure calls of the same ops on the same nodes become one node."""
+    """Merges pure mask ops with equal arguments, so that each mask is computed once."""
     memory = Memory(graph)
-    seen: dict[Any, Node] = {}
+    visited: dict[Any, Node] = {}
     for node, op in calls(graph, "eq", "ne", "not", "bool", "unsqueeze"):
         if mutates(node) or memory.is_written([node, *node.all_input_nodes]):
             continue
         arguments = map_arg(tuple(sorted(op.args.items())), lambda n: n.name)
         key = (op.name, arguments, modes.at(node))
         try:
-            first = seen.setdefault(key, node)
+            first = visited.setdefault(key, node)
         except TypeError:  # a list among the arguments
             continue
         if first is not node:
@@ -162,18 +169,18 @@ def merge_equal(graph: Graph, modes: GraphModes) -> None:
             graph.erase_node(node)
 
 
-def remove_idle_calls(graph: Graph) -> None:
-    """Dropouts that drop nothing (evaluation, p = 0) and casts to the same dtype give their input."""
+def remove_no_ops(graph: Graph) -> None:
+    """Removes dropouts that drop nothing (evaluation, p = 0) and casts to the same dtype."""
     for node, op in calls(graph, "dropout", "to", "float"):
         if not isinstance(op["input"], Node):
             continue
         drops_nothing = op.name == "dropout" and (op["training"] is False or op["p"] == 0)
-        if drops_nothing or (op.name != "dropout" and _is_idle_cast(node, op)):
+        if drops_nothing or (op.name != "dropout" and _is_no_op_cast(node, op)):
             node.replace_all_uses_with(op["input"])
             graph.erase_node(node)
 
 
-def _is_idle_cast(node: Node, op: Op) -> bool:
+def _is_no_op_cast(node: Node, op: Op) -> bool:
     before, after = value(op["input"]), value(node)
     return (
         op.args.keys() <= {"input", "dtype", "device"}
@@ -182,10 +189,13 @@ def _is_idle_cast(node: Node, op: Op) -> bool:
     )
 
 
-def remove_empty_parts(graph: Graph, modes: GraphModes) -> None:
-    """``torch.cat([empty, x])`` as x, where nobody can tell: the first step of a cache of keys."""
+def remove_empty_concatenation(graph: Graph, modes: GraphModes) -> None:
+    """Replaces ``torch.cat([empty, x])`` with x, where sharing the memory of x changes nothing.
+
+    It occurs in the first step of a key-value cache.
+    """
     memory = Memory(graph)
-    # Views need the strides of the copy.
+    # Calls that depend on strides need those of the concatenated copy.
     viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
     ends = [*viewed, next(iter(reversed(graph.nodes)))]
     kept = memory.shared(node for end in ends for node in end.all_input_nodes)
@@ -205,11 +215,11 @@ def remove_empty_parts(graph: Graph, modes: GraphModes) -> None:
 _NEED_STRIDES = frozenset({"as_strided", "view", "view_as", "view_as_complex"})
 
 
-def name_dtypes(graph: Graph) -> None:
-    """``x.type_as(y)`` as ``x.to(dtype)``: it reads nothing of y but that."""
+def replace_type_as(graph: Graph) -> None:
+    """Replaces ``x.type_as(y)`` with ``x.to(dtype)``: it uses only the dtype of y."""
     for node, op in calls(graph, "type_as"):
         here, there = value(op["input"]), value(op["other"])
         if not isinstance(there, torch.Tensor) or here.device != there.device:
             continue
         with graph.inserting_before(node):
-            _put_in_place(node, graph.call_method("to", (op["input"], there.dtype)))
+            _replace_node(node, graph.call_method("to", (op["input"], there.dtype)))

@@ -1,8 +1,9 @@
-"""What a compiled program needs of parameters and buffers alone, computed before it runs.
+"""Precomputes the values of a compiled program that depend only on parameters and buffers.
 
-Packed copies of weights, and expressions of parameters, buffers and numbers (a weight norm, tables of
-positions, biases of relative positions), become further inputs of the program, and are kept until a
-tensor that they are made of changes. Compilers that freeze weights make them constants for good.
+These are packed copies of weights, and expressions of parameters, buffers and numbers (a weight
+norm, position tables, relative position biases). They become additional inputs of the program. They
+are cached until a tensor that they depend on changes; a compiler that freezes weights would make
+them constants for good.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from .nodes import value
 from .ops import is_view, mutates
 from .report import GraphReport
 
-#: Further calls that give the same for the same tensors; of those in `is_fresh`, the beginnings of the
-#: names of calls that do not.
+#: Pure calls in addition to those of `is_fresh`. Of the latter, calls whose name begins with one of
+#: `_IMPURE` are not pure.
 _PURE = frozenset({"chunk", "expand", "float", "getitem", "int", "long", "split", "to", "unbind"})
 _IMPURE = ("dropout", "empty", "rand")
-#: Bytes of an expression's value, at most.
+#: Maximum size of a cached value, in bytes.
 _LARGEST = 64 << 20
 
 
 class _Weight(NamedTuple):
-    """A weight that a product reads from its packed copy."""
+    """A weight that a product can read from its packed copy."""
 
     node: Node
-    #: The input that it is, or is a view of.
+    #: Index of the program input that is the weight, or of which the weight is a view.
     owner: int
     rows: int
 
 
-class Constants:
-    """Finds the further inputs of a program: packed copies first, then values of expressions."""
+class DerivedInputs:
+    """Computes the additional inputs of a program: packed weights first, then expression values."""
 
     def __init__(
         self, given: Sequence[Node], weights: Sequence[_Weight], values: Sequence[Node]
@@ -58,14 +59,15 @@ class Constants:
         self._values = _program(given, values)
         roots = _cone(values)
         self._roots = [index for index, node in enumerate(given) if node in roots]
-        #: By the addresses of what they were computed from: its state, and the values. Modules that
-        #: share a program have values of their own.
+        #: Key: addresses of the tensors that the values depend on. Entry: the states of those
+        #: tensors, and the values. Modules that share a program have separate entries.
         self._kept: dict[tuple[int, ...], tuple[list[Any], Sequence[Tensor]]] = {}
         if values:
             _all.add(self)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
-        """For these inputs of the captured program; None where a packed copy cannot be kept."""
+        """Returns them for these inputs of the captured program; None if a packed copy cannot be
+        cached."""
         owners = [inputs[index] for index in self._owners]
         weights = owners if self._views is None else self._views(*inputs)
         found: list[Any] = [None] * len(weights)
@@ -85,7 +87,7 @@ class Constants:
             state.is_unchanged(root, 1) for state, root in zip(kept[0], roots, strict=True)
         ):
             all_kept = self._kept
-            # The state before: a write while the values are computed is found by the next call.
+            # Taken before the computation: the next call then detects a write during it.
             states = [
                 memory.COPIES["cpu"].snapshot(root, root, lambda _: all_kept.pop(key, None))
                 for root in roots
@@ -102,8 +104,8 @@ class Constants:
         self._kept.clear()
 
 
-#: Those with values.
-_all: weakref.WeakSet[Constants] = weakref.WeakSet()
+#: All instances that cache expression values.
+_all: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
 
 
 def _forget(module: torch.nn.Module | None) -> None:
@@ -116,11 +118,13 @@ memory.packings.append((lambda: sum(each.held_bytes() for each in list(_all)), _
 
 def lift(
     module: GraphModule, inputs: Sequence[Any]
-) -> tuple[GraphModule, Constants, list[Tensor]] | None:
-    """The program with further inputs, what finds them, and those of the first call.
+) -> tuple[GraphModule, DerivedInputs, list[Tensor]] | None:
+    """Returns the program with additional inputs, their computation, and their values for
+    ``inputs``.
 
-    ``inputs``: those that the program was captured with. None where there is nothing to find, where
-    sizes are known at run time only, and where inputs are not plain tensors in CPU memory.
+    ``inputs``: the tensors that the program was captured with. Returns None if nothing can be
+    precomputed, if sizes are known only at run time, or if an input is not a plain tensor in CPU
+    memory.
     """
     if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in inputs):
         return None
@@ -131,7 +135,7 @@ def lift(
     has_autocast = editor.modes.any(lambda modes: modes.has_autocast)
     if has_autocast or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
-    known = _known(editor.memory, given, inputs)
+    known = _constant_nodes(editor.memory, given, inputs)
     weights: list[_Weight] = []
     new: list[Node] = []
     for node in list(graph.nodes):
@@ -161,11 +165,11 @@ def lift(
         and not editor.memory.is_written([node])
         and not editor.memory.shared([node]) & returned
     ]
-    # Views of the inputs are not worth keeping.
+    # A view of an input costs nothing: it is not cached.
     own = {x.untyped_storage().data_ptr() for x in inputs}
     found = zip(values, _program(given, values)(*inputs), strict=True)
     values = [node for node, x in found if x.untyped_storage().data_ptr() not in own and x.numel()]
-    constants = Constants(given, weights, values)
+    constants = DerivedInputs(given, weights, values)
     first = constants(inputs)
     if not first:
         return None
@@ -181,8 +185,10 @@ def lift(
     return GraphModule(module, graph), constants, first
 
 
-def _known(writes: Memory, given: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, None]:
-    """The nodes that depend on parameters, buffers and numbers alone, in order."""
+def _constant_nodes(
+    writes: Memory, given: Sequence[Node], inputs: Sequence[Any]
+) -> dict[Node, None]:
+    """Returns the nodes that depend on parameters, buffers and numbers alone, in graph order."""
     known: dict[Node, None] = {}
     for node, x in zip(given, inputs, strict=True):
         kept = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
@@ -221,7 +227,7 @@ def _is_small(node: Node) -> bool:
 
 
 def _cone(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that they are computed from."""
+    """Returns the nodes and all of their transitive inputs."""
     found: set[Node] = set()
     todo = list(nodes)
     while todo:
@@ -233,7 +239,7 @@ def _cone(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tuple[Tensor, ...]]:
-    """What computes the results from the inputs."""
+    """Returns a function that computes the result nodes from the program's inputs."""
     cone, graph = _cone(results), Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(given)}
     for node in given[0].graph.nodes if given else ():
@@ -244,7 +250,7 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
 
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
-    """None where the weight is no parameter or view of one, or its packed copy is not needed."""
+    """Returns None if the weight is not a parameter or a view of one, or needs no packed copy."""
     cone = _cone([node])
     owners = [index for index, each in enumerate(given) if each in cone]
     if len(owners) != 1:

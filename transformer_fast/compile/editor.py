@@ -1,4 +1,4 @@
-"""Changing a captured graph: putting calls in, taking out what they replace."""
+"""Editing a captured graph: inserts calls and removes the nodes that they replace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .memory import NO_MEMORY, Memory, between
 from .modes import GraphModes
 from .nodes import only_user, value
 from .ops import constant, is_view, mutates, read
-from .report import Found, GraphReport, where
+from .report import GraphReport, Match, where
 
 
 class Editor:
@@ -28,9 +28,10 @@ class Editor:
         self._shared: dict[Any, Node] = {}
 
     def obstacle(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> str | None:
-        """Why ``last`` cannot be replaced by one call of ``inputs`` at ``point`` (``last`` by default).
+        """Returns why one call of ``inputs`` at ``point`` (default: ``last``) cannot replace
+        ``last``.
 
-        None if it can. ``last`` then has to be removed.
+        Returns None if it can. The caller must then remove ``last``.
         """
         known = [n for n in inputs if isinstance(n, Node)]
         parts = [n for n in between(set(known), last) if not _is_same_in_all_modes(n)]
@@ -43,7 +44,8 @@ class Editor:
     def refusal(
         self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> str | None:
-        """Why a public function of this library raises for a call in place of ``node``, or None."""
+        """Returns why a public function of this library would raise at the place of ``node``, or
+        None."""
         fake = FakeTensorMode()
         try:
             with ExitStack() as modes:
@@ -52,32 +54,35 @@ class Editor:
                 given = map_arg((args, kwargs), lambda n: _example(n, fake))
                 checked_call(function, *given[0], **given[1])
         except Exception as error:
-            return f"transformer_fast.functional.{function.__name__} does not take it: {error}"
+            return f"transformer_fast.functional.{function.__name__} does not support it: {error}"
         return None
 
     def call(
         self, before: Node, function: Callable[..., Any], *args: Any, like: Node, **kwargs: Any
     ) -> Node:
-        """A new call in front of ``before``, which gives what ``like`` gave."""
+        """Inserts a function call before ``before``, with the metadata of ``like``; returns the new
+        node."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(function, args, kwargs)
         node.meta = dict(like.meta)
         return node
 
     def method(self, before: Node, name: str, of: Node, *args: Any) -> Node:
-        """A new call of a method of the tensor ``of`` in front of ``before``."""
+        """Inserts a call of a method of the tensor ``of`` before ``before``; returns
+        the new node."""
         with self.graph.inserting_before(before):
             node = self.graph.call_method(name, (of, *args))
         node.meta = {**of.meta, "example_value": getattr(value(of), name)(*args)}
         return node
 
     def replace(self, old: Node, new: Node, *parts: Any) -> None:
-        """Have the users of ``old`` use ``new``; take out ``old``, and the parts that only it used."""
+        """Redirects the users of ``old`` to ``new``; removes ``old`` and those ``parts`` that
+        become unused."""
         old.replace_all_uses_with(new)
         self.remove([old, *parts])
 
     def item(self, of: Node, index: int, like: Node) -> Node:
-        """Element ``index`` of the tuple that ``of`` gives."""
+        """Inserts ``of[index]``, where ``of`` returns a tuple; the metadata is that of ``like``."""
         with self.graph.inserting_after(of):
             node = self.graph.call_function(operator.getitem, (of, index))
         node.meta = dict(like.meta)
@@ -86,7 +91,12 @@ class Editor:
     def shared(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], latest: Node
     ) -> Node:
-        """One call per function, arguments and modes, as early in the graph as these allow."""
+        """Returns one call per function, arguments and modes, at the earliest valid place in the
+        graph.
+
+        The call is at or before ``latest``, after its arguments and after the last write to their
+        memory.
+        """
         written = self.memory.last_write(arguments, latest)
         modes = self.modes.at(latest)
         key = (function, arguments, written, modes)
@@ -106,37 +116,43 @@ class Editor:
         return found
 
     def last(self, nodes: Iterable[Node]) -> Node | None:
-        """The one that the graph runs last."""
+        """Returns the node that runs last; None if there are none."""
         wanted = set(nodes)
         return next((n for n in reversed(self.graph.nodes) if n in wanted), None)
 
     def remove(self, nodes: Iterable[Node]) -> None:
-        """Take out those that nobody uses any more, with whatever pure calls only they used."""
+        """Removes the unused ones of these nodes, and the pure calls that only they used."""
         doomed = set(nodes)
         for node in reversed(list(self.graph.nodes)):
             if node.users or node.op not in ("call_function", "call_method"):
                 continue
             if node in doomed:
-                doomed |= {n for n in node.all_input_nodes if self._may_go(n)}
+                doomed |= {n for n in node.all_input_nodes if self._has_no_side_effects(n)}
                 self.graph.erase_node(node)
 
-    def _may_go(self, node: Node) -> bool:
-        """Whether nobody would miss the call but those who use its result."""
+    def _has_no_side_effects(self, node: Node) -> bool:
+        """True if the call affects nothing but its result.
+
+        A write in place qualifies if only this call reads the tensor that it changes.
+        """
         if not mutates(node):
             return is_view(node) or read(node) is not None
         target = node.args[0] if node.args else None
-        unseen = isinstance(target, Node) and only_user(target) is node
-        return unseen and read(node) is not None and self.memory.is_own(target)  # type: ignore[arg-type]
+        unshared = isinstance(target, Node) and only_user(target) is node
+        return unshared and read(node) is not None and self.memory.is_internal(target)  # type: ignore[arg-type]
 
-    def found(self, op: str, node: Node) -> None:
-        self.report.rewritten.append(Found(op, where(node)))
+    def report_rewritten(self, op: str, node: Node) -> None:
+        self.report.rewritten.append(Match(op, where(node)))
 
-    def left(self, op: str, node: Node, reason: str) -> None:
-        self.report.left.append(Found(op, where(node), reason))
+    def report_left(self, op: str, node: Node, reason: str) -> None:
+        self.report.left.append(Match(op, where(node), reason))
 
 
 def _example(node: Node, fake: FakeTensorMode) -> Any:
-    """A value like the node's. Dynamic sizes become numbers, since comparing them would add guards."""
+    """Returns a fake tensor or number like the node's value.
+
+    Dynamic sizes become plain numbers, since comparing symbolic sizes would add guards.
+    """
     found = value(node)
     if not isinstance(found, Tensor):
         return _number(found)
@@ -151,5 +167,5 @@ def _number(x: Any) -> Any:
 
 
 def _is_same_in_all_modes(node: Node) -> bool:
-    """True if the node is a number or a constant, which no mode changes."""
+    """True if the node is a number or a constant: no mode changes its value."""
     return isinstance(value(node), NO_MEMORY) or constant(node) is not None

@@ -1,5 +1,7 @@
-"""Recognising linear maps and feed-forward networks: products and convolutions, and activations,
-torch's or written by hand."""
+"""Recognises linear maps and feed-forward networks.
+
+They consist of products or convolutions, and of activations, PyTorch's or hand-written.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,23 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "neg": operator.neg, "pow": operator.pow, "sqrt": math.sqrt, **_GATES,
 }  # fmt: skip
-#: What activations written by hand compute of a number.
+#: Activations that are recognised in hand-written form, as functions of a number.
 _BY_HAND: dict[str, Callable[[float], float]] = {
     "gelu": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * _sigmoid(x),
 }
-#: Largest difference: constants are written with five digits or more. (Both GELUs differ by 5e-4.) At
-#: numbers below 1 that much of the number, and at 0 none.
+#: Tolerance of the comparison: relative for numbers below 1, absolute above, and exact at 0.
+#: Hand-written constants have five digits or more. (The two GELUs differ by 5e-4.)
 _ROUNDING = 3e-5
-#: Calls: those of a formula, and some of what gave its input.
+#: Maximum number of calls that are searched: those of a formula, and some of those before it.
 _LARGEST_FORMULA = 32
-#: Where activations are compared.
+#: Inputs at which activations are compared.
 _NUMBERS = (0.0, 0.01, -0.01, *(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)))
 
 
 def rewrite_activations(editor: Editor) -> None:
-    """Put torch's own function in for each by hand; `rewrite_feed_forward` then knows it."""
+    """Replaces hand-written activations with PyTorch's, which `rewrite_feed_forward` recognises."""
     for node, _ in calls(editor.graph, "mul", "div"):
         name, x = _by_hand(node) or ("", node)
         if not name or editor.obstacle(node, [x]) is not None:
@@ -67,7 +69,10 @@ def rewrite_activations(editor: Editor) -> None:
 
 
 def _by_hand(node: Node) -> tuple[str, Node] | None:
-    """The activation that ``node`` computes and its input, known by its values at some numbers."""
+    """Returns the name and the input of the activation that ``node`` computes, or None.
+
+    It is identified by its values at a few numbers.
+    """
     formula, names = [node], set()
     for each in formula:
         op = read(each)
@@ -92,7 +97,8 @@ def _by_hand(node: Node) -> tuple[str, Node] | None:
 def _values(
     node: Any, formula: Sequence[Node], known: dict[Any, Sequence[float]]
 ) -> Sequence[float]:
-    """The node's values where others have the ``known`` ones; NaN if it depends on more than them."""
+    """Evaluates the node from the ``known`` values of others; NaN if it depends on
+    further nodes."""
     if node in known:
         return known[node]
     number = constant(node)
@@ -108,7 +114,8 @@ def _values(
 
 
 def activation_of(node: object) -> tuple[str, Node] | None:
-    """The name by which kernels know the activation that ``node`` computes, and its input."""
+    """Returns the kernels' name of the activation that ``node`` computes, and its
+    input; else None."""
     op = read(node)
     if op is None or not isinstance(op["input"], Node):
         return None
@@ -119,29 +126,31 @@ def activation_of(node: object) -> tuple[str, Node] | None:
     return None
 
 
-def name_linear(editor: Editor) -> None:
-    """Products with an (in, out) parameter as linear maps: Conv1D of transformers, ``x @ W``.
+def canonicalize_linear(editor: Editor) -> None:
+    """Replaces products with an (in, out) parameter by `F.linear`: ``x @ W``, and Conv1D of
+    transformers.
 
-    For inference: nothing keeps a packed copy in training, and packing such a matrix takes longer.
+    For inference only: in training no packed copy is cached, and packing such a matrix takes
+    longer.
     """
     for node, op in calls(editor.graph, "addmm", "matmul"):
         found = _product(op)
         if found is None or editor.modes.at(node).grad:
             continue
         x, weight, bias = found
-        # Two dimensions, for addmm, of which only the ends know.
+        # addmm takes matrices: only views before and after it show all dimensions of x.
         whole, last = _flattened(x), only_user(node)
         if whole is None or last is None or not _unflattens(last, whole, weight):
             whole, last = x, node
         if editor.obstacle(node, [whole, weight, bias]) or not editor.modes.same([node, last]):
             continue
-        turned = editor.method(node, "t", weight)
-        new = editor.call(node, F.linear, whole, turned, bias, like=last)
+        transposed = editor.method(node, "t", weight)
+        new = editor.call(node, F.linear, whole, transposed, bias, like=last)
         editor.replace(last, new, node, x)
 
 
 def _product(op: Op) -> tuple[Node, Node, Node | None] | None:
-    """x, the parameter and the bias."""
+    """Returns x, the parameter and the bias of a product with a parameter, or None."""
     if op.name == "matmul":
         x, weight, bias = op["input"], op["other"], None
     elif len(op.args) == 3:
@@ -156,19 +165,20 @@ def _product(op: Op) -> tuple[Node, Node, Node | None] | None:
 
 
 def _flattened(x: Node) -> Node | None:
-    """What ``x``, of two dimensions, is a view of."""
+    """Returns the tensor of higher rank that ``x`` is a two-dimensional view of, or None."""
     whole = x.args[0] if _is_reshaped(x) else None
     return whole if isinstance(whole, Node) and (rank(whole) or 0) > 2 else None
 
 
 def _unflattens(last: Node, whole: Node, weight: Node) -> bool:
-    """Whether it gives the product with ``weight`` the leading dimensions of ``whole``."""
+    """True if ``last`` restores the leading dimensions of ``whole`` after the product with
+    ``weight``."""
     before: Any = shape(whole)
     after: Any = shape(last)
     rows, columns = value(weight).shape
     if not _is_reshaped(last) or len(before) != len(after):
         return False
-    # Comparing symbolic sizes would be a guard of the program's.
+    # An ordinary comparison of symbolic sizes would add a guard to the program.
     pairs = zip((*before, columns), (*after[:-1], rows, after[-1]), strict=True)
     return all(statically_known_true(one == other) for one, other in pairs)
 
@@ -178,7 +188,7 @@ def _is_reshaped(node: Node) -> bool:
 
 
 def rewrite_feed_forward(editor: Editor) -> None:
-    """``linear2(dropout(activation(linear1(x))))`` as one call."""
+    """Fuses ``linear2(dropout(activation(linear1(x))))`` to one call."""
     for node, op in calls(editor.graph, "linear"):
         hidden, p = _dropped(op["input"])
         found = activation_of(hidden)
@@ -188,29 +198,34 @@ def rewrite_feed_forward(editor: Editor) -> None:
         first = read(before)
         if first is None or first.name != "linear" or only_user(before) is None:
             continue
-        if not all(map(_is_row, (first["bias"], op["bias"]), (first["weight"], op["weight"]))):
+        if not all(
+            map(_has_full_bias, (first["bias"], op["bias"]), (first["weight"], op["weight"]))
+        ):
             continue
         inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
         reason = editor.obstacle(node, inputs)
         reason = reason or editor.refusal(node, functional.feed_forward, *inputs, activation=name)
         if reason is not None:
-            editor.left("feed_forward", node, reason)
+            editor.report_left("feed_forward", node, reason)
             continue
         new = editor.call(
             node, functional.feed_forward, first["input"], first["weight"], first["bias"],
             op["weight"], op["bias"], activation=name, dropout_p=p, like=node,
         )  # fmt: skip
         editor.replace(node, new, op["input"], hidden, before)
-        editor.found("feed_forward", node)
+        editor.report_rewritten("feed_forward", node)
 
 
-def _is_row(bias: object, weight: object) -> bool:
-    """Whether there is a bias for each row of the weight, or none; F.linear lets it broadcast."""
+def _has_full_bias(bias: object, weight: object) -> bool:
+    """True if there is no bias, or one of full size; F.linear also allows one that broadcasts."""
     return bias is None or shape(bias) == (shape(weight) or ())[:1]
 
 
 def _dropped(node: object) -> tuple[Node | None, float]:
-    """What is dropped with which probability, if only the caller sees it."""
+    """Returns the input and the probability of a dropout whose result has one user.
+
+    Any other op is returned with probability 0.
+    """
     if not isinstance(node, Node):
         return None, 0.0
     op = read(node)
@@ -223,7 +238,8 @@ def _dropped(node: object) -> tuple[Node | None, float]:
 
 
 def dropout_of(node: Node) -> tuple[Node, float] | None:
-    """The input of a dropout and its probability, 0 if it does nothing; None: no such thing."""
+    """Returns the input of a dropout and its probability, 0 outside training; None if it is not
+    one."""
     op = read(node)
     if op is None or op.name != "dropout" or not isinstance(op["input"], Node):
         return None
@@ -234,7 +250,7 @@ def dropout_of(node: Node) -> tuple[Node, float] | None:
 
 
 def rewrite_linear(editor: Editor) -> None:
-    """The linear maps that are left, with the activation behind them."""
+    """Replaces the remaining linear maps, fused with the activation after them."""
     for node, op in calls(editor.graph, "linear"):
         if rank(op["input"]) is None:
             continue
@@ -245,7 +261,7 @@ def rewrite_linear(editor: Editor) -> None:
         found = activation_of(user)
         reason = editor.refusal(node, functional.linear, op["input"], weight, op["bias"])
         if reason is not None:
-            editor.left("linear", node, reason)
+            editor.report_left("linear", node, reason)
             continue
         if user is not None and found is not None and editor.modes.same([node, user]):
             activation, last = found[0], user
@@ -254,16 +270,19 @@ def rewrite_linear(editor: Editor) -> None:
             like=last,
         )  # fmt: skip
         editor.replace(last, new, node)
-        editor.found("linear", node)
+        editor.report_rewritten("linear", node)
 
 
-#: Where the operators have weights; behind each its packed copy.
+#: Positions of the weights among an operator's arguments; the packed copy follows each.
 PLACES = {LINEAR.name: (1,), FEED_FORWARD.name: (1, 4)}
 
 
 def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
-    """The operator that reads packed weights on the CPU, its arguments without those, and the number
-    of rows, of a linear map or a feed-forward network; None for others."""
+    """Describes a linear map or a feed-forward network as a call with packed weights on the CPU.
+
+    Returns the operator, its arguments with None in place of the packed weights, and the number of
+    rows. Returns None for other calls.
+    """
     activation: Any = node.kwargs.get("activation")
     if node.target is functional.linear and len(node.args) == 3:
         operator, others = LINEAR, {"activation"}
@@ -281,7 +300,7 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     ):
         return None
     call = checked_call(node.target, *given, activation=activation)
-    # A bias that broadcasts was made a row.
+    # The check expands a bias that broadcasts, so that the tensors differ.
     same = all(one is other for one, other in zip(call.tensors, given, strict=False))
     if not same or select(call).backend != "cpu":
         return None
@@ -293,14 +312,14 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     return operator, [*arguments, CODES[activation]], rows
 
 
-# Convolutions over single positions, and over patches side by side.
+# Convolutions with windows of one position, or with windows side by side (patches).
 
-#: What works on each element alone, so that it may come before or after a transposition.
+#: Elementwise ops, which commute with a transposition.
 _ELEMENTWISE = frozenset({"relu", "gelu", "silu", "dropout"})
 
 
 def rewrite_convolutions(editor: Editor) -> None:
-    """Put linear maps in for pairs of convolutions that make up a feed-forward network."""
+    """Replaces pairs of convolutions that form a feed-forward network with linear maps."""
     for second, _ in calls(editor.graph, "conv"):
         op = _as_linear(second)
         if op is None:
@@ -320,7 +339,7 @@ def rewrite_convolutions(editor: Editor) -> None:
 
 
 def rewrite_patches(editor: Editor) -> None:
-    """Put linear maps in for patch embeddings."""
+    """Replaces the convolutions of patch embeddings with linear maps."""
     for node, _ in calls(editor.graph, "conv"):
         op = _side_by_side(node)
         sizes = () if op is None else (*value(op["input"]).shape, *value(op["weight"]).shape)
@@ -332,7 +351,7 @@ def rewrite_patches(editor: Editor) -> None:
             continue
         if not editor.modes.same([node, flat, tokens]):
             continue
-        # Whoever looks at the tokens as a convolution lays them out gets them so.
+        # Users that depend on the memory layout of a convolution's result keep the convolution.
         if not all(is_fresh(user) for user in tokens.users):
             continue
         x, weight = value(op["input"]), value(op["weight"])
@@ -351,7 +370,7 @@ def rewrite_patches(editor: Editor) -> None:
 def _patches(
     editor: Editor, before: Node, x: Node, grid: Sequence[int], kernel: Sequence[int]
 ) -> Node:
-    """(B, C, H, W) as (B, patches, C * height * width of a patch)."""
+    """Reshapes (B, C, H, W) to (B, patches, C * patch height * patch width)."""
     batch, channels, *sizes = value(x).shape
     split = [n for pair in zip(grid, kernel, strict=True) for n in pair]
     dims = range(2, 2 + len(split), 2)
@@ -364,7 +383,7 @@ def _patches(
     steps += [
         ("reshape", (batch, channels, *split)),
         ("permute", (0, *dims, 1, *(d + 1 for d in dims))),
-        # Not a view, which inductor takes as a division of the index of each element.
+        # Not a view: inductor would turn it into a division of the index of each element.
         ("contiguous",),
         ("as_strided", (batch, rows, depth), (rows * depth, depth, 1)),
     ]
@@ -374,23 +393,23 @@ def _patches(
 
 
 def _as_linear(node: Any) -> Op | None:
-    """A convolution that is a linear map of each position."""
+    """Returns a convolution that is a linear map of each position, or None."""
     op = _side_by_side(node)
     return op if op is not None and rank(node) == 3 and shape(op["weight"])[2] == 1 else None  # type: ignore[index]
 
 
 def _side_by_side(node: Any) -> Op | None:
-    """A convolution of a batch whose windows lie side by side: its stride is the kernel's size."""
+    """Returns a convolution of a batch whose stride equals its kernel size, or None."""
     op = read(node)
     if op is None or op.name != "conv":
         return None
     x, weight = value(op["input"]), shape(op["weight"])
     if weight is None or rank(op["input"]) != len(weight):
         return None
-    # What torch.func maps over has dimensions of its own.
+    # Tensors under torch.func.vmap have a hidden batch dimension.
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
-    # "same" is for strides of 1, and then nothing is padded.
+    # "same" requires a stride of 1, and a kernel of that size needs no padding.
     unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
     plain = unpadded and all(_is(op[name], 1) for name in ("dilation", "groups"))
     stride, kernel = op["stride"], list(weight[2:])
@@ -426,7 +445,7 @@ def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: N
         if _unswapped(user) is last and editor.modes.same([user, last]):
             editor.replace(user, y)
     if last.users:
-        # Whatever comes then may count on the layout that a convolution gives.
+        # The remaining users may depend on the memory layout of a convolution's result.
         swapped = editor.method(last, "transpose", y, 1, 2)
         last.replace_all_uses_with(editor.method(last, "contiguous", swapped))
     editor.remove([last, *between])
@@ -441,7 +460,7 @@ def _linear(editor: Editor, before: Node, x: Node, conv: Op) -> Node:
 
 
 def _unswapped(node: Any) -> Node | None:
-    """x of ``x.transpose(1, 2)``."""
+    """Returns x if the node computes ``x.transpose(1, 2)``, else None."""
     op = read(node)
     if op is None or rank(node) != 3 or permutation(op, 3) != [0, 2, 1]:
         return None

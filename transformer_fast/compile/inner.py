@@ -1,4 +1,4 @@
-"""What runs the part of a rewritten graph that is not ours."""
+"""Runs the remaining ops of a rewritten graph: compiled by inductor if possible, else eagerly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from .. import memory
 from . import run_time
-from .constants import Constants, lift
+from .constants import DerivedInputs, lift
 from .memory import Memory
 from .modes import GraphModes
 from .nodes import value
@@ -23,40 +23,42 @@ from .ops import is_view
 
 _log = logging.getLogger("transformer_fast")
 
-#: They look at the values of masks while the program runs, which a compiled one cannot.
-_LOOK_AT_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
-#: Largest difference to the graph as it is written, relative to the largest value.
+#: These functions read the values of masks at run time, which a compiled program cannot do.
+_READ_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
+#: Tolerance of the comparison with the eager graph, relative to the largest value.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 _FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
 
-#: The function that gives ``.data`` in captured graphs.
+#: Name of the function that returns ``.data`` in captured graphs.
 _DATA = "_get_data_attr"
 
 
 def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """The graph as inductor compiles it, with calls of our operators in it.
+    """Compiles the graph with inductor; calls of this library's operators stay in it.
 
-    It fuses the ops between our calls (rotary embeddings, gates, sums). If inductor fails, or its first
-    result differs from that of the graph, the graph runs in eager mode. Call `why_not` before.
+    Inductor fuses the ops between these calls (rotary embeddings, gates, sums). The graph runs in
+    eager mode if inductor fails, or if its first result differs from that of the eager graph. Call
+    `why_not` first: it returns the reasons not to use inductor.
     """
     try:
         lifted = lift(module, example_inputs)
         program, constants, inputs = (module, None, []) if lifted is None else lifted
-        _name_shared_views(program)
+        _materialize_shared_views(program)
         inductor = torch._dynamo.lookup_backend("inductor")
         return _Checked(module, inductor(program, [*example_inputs, *inputs]), constants)
-    except torch._dynamo.exc.RestartAnalysis:  # Dynamo then captures the graph anew
+    except torch._dynamo.exc.RestartAnalysis:  # Dynamo captures the graph again
         raise
     except Exception as error:
         _log.warning(_FAILED, error)
         return module.forward
 
 
-def _name_shared_views(program: GraphModule) -> None:
-    """Views that several calls read as `as_strided`, which inductor takes of a tensor in memory.
+def _materialize_shared_views(program: GraphModule) -> None:
+    """Adds an `as_strided` to each contiguous view that several calls read.
 
-    Of other views, of what it has not written yet, each call of an operator gets a copy of its own.
+    Inductor computes the base of an `as_strided` into memory once. For other views of a tensor that
+    it has not yet written, it makes a separate copy for each operator call.
     """
     for node in list(program.graph.nodes):
         x = value(node)
@@ -76,14 +78,14 @@ def _name_shared_views(program: GraphModule) -> None:
 
 
 def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
-    """Why inductor does not compile the rest, as a sentence, or None."""
+    """Returns the reason why inductor does not compile the remaining ops, or None."""
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     if any(not x.is_cpu for x in tensors):
         return "inductor is used for CPU tensors only"
     with_gradients = GraphModes(module.graph).any(lambda modes: modes.grad)
     if with_gradients and any(x.requires_grad for x in tensors):
         return "inductor is not used in training"
-    if any(node.target in _LOOK_AT_VALUES for node in module.graph.nodes):
+    if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "inductor needs a C++ compiler, and none was found"
@@ -91,15 +93,18 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
 
 
 class _Checked:
-    """A compiled graph whose first result is compared with that of the graph as it is.
+    """A compiled graph whose first result is compared with that of the eager graph.
 
-    Inductor of PyTorch 2.13 has been seen to give wrong numbers (softmax over the last dimension but
-    one of a product with a transposed matrix). What cannot be run twice is not compared, and runs as it
-    is: graphs that write to their inputs or draw random numbers.
+    Inductor of PyTorch 2.13 has returned wrong numbers: for a softmax over the second-to-last
+    dimension of a product with a transposed matrix. Graphs that write to their inputs or draw
+    random numbers cannot be run twice for the comparison, and always run in eager mode.
     """
 
     def __init__(
-        self, module: GraphModule, compiled: Callable[..., Any], constants: Constants | None = None
+        self,
+        module: GraphModule,
+        compiled: Callable[..., Any],
+        constants: DerivedInputs | None = None,
     ) -> None:
         self.module, self.compiled, self.constants = module, compiled, constants
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -109,12 +114,12 @@ class _Checked:
             if isinstance(value(node), torch.nn.Parameter) and any(map(_may_be_view, node.users))
         ]
         data = [n for n in module.graph.nodes if getattr(n.target, "__name__", "") == _DATA]
-        #: Versions do not tell of it.
+        #: Writes through ``.data`` do not change a tensor's version.
         self.writes_data = Memory(module.graph).is_written(data)
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() > 0:  # inductor's programs read memory
+        if torch._C._len_torch_dispatch_stack() > 0:  # inductor's programs bypass dispatch modes
             return self.module.forward(*inputs)
         if self.run is not None:
             return self.run(*inputs)
@@ -143,7 +148,7 @@ class _Checked:
     def _run_compiled(self, *inputs: Any) -> Any:
         if self.constants is not None:
             found = self.constants(inputs)
-            # Without room for all packed copies each product packs its own.
+            # If the packed copies do not all fit in the cache, each product packs its own.
             return self.module.forward(*inputs) if found is None else self.compiled(*inputs, *found)
         viewed = (inputs[index] for index in self.viewed)
         memory.program.parameters = {x.untyped_storage().data_ptr(): x for x in viewed}
@@ -158,7 +163,7 @@ def _may_be_view(node: Node) -> bool:
 
 
 def _state_of(x: Any) -> Any:
-    """What changes when something is written to the tensor."""
+    """Returns a value that changes when the tensor is written to: its version, or else a copy."""
     if not isinstance(x, Tensor):
         return None
     return x.clone() if x.is_inference() else x._version

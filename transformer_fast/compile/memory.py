@@ -1,4 +1,4 @@
-"""Which calls of a graph write into memory that others read: what may be moved past what."""
+"""Alias analysis: finds the writes in place of a graph, and which calls may move across them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..functional.layer_norm import NORMS
 from .nodes import only_user, value
 from .ops import is_view, mutates, read
 
-#: Stands for all memory that comes from outside the graph; any two tensors may share it.
+#: Represents all memory from outside the graph: any two such tensors may alias.
 _OUTSIDE = "outside"
 
-#: Ops that `read` knows and whose result is memory of its own.
+#: Ops recognised by `read` whose result has new memory.
 _FRESH_OPS = frozenset(
     {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
      "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
      "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
      "full_like", "attention", "conv", "exp", "sum", "maximum", "nan_to_num", *NORMS}
 )  # fmt: skip
-#: Others, by the name of function or method.
+#: Other functions and methods whose result has new memory, by name.
 _FRESH_NAMES = frozenset(
     {"_weight_norm", "abs", "all", "and_", "any", "arange", "bitwise_and", "bitwise_or", "cat", "cos",
      "cumsum", "embedding", "empty", "empty_like", "eye", "full", "ge", "gt", "invert", "le",
@@ -38,18 +38,21 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 
 
 class Memory:
-    """The writes in place of a graph; calls that are put in later write nowhere."""
+    """The writes in place of a graph.
+
+    Computed once: calls inserted later never write to existing memory.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._writes = [n for n in graph.nodes if mutates(n)]
 
     def may_replace(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> bool:
-        """Whether one call of ``inputs``, at ``point`` or ``last``, may compute what ``last`` does.
+        """True if one call of ``inputs`` at ``point`` (default: ``last``) can compute ``last``.
 
-        It may if nobody else writes into the memory of the inputs, and of what is computed on the
-        way, from the first reading up to there; and if that writes into memory of its own only. (It
-        then has to be taken out.)
+        Two conditions have to hold, from the first read up to that call. No other node writes to
+        the memory of the inputs or of the intermediates. The replaced nodes write only to memory
+        that they alone use. The caller must then remove ``last``.
         """
         if not self._writes:
             return True
@@ -58,19 +61,23 @@ class Memory:
         if not cone:
             return True
         roots: dict[Node, frozenset[Any]] = {}
-        given = (n for n in known if only_user(n) in cone and self.is_own(n))
+        given = (n for n in known if only_user(n) in cone and self.is_internal(n))
         own = frozenset(cone).union(*(_roots(n, roots) for n in given))
         if any(n in cone and not _touched(n, roots) <= own for n in self._writes):
             return False
         order = self._order()
         first = min(cone, key=lambda n: order[n])
         ends = [last] if point is None else [last, point]
-        return all(self.is_quiet([*known, *cone], first, end, own) for end in ends)
+        return all(self.is_unwritten_between([*known, *cone], first, end, own) for end in ends)
 
-    def is_quiet(
+    def is_unwritten_between(
         self, nodes: Iterable[Any], one: Node, other: Node, but: Container[Node] = ()
     ) -> bool:
-        """Whether no call between the two, in either order, writes into the nodes' memory."""
+        """True if no call between ``one`` and ``other``, in either order, writes to the nodes'
+        memory.
+
+        Writes in ``but`` are ignored.
+        """
         if not self._writes:
             return True
         order = self._order()
@@ -79,15 +86,16 @@ class Memory:
         return not self._touching(between, nodes)
 
     def last_write(self, nodes: Iterable[Any], before: Node) -> Node | None:
-        """The last call before ``before`` that may change what the nodes read."""
+        """Returns the last call before ``before`` that may change the values of the
+        nodes, or None."""
         if not self._writes:
             return None
         order = self._order()
         found = [n for n in self._writes if order.get(n, len(order)) < order[before]]
         return max(self._touching(found, nodes), key=lambda n: order[n], default=None)
 
-    def is_own(self, node: Node) -> bool:
-        """Whether nobody but the node, and whoever uses it, sees the memory it lies in."""
+    def is_internal(self, node: Node) -> bool:
+        """True if only this node and its users can access its memory."""
         while not is_fresh(node):
             op = read(node)
             inner = op["input"] if op is not None and op.name in _VIEWS else None
@@ -99,13 +107,16 @@ class Memory:
         return True
 
     def is_written(self, nodes: Iterable[Any]) -> bool:
-        """Whether any call of the graph writes into the nodes' memory."""
+        """True if any call of the graph writes to the nodes' memory."""
         return bool(self._touching(self._writes, nodes))
 
     def shared(
         self, nodes: Iterable[Node], known: dict[Node, frozenset[Any]] | None = None
     ) -> frozenset[Any]:
-        """Names of the memory that the nodes' values may lie in; ``known`` keeps those of each node."""
+        """Returns identifiers of the memory that the nodes' values may occupy.
+
+        ``known`` caches the identifiers of each node.
+        """
         roots = {} if known is None else known
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
@@ -113,14 +124,14 @@ class Memory:
         return {node: i for i, node in enumerate(self._graph.nodes)}
 
     def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
-        """Those of the writes that may change what the nodes read."""
+        """Returns those of the writes that may change the values of the nodes."""
         roots: dict[Node, frozenset[Any]] = {}
         read_memory = self.shared(_nodes(list(nodes)), roots)
         return [n for n in writes if _touched(n, roots) & read_memory]
 
 
 def _touched(write: Node, roots: dict[Node, frozenset[Any]]) -> frozenset[Any]:
-    """The memory that a write in place may change."""
+    """Returns the memory that a write in place may change."""
     targets = _nodes([write.kwargs.get("out"), write.args[:1], write.kwargs.get("input")])
     return frozenset().union(*(_roots(n, roots) for n in targets or write.all_input_nodes))
 
@@ -130,7 +141,7 @@ def _nodes(tree: Any) -> list[Node]:
 
 
 def between(inputs: set[Node], last: Node) -> set[Node]:
-    """``last`` and the calls that it is computed by from the inputs."""
+    """Returns ``last`` and the calls on all paths from the inputs to it."""
     found: set[Node] = set()
     todo = [last]
     while todo:
@@ -149,9 +160,10 @@ NO_MEMORY = (
 
 
 def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
-    """The memory that the node's value may lie in, named by the calls that made it."""
+    """Returns the memory that the node's value may occupy, identified by the calls that
+    created it."""
     todo = [node]
-    while todo:  # not recursive: graphs of deep models are long
+    while todo:  # iterative: graphs of deep models would exceed the recursion limit
         current = todo[-1]
         if current in known:
             todo.pop()
@@ -173,7 +185,7 @@ def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
 
 
 def is_fresh(node: Node) -> bool:
-    """Whether the call's result is memory that nothing else has."""
+    """True if the call returns new memory, which no other node shares."""
     if mutates(node):
         return False
     op = read(node)
@@ -188,5 +200,5 @@ def is_fresh(node: Node) -> bool:
 
 
 def _copies(index: Any) -> bool:
-    """Whether indexing with it copies: a tensor among the indices."""
+    """True if indexing with ``index`` copies, because it contains a tensor."""
     return any(isinstance(value(n), torch.Tensor) for n in _nodes(index))

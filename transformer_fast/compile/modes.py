@@ -1,8 +1,8 @@
 """Which autograd and autocast modes each call of a captured graph runs in.
 
-In a captured graph, a block under ``torch.no_grad()`` or ``torch.autocast(...)`` is enclosed by two calls
-that set the mode. A rewrite may merge or move only calls that run in the same modes. Otherwise it
-would change which tensors get gradients, or the dtype of the computation.
+In a captured graph, a block under ``torch.no_grad()`` or ``torch.autocast(...)`` is enclosed by two
+calls that set the mode. A rewrite may merge or move only calls that run in the same modes.
+Otherwise it would change which tensors get gradients, or the dtype of the computation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class GraphModes:
 
 
 def _sets_mode(node: Node) -> bool:
-    """True if the call has neither a tensor input nor a result, so that it must have a side effect."""
+    """True if the call has neither a tensor input nor a result, so that it must have a side
+    effect."""
     return (
         node.op == "call_function"
         and value(node) is None

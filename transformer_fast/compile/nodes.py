@@ -1,4 +1,4 @@
-"""What a captured graph knows of its nodes without looking at what they compute."""
+"""Properties of graph nodes that do not depend on the op: value, shape, dtype, users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.fx import Node
 
 
 def value(node: Any) -> Any:
-    """What the node gave while it was captured: a fake tensor, a number..."""
+    """The node's value during the capture: a fake tensor, a number, ... Non-nodes are returned as
+    is."""
     if not isinstance(node, Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))
@@ -32,12 +33,12 @@ def dtype(node: Any) -> torch.dtype | None:
 
 
 def is_number(x: Any) -> bool:
-    """A Python number known while compiling."""
+    """True for a Python number that is known at compile time."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def is_single(node: Any) -> bool:
-    """A tensor of one element, or a number known at run time only."""
+    """True for a one-element tensor of rank 0 or 1, and for a number known only at run time."""
     found = value(node)
     if isinstance(found, Tensor):
         return all(isinstance(n, int) and n == 1 for n in found.shape) and found.dim() <= 1
@@ -45,5 +46,5 @@ def is_single(node: Any) -> bool:
 
 
 def only_user(node: Node) -> Node | None:
-    """The node that alone uses this one, once."""
+    """The only node that uses this one; None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None

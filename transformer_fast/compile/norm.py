@@ -1,5 +1,4 @@
-"""Recognising norms: torch's, and those written by hand in their several definitions; and the residual
-connection in front, ``norm(x + dropout(y))``."""
+"""Recognises norms: PyTorch's, the usual hand-written definitions, and ``norm(x + dropout(y))``."""
 
 from __future__ import annotations
 
@@ -18,20 +17,22 @@ from .feed_forward import dropout_of
 from .nodes import dtype, only_user, rank, shape, value
 from .ops import Op, calls, mutates, plus, read
 
-#: How each norm is reported, and the same behind a residual connection.
-_OURS: dict[Any, tuple[str, Any]] = {
+#: Function of this library: (name in the report, variant with a residual sum before it).
+_FUSED: dict[Any, tuple[str, Any]] = {
     getattr(functional, op): (op, getattr(functional, f"add_{op}")) for op in NORMS
 }
-_OURS[annotated_layer_norm] = "layer_norm", add_annotated_layer_norm
+_FUSED[annotated_layer_norm] = "layer_norm", add_annotated_layer_norm
 
 
 @dataclass
-class _Norm:
-    """``(x - mean(x)) / spread * weight + bias`` over the last dimension; of RMS norms
-    ``x / spread * weight``."""
+class _NormPattern:
+    """``(x - mean(x)) / spread * weight + bias`` over the last dimension.
+
+    For RMS norms: ``x / spread * weight``.
+    """
 
     input: Node
-    #: eps under the root, or added to the standard deviation.
+    #: True if eps is under the root; False if it is added to the standard deviation.
     inside: bool
     unbiased: bool
     eps: float
@@ -41,7 +42,8 @@ class _Norm:
 
 
 def rewrite_norms(editor: Editor) -> None:
-    """One call for each norm: of one of ours, or the Annotated Transformer's."""
+    """Replaces each norm with one call: of a norm of this library, or of the Annotated
+    Transformer's."""
     for node, op in calls(editor.graph, *NORMS, "div", "mul"):
         if op.name in NORMS:
             sizes = op["normalized_shape"]
@@ -54,24 +56,24 @@ def rewrite_norms(editor: Editor) -> None:
             if reason is None:
                 editor.replace(node, editor.call(node, ours, *arguments, like=node))
             else:
-                editor.left(op.name, node, reason)
-        elif (norm := _standardised(op)) is not None:
+                editor.report_left(op.name, node, reason)
+        elif (norm := _match_norm(op)) is not None:
             _replace(editor, node, norm)
 
 
-def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
-    core = _behind_casts(core, norm)
+def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
+    core = _skip_casts(core, norm)
     width = shape(norm.input)[-1]  # type: ignore[index]
     if not isinstance(width, int) or width < 2 or dtype(norm.input) != dtype(core):
         return
     last = _with_affine(core, norm, width)
     for name in ("weight", "bias"):
         parameter = getattr(norm, name)
-        if parameter is not None and shape(parameter) != (width,):  # one number for all
+        if parameter is not None and shape(parameter) != (width,):  # one number for all features
             setattr(norm, name, editor.method(last, "expand", parameter, width))
     reason = editor.obstacle(last, [norm.input, norm.weight, norm.bias])
     if reason is not None:
-        editor.left(norm.op, last, reason)
+        editor.report_left(norm.op, last, reason)
         return
     if norm.inside:
         weight: Any = norm.weight
@@ -94,10 +96,10 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     editor.replace(last, new)
 
 
-def _behind_casts(core: Node, norm: _Norm) -> Node:
-    """The node whose result has the type that the norm's input had before it was widened.
+def _skip_casts(core: Node, norm: _NormPattern) -> Node:
+    """Removes a cast to float32 before the norm; returns the node with the original dtype after it.
 
-    Kernels widen half types themselves.
+    Kernels convert bfloat16 and float16 to float32 themselves.
     """
     inner = _before_cast(norm.input)
     back = core if dtype(inner) == dtype(core) else only_user(core)
@@ -113,18 +115,18 @@ def _behind_casts(core: Node, norm: _Norm) -> Node:
 
 
 def _before_cast(node: Any) -> Any:
-    """What a cast to float32 widens, or what a cast to its own type is of; else the node itself."""
+    """Returns the input of a cast to float32 or to the same dtype; else the node itself."""
     op = read(node)
     if op is None or op.name not in ("to", "float"):
         return node
     wide, narrow = dtype(node), dtype(op["input"])
-    halves = (torch.bfloat16, torch.float16)
-    widens = wide == narrow or (wide == torch.float32 and narrow in halves)
+    lowp = (torch.bfloat16, torch.float16)
+    widens = wide == narrow or (wide == torch.float32 and narrow in lowp)
     return op["input"] if widens else node
 
 
-def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
-    """The node behind weight and bias; fills them in."""
+def _with_affine(core: Node, norm: _NormPattern, width: int) -> Node:
+    """Sets weight and bias of the norm; returns the node after them."""
     last = core
     while True:
         user = only_user(last)
@@ -144,8 +146,8 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
         last = user
 
 
-def _standardised(op: Op) -> _Norm | None:
-    """The norm whose division, or multiplication by a reciprocal, it is."""
+def _match_norm(op: Op) -> _NormPattern | None:
+    """Returns the norm of which ``op`` is the division, or the multiplication by a reciprocal."""
     one, other = op["input"], op["other"]
     if op.name == "div":
         if (sum := plus(other)) is not None and (deviation := _deviation(sum[1])) is not None:
@@ -163,15 +165,16 @@ def _standardised(op: Op) -> _Norm | None:
 
 
 def _under(node: Any, name: str, exponent: float) -> Any:
-    """x of ``root(x)`` and ``x ** exponent``, or None."""
+    """Returns x if the node computes ``root(x)`` or ``x ** exponent``, else None."""
     op = read(node)
     if op is None or not (op.name == name or op["exponent"] == exponent):
         return None
     return op["input"]
 
 
-def _rms(top: Any, square: Any, eps: float) -> _Norm | None:
-    """The RMS norm of ``top`` divided by the root of ``square + eps``, with ``mean(top^2)``."""
+def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
+    """Returns the RMS norm ``top / sqrt(square + eps)`` if ``square`` is ``mean(top^2)``, else
+    None."""
     mean = read(square)
     if mean is None or mean.name != "mean" or not _is_last(mean):
         return None
@@ -179,12 +182,13 @@ def _rms(top: Any, square: Any, eps: float) -> _Norm | None:
     if row is None or not isinstance(top, Node):
         return None
     if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
-        return None  # of a centred row it is a layer norm
-    return _Norm(top, True, False, eps, "rms_norm")
+        return None  # of a centred row it would be a layer norm
+    return _NormPattern(top, True, False, eps, "rms_norm")
 
 
 def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
-    """What the node is the ``std`` or ``var`` of over the last dimension, and whether unbiased."""
+    """Returns x and whether it is unbiased if the node is ``std(x)`` or ``var(x)`` over the last
+    dimension."""
     op = _statistic(node)
     if op is None or op.name != name or (unbiased := _over_last(op)) is None:
         return None
@@ -192,12 +196,13 @@ def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
 
 
 def _deviation(node: Any) -> tuple[Node, bool] | None:
-    """What the node is the standard deviation of, and whether the unbiased one."""
+    """Returns x and whether it is unbiased if the node is the standard deviation of x,
+    else None."""
     return _spread(node, "std") or _variance(_under(node, "sqrt", 0.5))
 
 
 def _variance(node: Any) -> tuple[Node, bool] | None:
-    """What the node is the variance of, and whether the unbiased one."""
+    """Returns x and whether it is unbiased if the node is the variance of x, else None."""
     found = _spread(node, "var")
     op = _statistic(node)
     if found is not None or op is None:
@@ -211,7 +216,7 @@ def _variance(node: Any) -> tuple[Node, bool] | None:
 
 
 def _squared(node: Any) -> Any:
-    """x of ``x * x`` and ``x ** 2``, or None."""
+    """Returns x if the node computes ``x * x`` or ``x ** 2``, else None."""
     op = read(node)
     if op is None:
         return None
@@ -220,7 +225,12 @@ def _squared(node: Any) -> Any:
 
 
 def _statistic(node: Any) -> Op | None:
-    """A mean, std or var; also one of a pair, or one whose dimension was put back afterwards."""
+    """Returns the node's op, where equivalent forms of a mean, std or var become one op with
+    ``keepdim``.
+
+    These forms are an element of ``std_mean`` or ``var_mean``, and a reduction followed by an
+    unsqueeze.
+    """
     op = read(node)
     if op is None:
         return None
@@ -251,7 +261,7 @@ def _is_last(op: Op) -> bool:
 
 
 def _over_last(op: Op) -> bool | None:
-    """Whether std or var over the last dimension is unbiased; None if it is something else."""
+    """True if a std or var over the last dimension is unbiased, False if biased; else None."""
     if not _is_last(op):
         return None
     if op["correction"] is not None:
@@ -261,7 +271,7 @@ def _over_last(op: Op) -> bool | None:
 
 
 def _minus_mean(node: Any) -> Node | None:
-    """x of ``x - mean(x)``."""
+    """Returns x if the node computes ``x - mean(x)``, else None."""
     op = read(node)
     if op is None or op.name != "sub" or not isinstance(op["input"], Node):
         return None
@@ -271,13 +281,13 @@ def _minus_mean(node: Any) -> Node | None:
     return op["input"] if mean["input"] is op["input"] else None
 
 
-def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _Norm | None:
-    """The norm with the numerator ``top``: centred, perhaps already multiplied by the weight."""
+def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _NormPattern | None:
+    """Returns the norm with the numerator ``top``: ``x - mean(x)``, or that times the weight."""
     if not isinstance(top, Node):
         return None
     input = _minus_mean(top)
     if input is of:
-        return _Norm(of, inside, unbiased, eps)
+        return _NormPattern(of, inside, unbiased, eps)
     op = read(top)
     if op is None or op.name != "mul" or only_user(top) is None:
         return None
@@ -286,36 +296,37 @@ def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _N
         if sizes is None or shape(weight) not in (sizes[-1:], (1,), ()):
             continue
         if isinstance(weight, Node) and _minus_mean(centred) is of:
-            return _Norm(of, inside, unbiased, eps, weight=weight)
+            return _NormPattern(of, inside, unbiased, eps, weight=weight)
     return None
 
 
 def rewrite_add_norm(editor: Editor) -> None:
-    """One call for sum and norm; the sum stays available, for pre-norm models."""
+    """Fuses a residual sum and the norm after it; the sum remains available, for
+    pre-norm models."""
     for node in list(editor.graph.nodes):
-        if node.target not in _OURS or not node.users:
+        if node.target not in _FUSED or not node.users:
             continue
         total = node.args[0]
         op = read(total)
         if not isinstance(total, Node) or op is None or op.name != "add" or mutates(total):
             continue
         terms = op["input"], op["other"]
-        if not all(isinstance(t, Node) and _fits(t, total) for t in terms):
+        if not all(isinstance(t, Node) and _same_shape_and_dtype(t, total) for t in terms):
             continue
         parameters = [n for n in node.all_input_nodes if n is not total]
         if editor.last([total, *parameters]) is not total:
             continue
         input, residual, p = _split(*terms)  # type: ignore[arg-type]
         obstacle = editor.obstacle(total, [input, residual])
-        quiet = editor.memory.is_quiet([total, *parameters], total, node)
-        if obstacle is None and quiet and editor.modes.same([total, node]):
+        unwritten = editor.memory.is_unwritten_between([total, *parameters], total, node)
+        if obstacle is None and unwritten and editor.modes.same([total, node]):
             _rewrite_sum(editor, node, total, input, residual, p)
     for node in editor.graph.nodes:
-        if node.target in _OURS:
-            editor.found(_OURS[node.target][0], node)
+        if node.target in _FUSED:
+            editor.report_rewritten(_FUSED[node.target][0], node)
 
 
-def _fits(term: Node, total: Node) -> bool:
+def _same_shape_and_dtype(term: Node, total: Node) -> bool:
     return shape(term) == shape(total) and dtype(term) == dtype(total)
 
 
@@ -323,17 +334,20 @@ def _rewrite_sum(
     editor: Editor, norm: Node, total: Node, input: Node, residual: Node, p: float
 ) -> None:
     _, *rest = norm.args
-    op, fused = _OURS[norm.target]
+    op, fused = _FUSED[norm.target]
     both = editor.call(total, fused, input, residual, *rest, dropout_p=p, like=norm)
     terms = total.all_input_nodes
     norm.replace_all_uses_with(editor.item(both, 0, norm))
     total.replace_all_uses_with(editor.item(both, 1, total))
     editor.remove([norm, total, *terms])
-    editor.found(f"add_{op}", norm)
+    editor.report_rewritten(f"add_{op}", norm)
 
 
 def _split(first: Node, second: Node) -> tuple[Node, Node, float]:
-    """Which term is the sub-layer's output, and its dropout if nobody else sees that."""
+    """Returns (sub-layer output, residual, dropout probability).
+
+    The dropout is fused only if this sum is the only user of its result.
+    """
     for term, other in ((second, first), (first, second)):
         found = dropout_of(term)
         if found is not None and only_user(term) is not None and term is not other:

@@ -1,4 +1,4 @@
-"""Reading a graph that `torch.compile` captured: one name for the many ways to call an op.
+"""Reads the ops of a captured graph: all spellings of an op get one name.
 
 ``scores / 8``, ``torch.div(scores, 8)`` and ``scores.div_(8)`` are all read as
 ``Op("div", {"input": scores, "other": 8})``.
@@ -23,7 +23,7 @@ from .nodes import is_number, rank
 
 @dataclass(frozen=True)
 class Op:
-    """A call; ``op["other"]`` is its argument of that name, or None."""
+    """A call of an op; ``op["other"]`` is the argument ``other``, or None if it is absent."""
 
     name: str
     args: Mapping[str, Any]
@@ -32,8 +32,8 @@ class Op:
         return self.args.get(name)
 
 
-#: name: (parameters, functions and methods that have other names than it in torch,
-#: torch.nn.functional and torch.Tensor)
+#: Op name: (parameters, further functions, further methods). The functions of this name in torch
+#: and torch.nn.functional, and the method of torch.Tensor, are implied.
 _OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "matmul": ("input other", (torch.bmm, operator.matmul), "bmm __matmul__"),
     "baddbmm": ("input batch1 batch2 beta alpha", (), ""),
@@ -107,13 +107,13 @@ for _name, (_parameters, _functions, _methods) in _OPS.items():
     _same = (getattr(module, _name, None) for module in (torch, F))
     _FUNCTIONS.update({f: _known for f in (*_same, *_functions) if callable(f)})
     _METHODS.update({m: _known for m in (_name, *_methods.split()) if hasattr(torch.Tensor, m)})
-#: Signatures of their own.
+#: Variants with a different parameter order.
 _FUNCTIONS[F.softmax] = ("softmax", ("input", "dim", "_stacklevel", "dtype"))
 _FUNCTIONS[torch.where] = ("where", ("condition", "input", "other"))
 _METHODS["where"] = ("where", ("input", "condition", "other"))
 _ALIASES = {"self": "input", "axis": "dim", "tensor": "input", "fill_value": "value"}
 
-#: Methods and functions that give another view of the same numbers, in the same order or not.
+#: Methods that return the same elements with other sizes or another order of dimensions.
 _VIEWS = frozenset(
     {"view", "reshape", "t", "transpose", "permute", "swapaxes", "swapdims", "unflatten", "flatten",
      "contiguous", "unsqueeze", "squeeze"}
@@ -121,7 +121,7 @@ _VIEWS = frozenset(
 
 
 def read(node: Any) -> Op | None:
-    """The op of a call node, or None: no node, or nothing we know."""
+    """Returns the op of a call node; None for other objects and for unrecognised calls."""
     if not isinstance(node, Node):
         return None
     if node.op == "call_function":
@@ -147,7 +147,7 @@ def read(node: Any) -> Op | None:
 
 
 def _checked(name: str, args: dict[str, Any]) -> Op | None:
-    """Without the variants of an op that mean something else."""
+    """Returns the op, or None for argument values that change its meaning."""
     if name in ("add", "sub") and args.get("alpha", 1) != 1:
         return None
     if name == "div" and args.get("rounding_mode") is not None:
@@ -178,7 +178,11 @@ def _read_einsum(node: Node) -> Op | None:
 
 
 def _without_dots(equation: str, operands: list[Any]) -> str:
-    """Letters for the dimensions that ``...`` stands for, the same number in all operands."""
+    """Replaces ``...`` in an equation by letters; all operands must have equally many such
+    dimensions.
+
+    Returns the equation unchanged otherwise.
+    """
     inputs = equation.split("->")[0].split(",")
     if len(inputs) != len(operands) or any(x.count("...") != 1 for x in inputs):
         return equation
@@ -209,7 +213,7 @@ _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
 
 
 def calls(graph: Graph, *names: str) -> Iterator[tuple[Node, Op]]:
-    """The calls of these ops whose result is used, as the graph was at first."""
+    """Yields the calls of these ops whose result is used, from a snapshot of the graph's nodes."""
     for node in list(graph.nodes):
         op = read(node)
         if op is not None and op.name in names and node.users:
@@ -217,7 +221,8 @@ def calls(graph: Graph, *names: str) -> Iterator[tuple[Node, Op]]:
 
 
 def constant(x: Any) -> float | None:
-    """A number known while compiling, given as such or as a tensor made of it."""
+    """Returns a number that is known at compile time, also if it is wrapped in a
+    tensor; else None."""
     if is_number(x):
         return float(x)
     op = read(x)
@@ -238,7 +243,7 @@ def constant(x: Any) -> float | None:
 
 
 def plus(node: object) -> tuple[float, Node] | None:
-    """``(c, x)`` of ``x + c`` with a number c, or None."""
+    """Returns ``(c, x)`` if the node computes ``x + c`` with a number c, else None."""
     op = read(node)
     if op is None or op.name != "add":
         return None
@@ -249,7 +254,8 @@ def plus(node: object) -> tuple[float, Node] | None:
 
 
 def permutation(op: Op, size: int | None) -> list[int] | None:
-    """Where each dimension of a permuted tensor comes from; None: nothing is permuted."""
+    """Returns the source of each dimension of a permuted tensor; None if the op does
+    not permute."""
     if size is None:
         return None
     if op.name == "transpose":
@@ -269,12 +275,12 @@ def is_view(node: Node) -> bool:
 
 
 def is_copy(node: Node) -> bool:
-    """Whether the call is of a method that copies a tensor whose memory is in another order."""
+    """True for a method call that copies a tensor whose memory is in another order."""
     return node.op == "call_method" and node.target in ("contiguous", "reshape", "flatten")
 
 
 def mutates(node: Node) -> bool:
-    """Whether the call writes into one of its arguments."""
+    """True if the call writes to one of its arguments."""
     if node.op == "call_method":
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__")

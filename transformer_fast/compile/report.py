@@ -1,4 +1,4 @@
-"""What the graph rewriter found, and what it did not recognise."""
+"""Reports of the graph rewriter: what it rewrote, and what it left unchanged and why."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.fx import Node
 
 
 @dataclass(frozen=True)
-class Found:
-    """One place of the user's code."""
+class Match:
+    """One rewritten or unchanged op, with its place in the user's code."""
 
-    #: The name of an op of ours, or of PyTorch's if it was left.
+    #: Name of the op: this library's if rewritten, else PyTorch's.
     op: str
-    #: "file:line" of the user's code, where torch.compile knows it.
+    #: "file:line" in the user's code; empty if torch.compile does not record it.
     where: str
-    #: Empty if it was rewritten; else why not.
+    #: Reason why the op was left unchanged; empty if it was rewritten.
     reason: str = ""
 
     def __str__(self) -> str:
@@ -27,24 +27,24 @@ class Found:
 
 @dataclass
 class GraphReport:
-    """What became of one captured graph; ``str()`` gives it in sentences."""
+    """Result of rewriting one captured graph; ``str()`` describes it in sentences."""
 
-    rewritten: list[Found] = field(default_factory=list)
-    left: list[Found] = field(default_factory=list)
-    #: Calls that stay as the user wrote them, by name.
+    rewritten: list[Match] = field(default_factory=list)
+    left: list[Match] = field(default_factory=list)
+    #: Number of unchanged calls by function name.
     others: Counter[str] = field(default_factory=Counter)
-    #: How they run, by default: whether inductor compiles them, and why not.
+    #: Whether inductor compiles the unchanged calls, and if not, why not.
     rest: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each op was put in."""
-        return dict(Counter(found.op for found in self.rewritten))
+        """Number of times each op was inserted."""
+        return dict(Counter(match.op for match in self.rewritten))
 
     def __str__(self) -> str:
         ops = ", ".join(f"{count} {op}" for op, count in self.counts.items()) or "nothing"
         lines = [f"rewritten: {ops}."]
-        lines += [f"  {found}" for found in self.left]
+        lines += [f"  {match}" for match in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
             lines.append(f"  {self.rest or 'left to eager PyTorch'}: {names}.")
@@ -59,24 +59,25 @@ def remember(report: GraphReport) -> None:
 
 
 def compile_reports(clear: bool = False) -> list[GraphReport]:
-    """One `GraphReport` for each graph that ``backend="transformer_fast"`` has compiled, in order.
+    """Returns one `GraphReport` for each graph that ``backend="transformer_fast"`` compiled, in
+    order.
 
-    A model that torch.compile splits ("graph break") has several. At most 256 are kept.
+    A model has several if torch.compile splits it ("graph break"). At most 256 reports are kept.
 
     Args:
-        clear: forget them afterwards.
+        clear: also delete the kept reports.
     """
-    found = list(_reports)
+    reports = list(_reports)
     if clear:
         _reports.clear()
-    return found
+    return reports
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def where(node: Node) -> str:
-    """The innermost line of the user's code that made the node."""
+    """ "file:line" of the innermost frame of the user's code that created the node; else empty."""
     trace = node.meta.get("stack_trace") or ""
     frames = [f for f in _FRAME.findall(trace) if "/torch/" not in f[0].replace("\\", "/")]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

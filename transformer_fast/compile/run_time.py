@@ -1,5 +1,8 @@
-"""What rewritten graphs call: attention with masks as users write them, and modules of torch.nn that a
-captured graph holds as one call, run by those of `transformer_fast.nn`."""
+"""Functions that rewritten graphs call at run time.
+
+They are attention with the masks that users write, and `torch.nn` modules that a captured graph
+holds as one call. The equivalent modules of `transformer_fast.nn` run the latter.
+"""
 
 from __future__ import annotations
 
@@ -20,63 +23,66 @@ from ..reference import values_are_known
 
 
 class Mask(NamedTuple):
-    """Prepared once per forward pass, for all layers that share it."""
+    """A prepared attention mask, computed once per forward pass for all layers that share it."""
 
-    #: Where a query may look, (1 or B, 1 or H, 1 or T, 1 or S); None: anywhere (that is causal).
+    #: True where a query may attend, (1 or B, 1 or H, 1 or T, 1 or S). None: everywhere, within the
+    #: causal mask.
     visible: Tensor | None
-    #: Rows that the user's finite fill makes see all keys alike, (..., 1 or T, 1); None: no row.
-    blind: Tensor | None
+    #: True for rows in which a finite fill hides every key, (..., 1 or T, 1): all keys then get
+    #: equal weights. None: there is no such row.
+    fully_masked: Tensor | None
     is_causal: bool
 
 
 def _data_is_known(tensor: Tensor) -> bool:
-    """Whether looking at values is possible and makes nobody wait."""
+    """True if values can be read without synchronising with a device."""
     return tensor.is_cpu and values_are_known(tensor)
 
 
 def _to_four(mask: Tensor, rank: int) -> Tensor:
-    """A mask of scores with ``rank`` dimensions, for scores (B, H, T, S)."""
+    """Reshapes a mask of scores with ``rank`` dimensions for scores (B, H, T, S)."""
     if rank == 3 and mask.dim() == 3:
         return mask.unsqueeze(1)
     return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
 
 def spread(mask: Tensor, over: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """A mask for scores that are looked at as ``over``, for the same scores as ``shape``."""
+    """Expands a mask to the shape ``over`` and reshapes it to the shape of the scores."""
     return mask.expand(over).reshape(shape)
 
 
 def reorder(mask: Tensor, order: tuple[int, ...]) -> Tensor:
-    """A mask for scores whose dimensions stand in another order than the attention's."""
+    """Permutes a mask to the dimension order of the attention's scores."""
     return mask.reshape((1,) * (len(order) - mask.dim()) + tuple(mask.shape)).permute(order)
 
 
 def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Mask:
-    """The mask of ``scores.masked_fill(condition, fill)``; ``hides=False``: of its opposite.
+    """Prepares the mask of ``scores.masked_fill(condition, fill)``; ``hides=False`` negates it.
 
-    With a finite fill a row that sees nothing has equal scores everywhere, and so equal weights.
+    With a finite fill, a fully masked row has equal scores, and so equal weights for all keys.
     """
     if condition.dtype != torch.bool:
         condition = condition != 0
     visible = _to_four(condition.logical_not() if hides else condition, rank)
     if _data_is_known(visible) and bool(visible.all()):
         return Mask(None, None, False)
-    blind = None
+    fully_masked = None
     if math.isfinite(fill):
-        blind = visible.any(dim=-1, keepdim=True).logical_not()
-        if _data_is_known(blind) and not bool(blind.any()):
-            blind = None
-        if blind is not None:
-            visible = visible | blind
-    if blind is None:
+        fully_masked = visible.any(dim=-1, keepdim=True).logical_not()
+        if _data_is_known(fully_masked) and not bool(fully_masked.any()):
+            fully_masked = None
+        if fully_masked is not None:
+            visible = visible | fully_masked
+    if fully_masked is None:
         padding = _causal_with(visible)
         if padding is not None:
             return Mask(None if bool(padding.all()) else padding, None, True)
-    return Mask(visible, blind, False)
+    return Mask(visible, fully_masked, False)
 
 
 def prepare_added(bias: Tensor, rank: int) -> Tensor | Mask:
-    """A mask that is added to the scores; as a bool mask if it only hides."""
+    """Prepares a mask that is added to the scores; it becomes a bool mask if it holds only 0 and
+    -inf."""
     bias = _to_four(bias, rank)
     if _data_is_known(bias) and not bias.requires_grad:
         visible = bias == 0.0
@@ -86,11 +92,14 @@ def prepare_added(bias: Tensor, rank: int) -> Tensor | Mask:
 
 
 def _causal_with(visible: Tensor) -> Tensor | None:
-    """The (B or 1, 1, 1, S) such that visible is that and causal; None if there is none."""
+    """Returns the key mask (B or 1, 1, 1, S) that, combined with causal, equals ``visible``.
+
+    Returns None if there is none.
+    """
     length, keys = visible.shape[-2:]
     if length != keys or length < 2 or not _data_is_known(visible):
         return None
-    if bool(visible[..., 0, -1].any()):  # most masks that are not causal end here
+    if bool(visible[..., 0, -1].any()):  # rejects most masks that are not causal
         return None
     last = visible[..., -1:, :]
     causal = torch.ones((length, keys), dtype=torch.bool).tril()
@@ -108,11 +117,11 @@ def attention(
     need_weights: bool,
     contiguous: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``dropout(softmax(masked_fill(scale Q K^T + added, hidden)))``, times V, and the weights.
+    """Returns ``dropout(softmax(masked_fill(scale Q K^T + added, hidden))) V``, and the weights.
 
-    query (..., T, D), key (..., S, D), value (..., S, Dv) of rank 2, 3 or 4; keys and values may be
-    the same for several batches or heads (size 1). ``contiguous``: the output is, as a product is;
-    else it may lie in memory in any order.
+    query (..., T, D), key (..., S, D) and value (..., S, Dv) have rank 2, 3 or 4. Keys and values
+    may broadcast over batches or heads (size 1). ``contiguous``: the output has to be contiguous,
+    like that of a product; otherwise its memory may have any order of dimensions.
     """
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     rank = query.dim()
@@ -128,9 +137,9 @@ def attention(
     is_causal = False
     if hidden is not None:
         mask, is_causal = hidden.visible, hidden.is_causal
-        if hidden.blind is not None:
-            query = torch.where(hidden.blind, 0.0, query)
-            added = None if added is None else torch.where(hidden.blind, 0.0, added)
+        if hidden.fully_masked is not None:
+            query = torch.where(hidden.fully_masked, 0.0, query)
+            added = None if added is None else torch.where(hidden.fully_masked, 0.0, added)
         if added is not None:
             mask = added if mask is None else torch.where(mask, added, -math.inf)
     output, weights = attend(
@@ -145,7 +154,7 @@ def attention(
 
 
 def _as_added(mask: Mask, like: Tensor) -> Tensor:
-    """A bool mask as one to add, for the rare case of a fill next to it."""
+    """Converts a bool mask to an additive one, for the rare combination of a fill and a bias."""
     visible = mask.visible
     if mask.is_causal:
         length = like.shape[-2]
@@ -156,15 +165,15 @@ def _as_added(mask: Mask, like: Tensor) -> Tensor:
     return torch.where(visible, zero, -math.inf)
 
 
-#: Where Dynamo keeps the argument ``context_fn`` of a checkpoint, in the body's ``meta``.
+#: Key in a body's ``meta`` under which Dynamo stores a checkpoint's ``context_fn``.
 CONTEXT = "_checkpoint_context_fn"
 
 
 def checkpoint(body: GraphModule, *args: Any, **options: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint` with the caller's options.
+    """Runs `torch.utils.checkpoint.checkpoint` with the caller's options.
 
-    Never the reentrant variant, as everywhere under torch.compile: captured bodies get the parameters
-    as arguments.
+    It never uses the reentrant variant, like torch.compile itself: captured bodies take the
+    parameters as arguments.
     """
     options["use_reentrant"] = False
     if CONTEXT in body.meta:
@@ -172,7 +181,7 @@ def checkpoint(body: GraphModule, *args: Any, **options: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(body, *args, **options)
 
 
-#: The arguments of torch's functions that are parameters of its modules.
+#: Arguments of PyTorch's functions that are parameters of its modules.
 _ATTENTION = {
     name: name.replace(".", "_")
     for name in (
@@ -191,7 +200,8 @@ _ENCODER_LAYER = {
 
 
 def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` without ``static_k`` and ``static_v``; all arguments by name."""
+    """`F.multi_head_attention_forward` without ``static_k`` and ``static_v``; keyword arguments
+    only."""
     module = _filled(
         _attention(int(given["embed_dim_to_check"]), int(given["num_heads"])),
         {name: given[argument] for name, argument in _ATTENTION.items()},
@@ -209,9 +219,10 @@ def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
 def encoder_layer(
     *, src: Tensor, mask: Tensor | None = None, mask_type: int | None = None, **given: Any
 ) -> Tensor:
-    """`torch._transformer_encoder_layer_fwd`, which is for inference; all arguments by name."""
+    """`torch._transformer_encoder_layer_fwd`, an inference-only function; keyword
+    arguments only."""
     layer = _filled(
-        # While a graph is captured, eps may be symbolic.
+        # eps may be symbolic during a capture.
         _encoder_layer(
             int(given["embed_dim"]), int(given["num_heads"]), len(given["ffn_weight_1"]),
             given["use_gelu"], float(given["eps"]), given["norm_first"],
@@ -219,7 +230,7 @@ def encoder_layer(
         {name: given[argument] for name, argument in _ENCODER_LAYER.items()},
     )  # fmt: skip
     if mask is not None and mask_type != 1 and mask.dim() == 4:
-        # One mask for all batches and heads is not written out for each.
+        # A mask that broadcasts over batches and heads is not materialized for each.
         is_one = mask.stride()[:2] == (0, 0) and mask.shape[0] > 0
         mask = mask[0, 0] if is_one else mask.flatten(0, 1)
     hidden = None if mask is None else mask.to(torch.bool)
@@ -243,7 +254,7 @@ def _encoder_layer(
 
 
 def _filled(module: Any, parameters: Mapping[str, Tensor | None], **attributes: Any) -> Any:
-    """A module like ``module`` with other parameters, by their qualified names."""
+    """Returns a copy of ``module`` with other parameters, given by their qualified names."""
     own: dict[str, Tensor | None] = {}
     inner: dict[str, dict[str, Tensor | None]] = {}
     for name, tensor in parameters.items():
@@ -256,7 +267,8 @@ def _filled(module: Any, parameters: Mapping[str, Tensor | None], **attributes: 
     children = {
         n: _filled(child, inner.get(n, {})) for n, child in module._modules.items() if child
     }
-    # What the template has as a plain None would hide a parameter.
+    # A parameter that is None in the template is an instance attribute, which would hide the new
+    # one.
     rest = {name: value for name, value in module.__dict__.items() if name not in own}
     filled.__dict__ = {**rest, **attributes, "_parameters": own, "_modules": children}
     return filled
