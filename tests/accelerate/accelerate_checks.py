@@ -1,4 +1,4 @@
-"""What the tests of accelerate share: models and inputs, and compiling."""
+"""Helpers of the tests of `accelerate` and of the torch.compile backend: models, inputs, checks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def encoder(**kwargs: Any) -> torch.nn.TransformerEncoder:
 
 
 def form(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
-    """What swapping may change, and restoring has to put back."""
+    """Returns what `accelerate` may change, and `restore` has to reset: types and
+    attribute names."""
     return [(type(module), set(module.__dict__)) for module in model.modules()]
 
 
 class TextModel(torch.nn.Module):
-    """A user's model: embeddings, torch.nn.Transformer with all its masks, a head."""
+    """A user's model: embeddings, torch.nn.Transformer with all of its masks, and a head."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -59,12 +60,12 @@ class TextModel(torch.nn.Module):
             memory_key_padding_mask=source == 0,
             tgt_is_causal=True,
         )
-        # What stands at padded places is nobody's business, and differs by mode in torch itself.
+        # Results at padded positions are unspecified, and differ by mode in PyTorch itself.
         return self.head(decoded) * (target != 0).unsqueeze(-1)
 
 
 class Written(torch.nn.Module):
-    """A user's module with these parts, parameters and buffers, and ``forward(self, ...)``."""
+    """A user's module with the given parts, parameters, buffers and ``forward(self, ...)``."""
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def _modules() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
     }
 
 
-#: Modules as users have them, and inputs for them.
+#: Modules of users, with inputs for them.
 MODELS = {**_modules(), "text model": lambda: (TextModel(dropout=0.0), tokens(), {})}
 
 
@@ -104,7 +105,10 @@ def compiled(model: Any, **kwargs: Any) -> tuple[Any, list[GraphReport]]:
 
 
 def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport]:
-    """Rewritten as said (at least), and the same numbers in inference and in training."""
+    """Asserts the counts of rewritten ops, and equal results in inference and in training.
+
+    Ops that ``counts`` does not name are not checked.
+    """
     ours, reports = compiled(copy.deepcopy(model))
     assert_same_numbers(ours.train(), model.train(), args, {}, grad=True)
     ours, more = compiled(copy.deepcopy(model))
@@ -124,7 +128,7 @@ def check_training(
     steps: int = 6,
     rate: float = 1e-3,
 ) -> None:
-    """Steps of Adam on ``loss(model, step)`` go the same way."""
+    """Asserts that steps of Adam on ``loss(model, step)`` give the same losses for both models."""
     losses: list[list[float]] = []
     for model in (theirs, ours):
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -153,8 +157,11 @@ for model, inputs, expected in torch.load("models.pt", weights_only=False):
 def check_without_this_library(
     cases: list[tuple[Any, dict[str, Tensor]]], folder: Path
 ) -> list[Any]:
-    """The pickled models have the same first output where this library is not; returns those that
-    are loaded here. One process for all, since it has to import torch."""
+    """Asserts that pickled models give the same first output in a process without this library.
+
+    Returns the models as unpickled in this process. One process checks all of them, since it has to
+    import torch.
+    """
     saved = []
     for model, inputs in cases:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What every test here starts from."""
+"""Common state of the tests in this folder."""
 
 import pytest
 
@@ -8,7 +8,9 @@ from transformer_fast.compile import backend
 
 @pytest.fixture(autouse=True)
 def as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No converters but ours. The rest of a rewritten graph runs as it is written: inductor takes
-    seconds for each graph."""
+    """Removes user converters, and runs the rest of a rewritten graph eagerly.
+
+    Inductor takes seconds for each graph.
+    """
     monkeypatch.setattr(swap, "_converters", {})
     monkeypatch.setattr(backend, "INNER", None)

@@ -1,4 +1,4 @@
-"""Attention, norms and Transformers in the ways that people write them; nothing here is ours."""
+"""Attention, norms and Transformers as users write them, without this library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 B, H, T, D, M = 2, 4, 6, 8, 32
 
-#: Of queries, keys, values (B, H, T, D), a mask, and the dropout of weights.
+#: Arguments: queries, keys, values (B, H, T, D), a mask, and the dropout of the weights.
 Attend = Callable[[Tensor, Tensor, Tensor, Any, Callable[[Tensor], Tensor]], Any]
 
 
 def padding(keep: bool = True) -> Tensor:
-    """(B, 1, 1, T); the second sequence has 4 tokens."""
+    """Key mask (B, 1, 1, T); the second sequence has 4 tokens. ``keep``: True at tokens to attend
+    to."""
     mask = torch.ones(B, 1, 1, T, dtype=torch.bool)
     mask[1, ..., 4:] = False
     return mask if keep else ~mask
@@ -31,8 +32,8 @@ def both() -> Tensor:
     return padding() & causal()
 
 
-def with_blind_rows() -> Tensor:
-    """(B, 1, T, T) in which some queries see nothing."""
+def with_fully_masked_rows() -> Tensor:
+    """Mask (B, 1, T, T) in which every key is masked for some queries."""
     mask = both().clone()
     mask[0, 0, 2] = False
     mask[1, 0, :3] = False
@@ -117,18 +118,19 @@ def in_fp32(q, k, v, mask, drop):
 
 
 def by_rows(q, k, v, mask, drop):
-    """Masks a matrix of all rows in place, as textbooks with valid lengths do."""
+    """Masks the scores in place, in a view with one row per query, as textbooks do for valid
+    lengths."""
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(D)
-    lengths = mask.expand(B, H, T, T).sum(-1).reshape(-1)  # of each query's keys
+    lengths = mask.expand(B, H, T, T).sum(-1).reshape(-1)  # number of keys of each query
     rows = scores.reshape(-1, T)
     rows[~(torch.arange(T)[None, :] < lengths[:, None])] = -1e6
     weights = F.softmax(rows.reshape(scores.shape), dim=-1)
     return torch.bmm(drop(weights), v).reshape(B, H, T, D)
 
 
-def zeros_afterwards(q, k, v, mask, drop):
-    """Hidden weights are set to zero once more: a query that sees nothing gets nothing."""
+def zeroed_weights(q, k, v, mask, drop):
+    """Sets the masked weights to zero after the softmax: fully masked queries then return zeros."""
     hidden = mask.eq(0)
     scores = torch.matmul(q / math.sqrt(D), k.transpose(2, 3))
     scores = scores.masked_fill(hidden, torch.finfo(q.dtype).min)
@@ -142,24 +144,24 @@ def nan_to_num(q, k, v, mask, drop):
 
 
 def permuted_for_the_mask(q, k, v, mask, drop):
-    """Batch and heads change places, so that a mask of the batch can be added."""
+    """Swaps batch and heads, so that a mask (B, T, T) broadcasts over the heads."""
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size()[-1])
     scores = (scores.permute(1, 0, 2, 3) + mask).permute(1, 0, 2, 3)
     return torch.matmul(F.softmax(scores, dim=-1), v)
 
 
-def like_the_scores(q, k, v, mask, drop):
+def full_like_scores(q, k, v, mask, drop):
     scores = torch.einsum("bhid,bhjd->bhij", q * D**-0.5, k)
     return torch.where(mask, scores, torch.full_like(scores, -1e9)).softmax(-1) @ v
 
 
-def ones_like_the_scores(q, k, v, mask, drop):
+def ones_like_scores(q, k, v, mask, drop):
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
     return torch.where(mask > 0, scores, -9e15 * torch.ones_like(scores)).softmax(-1) @ v
 
 
-def full_numbers(q, k, v, mask, drop):
-    """Scale and fill are tensors of one number, made on the way."""
+def scalar_tensors(q, k, v, mask, drop):
+    """Scale and fill are one-element tensors, created in the function."""
     weights = torch.matmul(q, k.permute(0, 1, 3, 2))
     weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
     lowest = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
@@ -181,7 +183,7 @@ def softmax_by_hand(q, k, v, mask, drop):
 
 
 def two_infinite_masks(q, k, v, mask, drop):
-    """Padding is filled in, causality is added, and the mask is made in between."""
+    """Padding is filled, causality is added, and the mask is created between the ops."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
     keep = torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
@@ -196,7 +198,8 @@ def channels_first(q, k, v, mask, drop):
 
 
 class Single(nn.Module):
-    """One head, no head dimension; scaled by the width, a mask kept as a buffer."""
+    """Attention with a single head, without a head dimension; scaled by the width, with a mask
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +213,10 @@ class Single(nn.Module):
 
 
 class Learned(nn.Module):
-    """A learned bias of relative positions, or a factor for each head, before the mask."""
+    """Attention with a learned relative position bias, or a learned factor for each head.
+
+    Both are applied before the mask.
+    """
 
     def __init__(self, *size: int, factor: bool) -> None:
         super().__init__()
@@ -223,7 +229,7 @@ class Learned(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around one of the ways to attend."""
+    """Input and output projections around an attention function."""
 
     def __init__(self, attend: Attend, p: float = 0.0) -> None:
         super().__init__()
@@ -260,45 +266,45 @@ def _one_key_head(q, k, v, mask, drop):
 
 
 def _added() -> Tensor:
-    """(B, T, T): 0 or -1e9, after a look at two dimensions fewer than the scores have."""
+    """Additive mask (B, T, T) of 0 and -1e9, created from a mask (B, 1, T, T)."""
     return torch.zeros(B, T, T).masked_fill(~(padding() & causal())[:, 0], -1e9)
 
 
-#: name: (how it is written, a mask for it)
+#: name: (attention function, a mask for it)
 ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "no mask": (lambda: divided, lambda: None),
     "divided, (B, 1, 1, T)": (lambda: divided, padding),
     "divided, (T, T)": (lambda: divided, lambda: causal().int()),
     "divided, (B, 1, T, T)": (lambda: divided, lambda: both().float()),
-    "divided, rows that see nothing": (lambda: divided, with_blind_rows),
+    "divided, fully masked rows": (lambda: divided, with_fully_masked_rows),
     "multiplied": (lambda: _multiplied, lambda: causal()[None, None]),
-    "scaled first": (lambda: scaled_first, with_blind_rows),
-    "einsum": (lambda: einsum, with_blind_rows),
+    "scaled first": (lambda: scaled_first, with_fully_masked_rows),
+    "einsum": (lambda: einsum, with_fully_masked_rows),
     "einsum in place": (lambda: einsum_in_place, both),
-    "added, large": (lambda: added_large, with_blind_rows),
+    "added, large": (lambda: added_large, with_fully_masked_rows),
     "added, infinite": (lambda: added_infinite, lambda: None),
-    "bmm": (lambda: batched, with_blind_rows),
-    "baddbmm": (lambda: added_product, with_blind_rows),
+    "bmm": (lambda: batched, with_fully_masked_rows),
+    "baddbmm": (lambda: added_product, with_fully_masked_rows),
     "weights before dropout": (lambda: weights_before_dropout, padding),
     "two fills": (lambda: two_fills, padding),
     "in fp32": (lambda: in_fp32, lambda: both().int()),
     "rows of a matrix": (lambda: by_rows, both),
-    "learned bias": (lambda: Learned(1, H, T, T, factor=False), with_blind_rows),
+    "learned bias": (lambda: Learned(1, H, T, T, factor=False), with_fully_masked_rows),
     "one head": (Single, lambda: None),
-    "zeros afterwards": (lambda: zeros_afterwards, with_blind_rows),
-    "nan_to_num": (lambda: nan_to_num, with_blind_rows),
+    "zeroed weights": (lambda: zeroed_weights, with_fully_masked_rows),
+    "nan_to_num": (lambda: nan_to_num, with_fully_masked_rows),
     "permuted": (lambda: permuted_for_the_mask, lambda: torch.randn(B, T, T)),
     "permuted, padding": (lambda: permuted_for_the_mask, _added),
     "dots": (lambda: _dots, lambda: None),
-    "like the scores": (lambda: like_the_scores, with_blind_rows),
-    "ones like the scores": (lambda: ones_like_the_scores, lambda: causal().float()),
-    "full numbers": (lambda: full_numbers, with_blind_rows),
+    "full_like scores": (lambda: full_like_scores, with_fully_masked_rows),
+    "ones_like scores": (lambda: ones_like_scores, lambda: causal().float()),
+    "scalar tensors": (lambda: scalar_tensors, with_fully_masked_rows),
     "one key head": (lambda: _one_key_head, lambda: None),
     "repeated key heads": (lambda: repeated_key_heads, lambda: None),
-    "softmax by hand": (lambda: softmax_by_hand, with_blind_rows),
+    "softmax by hand": (lambda: softmax_by_hand, with_fully_masked_rows),
     "two infinite masks": (lambda: two_infinite_masks, lambda: None),
     "channels first": (lambda: channels_first, lambda: None),
-    "temperatures": (lambda: Learned(H, 1, 1, factor=True), with_blind_rows),
+    "temperatures": (lambda: Learned(H, 1, 1, factor=True), with_fully_masked_rows),
 }
 
 
@@ -349,7 +355,7 @@ NORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     ),
     "var and mean": _var_and_mean,
     "std and mean": _std_and_mean,
-    "put back": lambda x, a, b: (
+    "dimension restored": lambda x, a, b: (
         a * (x - x.mean(-1).unsqueeze(-1)) / (x.std(-1)[..., None] + 1e-3) + b
     ),
 }  # fmt: skip
@@ -381,9 +387,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu over x": lambda x: (
         0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
     ),
-    "gelu of tensors of one number": lambda x: (
-        x / 2 * (1 + torch.erf(x / torch.sqrt(torch.tensor(2.0))))
-    ),
+    "gelu of scalar tensors": lambda x: x / 2 * (1 + torch.erf(x / torch.sqrt(torch.tensor(2.0)))),
 }
 
 
@@ -398,7 +402,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """An encoder or decoder layer, norms behind or in front."""
+    """An encoder or decoder layer, post-norm or pre-norm."""
 
     def __init__(
         self, cross: bool, norm_first: bool, norm: Any = None, attend: Any = divided, p: float = 0.0
@@ -424,7 +428,8 @@ class Block(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder-decoder, the Annotated Transformer's way: tokens, masks, everything."""
+    """An encoder-decoder from tokens to log-probabilities, with masks, as in the Annotated
+    Transformer."""
 
     def __init__(self, norm_first: bool = True, norm: Any = annotated_norm, p: float = 0.0) -> None:
         super().__init__()
@@ -454,7 +459,7 @@ def sentences() -> tuple[Tensor, Tensor]:
 
 
 class Convolutions(nn.Module):
-    """A feed-forward network of two convolutions over single positions, its sum in place."""
+    """A feed-forward network of two convolutions with kernel size 1 and a residual sum in place."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.relu) -> None:
         super().__init__()
@@ -471,7 +476,7 @@ class Convolutions(nn.Module):
 
 
 class ConvolutionsAlone(Convolutions):
-    """What comes out is looked at as a convolution lays it out."""
+    """The result is viewed in the memory layout that a convolution returns."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 1)

@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="transformer_fast"): hand-written code on our ops, same numbers."""
+"""torch.compile(model, backend="transformer_fast") rewrites hand-written models: same results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from hand_written import (
     nan_to_num,
     padding,
     sentences,
-    with_blind_rows,
-    zeros_afterwards,
+    with_fully_masked_rows,
+    zeroed_weights,
 )
 from harness import python
 from module_checks import assert_same_numbers, cast, check_budget
@@ -53,7 +53,7 @@ from transformer_fast.functional.layer_norm import (
 
 pytestmark = pytest.mark.sampled(30)
 
-#: What is the default outside of these tests.
+#: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}
 
 
@@ -81,7 +81,7 @@ def test_attention(name: str) -> None:
 
 
 def _with_views(q: Tensor, k: Tensor, v: Tensor, by_hand: bool) -> tuple[Tensor, Tensor]:
-    """One that PyTorch lays out like the query, and contiguous ones."""
+    """Views of two attention results: one with the query's memory layout, and a contiguous one."""
     if by_hand:
         found = torch.softmax(q @ k.mT / 4, -1) @ v
         other = torch.einsum("bhts,bhsd->bthd", torch.softmax(q @ k.mT / 2, -1), v)
@@ -93,7 +93,7 @@ def _with_views(q: Tensor, k: Tensor, v: Tensor, by_hand: bool) -> tuple[Tensor,
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_views_of_attentions_results(by_hand: bool, grad: bool) -> None:
+def test_views_of_attention_results(by_hand: bool, grad: bool) -> None:
     ours, reports = compiled(_with_views)
     qkv = [torch.randn(2, 3, 33, 16, requires_grad=grad) for _ in range(3)]
     for found, expected in zip(ours(*qkv, by_hand), _with_views(*qkv, by_hand), strict=True):
@@ -103,40 +103,42 @@ def test_views_of_attentions_results(by_hand: bool, grad: bool) -> None:
 
 @pytest.mark.parametrize("shape", [None, (T, 9), (1, 1, T, 9), (B, 1, 1, 9), (B, 1, T, 9)])
 @pytest.mark.parametrize("attend", [divided, einsum])
-def test_keys_of_another_number(attend: Any, shape: tuple[int, ...] | None) -> None:
-    """Attention to a memory of 9 tokens; some queries may see none of them."""
+def test_cross_attention_with_another_number_of_keys(
+    attend: Any, shape: tuple[int, ...] | None
+) -> None:
+    """Attention to a memory of 9 tokens; all of them are masked for some queries."""
     mask = None if shape is None else torch.rand(shape) > 0.6
     if mask is not None:
         mask[..., 0, :] = False
     check(Attention(attend), _x(), torch.randn(B, 9, M), mask, attention=1, linear=4)
 
 
-@pytest.mark.parametrize("mask", [None, causal(), padding(), with_blind_rows()])
-def test_the_same_finite_numbers_where_nothing_is_seen(mask: Tensor | None) -> None:
-    """Rows that see nothing get the mean of all values, as a fill of -1e9 means."""
+@pytest.mark.parametrize("mask", [None, causal(), padding(), with_fully_masked_rows()])
+def test_fully_masked_rows_with_a_finite_fill_average_all_values(mask: Tensor | None) -> None:
+    """With a fill of -1e9, fully masked rows have equal weights for all keys."""
     model = Attention(divided).eval()
     ours, _ = compiled(model)
-    x = 30 * _x()  # scores of a thousand and more: adding -1e9 would not do
+    x = 30 * _x()  # scores above 1000, for which adding -1e9 would give other results than filling
     assert_same_numbers(ours, model, (x, x, mask), {}, grad=False)
     with torch.no_grad():
         _, ours_weights = ours(x, x, mask)
     if mask is not None and mask.shape[-2] == T:
-        blind = ~mask.any(-1, keepdim=True).expand(B, 4, T, 1)
-        assert torch.allclose(ours_weights[blind[..., 0]], torch.full((T,), 1 / T))
+        fully_masked = ~mask.any(-1, keepdim=True).expand(B, 4, T, 1)
+        assert torch.allclose(ours_weights[fully_masked[..., 0]], torch.full((T,), 1 / T))
 
 
-def test_infinite_fills_give_zeros_where_nothing_is_seen() -> None:
-    """The one rule of this library that changes numbers: NaN becomes 0."""
+def test_fully_masked_rows_with_an_infinite_fill_return_zeros() -> None:
+    """The only intended difference from PyTorch: NaN becomes 0."""
     attend, _ = ATTENTIONS["multiplied"]
     model = Attention(attend()).eval()
     ours, _ = compiled(model)
-    x, mask = _x(), with_blind_rows()
+    x, mask = _x(), with_fully_masked_rows()
     with torch.no_grad():
         expected, got = model(x, x, mask), ours(x, x, mask)
-    blind = expected.isnan()
-    assert blind.any()
-    torch.testing.assert_close(got[~blind], expected[~blind])
-    torch.testing.assert_close(got[blind], model.out.bias.expand_as(got)[blind])
+    fully_masked = expected.isnan()
+    assert fully_masked.any()
+    torch.testing.assert_close(got[~fully_masked], expected[~fully_masked])
+    torch.testing.assert_close(got[fully_masked], model.out.bias.expand_as(got)[fully_masked])
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -146,10 +148,10 @@ def test_norms(name: str) -> None:
     assert not {"mean", "std", "var", "var_mean", "std_mean", "sqrt", "sub"} & set(report.others)
     torch.nn.init.normal_(model[0].weight, 0, 1e-4)
     torch.nn.init.zeros_(model[0].bias)
-    check(model, _x(), layer_norm=1)  # eps counts
+    check(model, _x(), layer_norm=1)  # with a variance so small that eps matters
 
 
-def test_equal_values_stay_finite() -> None:
+def test_norm_of_equal_values_is_finite() -> None:
     model = Norm(annotated_norm)
     ours, _ = compiled(model)
     x = torch.ones(B, T, M)
@@ -181,7 +183,7 @@ def test_feed_forward(name: str) -> None:
 @pytest.mark.parametrize("norm", [None, annotated_norm])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("cross", [True, False])
-def test_blocks(cross: bool, norm_first: bool, norm: Any) -> None:
+def test_encoder_and_decoder_layers(cross: bool, norm_first: bool, norm: Any) -> None:
     model = Block(cross, norm_first, norm)
     sums = 2 + cross if not norm_first else 1 + cross
     [report] = check(
@@ -193,7 +195,7 @@ def test_blocks(cross: bool, norm_first: bool, norm: Any) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_a_whole_translator(norm_first: bool) -> None:
+def test_encoder_decoder_model(norm_first: bool) -> None:
     model = Translator(norm_first)
     [report] = check(
         model, *sentences(), attention=6, feed_forward=4, linear=25,
@@ -203,24 +205,24 @@ def test_a_whole_translator(norm_first: bool) -> None:
 
 
 def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    visited: list[Any] = []
     right = run_time.attend
 
     def attend(*args: Any, **options: Any) -> Any:
-        seen.append(args[3:6])
+        visited.append(args[3:6])
         return right(*args, **options)
 
     monkeypatch.setattr(run_time, "attend", attend)
     ours, _ = compiled(Translator().eval())
     with torch.no_grad():
         ours(*sentences())
-    encoder, decoder = seen[:2], seen[2::2]
+    encoder, decoder = visited[:2], visited[2::2]
     assert len({id(mask) for mask, *_ in encoder}) == 1
-    # The decoder's mask was seen to be causal and padding: it need not be read for every pair.
+    # The decoder's mask was recognised as causal plus padding, so that (T, T) need not be read.
     assert [(mask.shape, causal) for mask, _, causal in decoder] == 2 * [((B, 1, 1, T), True)]
 
 
-def test_training_learns_the_same() -> None:
+def test_training_gives_the_same_losses() -> None:
     theirs = Translator()
     ours, _ = compiled(copy.deepcopy(theirs))
     source, target = sentences()
@@ -232,7 +234,7 @@ def test_training_learns_the_same() -> None:
 
 
 def test_dropout() -> None:
-    """Another pattern than PyTorch's, of the same kind: seeded, and right on average."""
+    """Dropout draws another pattern than PyTorch's, and the seed determines it."""
     model = Block(False, False, p=0.25)
     ours, reports = compiled(model)
     x = _x()
@@ -250,7 +252,7 @@ def test_dropout() -> None:
     assert "dropout" not in reports[0].others
 
 
-def test_weights_are_seen_after_dropout_or_before_it_as_the_user_does() -> None:
+def test_returned_weights_are_before_or_after_dropout_as_written() -> None:
     for name, dropped in (("divided, (T, T)", True), ("weights before dropout", False)):
         attend, _ = ATTENTIONS[name]
         ours, reports = compiled(Attention(attend(), p=0.5))
@@ -270,13 +272,13 @@ def _values_written(q, k, v, mask, drop):
     return weights @ v
 
 
-def _shown_scores(q, k, v, mask, drop):
+def _returned_scores(q, k, v, mask, drop):
     scores = q @ k.transpose(-2, -1)
     return torch.softmax(scores, -1) @ v, scores
 
 
 def _attend(between: Callable[[Tensor], Tensor], dim: int = -1) -> Any:
-    """Attention with this between its product and its softmax."""
+    """Returns an attention that applies ``between`` to the scores before the softmax."""
     return lambda q, k, v, mask, drop: torch.softmax(between(q @ k.mT), dim) @ v
 
 
@@ -285,7 +287,7 @@ def _attend(between: Callable[[Tensor], Tensor], dim: int = -1) -> Any:
     [
         (_attend(lambda x: 30 * torch.tanh(x / 30)), "its scores come from tanh"),
         (_attend(lambda x: x, dim=-2), "not over the last dimension"),
-        (_shown_scores, "its scores are used elsewhere too"),
+        (_returned_scores, "its scores are used elsewhere too"),
         (
             _attend(lambda x: x.masked_fill(~causal(), -5.0)),
             "filled with -5, which does not mask them out",
@@ -320,14 +322,14 @@ def _attend(between: Callable[[Tensor], Tensor], dim: int = -1) -> Any:
         ),
     ],
 )
-def test_what_is_not_attention_as_we_know_it_stays(attend: Any, reason: str) -> None:
+def test_unsupported_attention_is_left_with_a_reason(attend: Any, reason: str) -> None:
     [report] = check(Attention(attend), _x(), _x(), None, attention=0, linear=4)
     [left] = [str(found) for found in report.left]
     assert reason in left
     assert f"{__file__}:" in left
 
 
-def test_writes_in_place_elsewhere_stay_writes() -> None:
+def test_unrelated_writes_in_place_are_kept() -> None:
     def forward(self: Any, x: Tensor, step: int) -> Tensor:
         self.cache[:, step] = x[:, 0]
         y = self.attention(x[:, :1], self.cache, None)[0]
@@ -345,7 +347,7 @@ def test_writes_in_place_elsewhere_stay_writes() -> None:
     assert reports[0].counts["attention"] == 1
 
 
-def test_lengths_may_vary() -> None:
+def test_one_dynamic_graph_serves_all_lengths() -> None:
     model = Block(False, True, annotated_norm).eval()
     ours, reports = compiled(model)
     with torch.no_grad():
@@ -356,8 +358,8 @@ def test_lengths_may_vary() -> None:
     assert all(report.counts["attention"] == 1 for report in reports)
 
 
-def test_with_modules_of_ours() -> None:
-    """accelerate for torch.nn's modules, the compiler for the rest."""
+def test_accelerate_and_compile_combine() -> None:
+    """`accelerate` replaces the torch.nn modules, and the backend rewrites the rest."""
     theirs = Written(
         lambda self, x: self.attention(self.layer(x), x, causal())[0],
         layer=torch.nn.TransformerEncoderLayer(M, 4, 64, 0.0, batch_first=True),
@@ -371,7 +373,7 @@ def test_with_modules_of_ours() -> None:
     assert all(report.counts["attention"] >= 1 for report in reports)
 
 
-def test_an_inner_backend() -> None:
+def test_inner_backend_by_name() -> None:
     theirs = Translator().eval()
     model = copy.deepcopy(theirs)
     options = {"inner": "aot_eager"}
@@ -381,7 +383,7 @@ def test_an_inner_backend() -> None:
 
 
 def _gated(self: Any, x: Tensor) -> Tensor:
-    """Rotary positions and a gate, which are none of our ops."""
+    """Rotary positions and a gate, which no op of this library computes."""
     one, other = x.chunk(2, -1)
     turned = x * x.cos() + torch.cat((-other, one), -1) * x.sin()
     return self.down(F.silu(self.gate(turned)) * self.up(turned)) + x
@@ -392,20 +394,20 @@ def _gated_model() -> torch.nn.Module:
     return Written(_gated, **parts).eval()
 
 
-def _inductor_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has ``run(module)`` stand for what inductor makes; what is asked for, in order."""
-    asked: list[str] = []
+def _replace_inductor(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces every backend by ``run(module)``; returns the list of requested backend names."""
+    requested: list[str] = []
 
     def look_up(name: str) -> Any:
-        asked.append(name)
+        requested.append(name)
         return lambda module, inputs: run(module)
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", look_up)
-    return asked
+    return requested
 
 
 @torch.no_grad()
-def test_inductor_compiles_the_rest_of_inference() -> None:
+def test_inductor_compiles_the_remaining_ops_in_inference() -> None:
     compile_reports(clear=True)
     model, x = _gated_model(), _x()
     ours = torch.compile(copy.deepcopy(model), backend=compile_backend, options=COMPILE_REST)
@@ -423,15 +425,15 @@ def test_a_wrong_result_of_inductor_is_not_used(wrong: float | None, monkeypatch
             raise RuntimeError("no")
         return lambda *inputs: [x * wrong if x.dim() else x for x in module.forward(*inputs)]
 
-    told: list[str] = []
-    monkeypatch.setattr(inner._log, "warning", lambda *args: told.append(args))
-    asked = _inductor_is(broken, monkeypatch)
+    messages: list[str] = []
+    monkeypatch.setattr(inner._log, "warning", lambda *args: messages.append(args))
+    requested = _replace_inductor(broken, monkeypatch)
     model, x = _gated_model(), _x()
     ours = torch.compile(copy.deepcopy(model), backend=compile_backend, options=COMPILE_REST)
     for _ in range(3):
         torch.testing.assert_close(ours(x), model(x))
-    assert asked.count("inductor") == 1
-    [(text, *values)] = told
+    assert requested.count("inductor") == 1
+    [(text, *values)] = messages
     assert "run in eager mode" in text % tuple(values)
 
 
@@ -466,7 +468,7 @@ def _float8(x: Tensor, p: Tensor) -> Any:
     ids=lambda f: f.__name__,
 )
 def test_the_check_of_the_first_result_has_no_effect(function: Any, context: Any) -> None:
-    """The same results and the same inputs afterwards, written once."""
+    """Results, inputs and random state are those of an eager run; writes happen once."""
 
     def run(options: dict[str, Any]) -> Any:
         torch.compiler.reset()
@@ -488,7 +490,7 @@ def test_the_check_of_the_first_result_has_no_effect(function: Any, context: Any
         (lambda patch: patch.setattr("shutil.which", lambda name: None), "needs a C++ compiler"),
     ],
 )
-def test_what_inductor_does_not_compile(change: Any, reason: str, monkeypatch) -> None:
+def test_why_not_names_the_reason(change: Any, reason: str, monkeypatch) -> None:
     change(monkeypatch)
     x = torch.randn(4, M, requires_grad="training" in reason)
     module = torch.fx.symbolic_trace(torch.nn.Linear(M, M))
@@ -498,11 +500,11 @@ def test_what_inductor_does_not_compile(change: Any, reason: str, monkeypatch) -
 
 
 @torch.no_grad()
-def test_masks_are_looked_at_in_a_graph_that_inductor_does_not_compile(monkeypatch) -> None:
-    asked = _inductor_is(lambda module: module.forward, monkeypatch)
+def test_inductor_is_not_used_for_graphs_with_masks(monkeypatch) -> None:
+    requested = _replace_inductor(lambda module: module.forward, monkeypatch)
     model = Block(True, False).eval()
     torch.compile(model, backend=compile_backend, options=COMPILE_REST)(_x(), _x(), causal(), None)
-    assert "inductor" not in asked
+    assert "inductor" not in requested
     assert "left to eager PyTorch (inductor is not used with attention masks" in str(
         compile_reports(clear=True)[-1]
     )
@@ -535,13 +537,13 @@ def test_reports_and_options() -> None:
     [report] = compile_reports(clear=True)
     assert str(report) == "rewritten: 1 feed_forward."
     assert compile_reports() == []
-    for options, told in (({"fast": True}, "takes the options inner and report, not fast"),):
+    for options, message in (({"fast": True}, "takes the options inner and report, not fast"),):
         broken = torch.compile(FeedForward(), backend=compile_backend, options=options)
-        with pytest.raises(Exception, match=told):
+        with pytest.raises(Exception, match=message):
             broken(_x())
 
 
-_KNOWN_WITHOUT_ENTRY_POINT = """
+_REGISTERED_WITHOUT_ENTRY_POINT = """
 import importlib.metadata, sys
 importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
 import torch
@@ -556,20 +558,20 @@ assert transformer_fast.compile_reports()[0].counts == {"feed_forward": 1}
 
 
 @pytest.mark.parametrize("first", ["", "dynamo"])
-def test_the_name_is_known_without_an_entry_point(first: str) -> None:
-    """In a checkout that is not installed, whichever of Dynamo and the package comes first."""
-    python("-c", _KNOWN_WITHOUT_ENTRY_POINT, first)
+def test_name_is_registered_without_an_entry_point(first: str) -> None:
+    """In a checkout that is not installed, whether Dynamo or the package is imported first."""
+    python("-c", _REGISTERED_WITHOUT_ENTRY_POINT, first)
 
 
-def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entry point in pyproject.toml, which is all that an installed package needs."""
+def test_name_is_registered_by_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package needs only the entry point of pyproject.toml."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     group = "torch_dynamo_backends"
     [(name, target)] = project["project"]["entry-points"][group].items()
     assert name == "transformer_fast"
     registry = torch._dynamo.backends.registry
-    torch.compiler.list_backends()  # looks for entry points, once per process
+    torch.compiler.list_backends()  # reads the entry points, once per process
     monkeypatch.setitem(registry._BACKENDS, name, EntryPoint(name, target, group))
     monkeypatch.delitem(registry._COMPILER_FNS, name, raising=False)
     assert name in torch.compiler.list_backends()
@@ -580,8 +582,8 @@ def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_reports(clear=True)[0].counts == {"feed_forward": 1}
 
 
-@pytest.mark.parametrize("name", ["like the scores", "permuted", "one key head", "temperatures"])
-def test_lengths_of_attention_may_vary(name: str) -> None:
+@pytest.mark.parametrize("name", ["full_like scores", "permuted", "one key head", "temperatures"])
+def test_one_dynamic_graph_serves_all_attention_lengths(name: str) -> None:
     model = Attention(ATTENTIONS[name][0]()).eval()
     ours, reports = compiled(model)
     with torch.no_grad():
@@ -593,24 +595,24 @@ def test_lengths_of_attention_may_vary(name: str) -> None:
     assert [report.counts["attention"] for report in reports] == [1, 1]
 
 
-@pytest.mark.parametrize("attend", [zeros_afterwards, nan_to_num])
-def test_what_sees_nothing_gets_nothing_where_the_user_says_so(attend: Any) -> None:
-    mask = with_blind_rows()
+@pytest.mark.parametrize("attend", [zeroed_weights, nan_to_num])
+def test_fully_masked_rows_return_zeros_if_the_model_says_so(attend: Any) -> None:
+    mask = with_fully_masked_rows()
     model = Attention(attend).eval()
     ours, _ = compiled(model)
     with torch.no_grad():
         got = ours(_x(), _x(), mask)
     output = got[0] if isinstance(got, tuple) else got
-    blind = ~mask.any(-1)[:, 0]
-    torch.testing.assert_close(output[blind], model.out.bias.expand_as(output[blind]))
+    fully_masked = ~mask.any(-1)[:, 0]
+    torch.testing.assert_close(output[fully_masked], model.out.bias.expand_as(output[fully_masked]))
     if isinstance(got, tuple):
-        assert (got[1].transpose(1, 2)[blind] == 0).all()
+        assert (got[1].transpose(1, 2)[fully_masked] == 0).all()
 
 
 @pytest.mark.parametrize(
     "activation", [torch.relu, torch.nn.ReLU(inplace=True), torch.nn.GELU("tanh")]
 )
-def test_convolutions_over_single_positions(activation: Any) -> None:
+def test_convolutions_of_kernel_size_1_are_linear_maps(activation: Any) -> None:
     [report] = check(Convolutions(activation), _x(), feed_forward=1, add_layer_norm=1)
     assert set(report.others) == {"flatten", "getitem"}
     [report] = check(ConvolutionsAlone(activation), _x(), feed_forward=1)
@@ -618,7 +620,7 @@ def test_convolutions_over_single_positions(activation: Any) -> None:
 
 
 def _patches(conv: torch.nn.Module, tokens: Callable[[Tensor], Tensor]) -> torch.nn.Module:
-    """A patch embedding."""
+    """Returns a patch embedding."""
     return Written(lambda self, x: tokens(self.conv(x)) + 1, conv=conv)
 
 
@@ -658,14 +660,14 @@ def _flat(x: Tensor) -> Tensor:
         (_CONV2D(4, 4), lambda x: _flat(x).mT.view(2, -1)),
     ],
 )
-def test_other_convolutions_stay(conv: torch.nn.Module, tokens: Any) -> None:
+def test_other_convolutions_are_left(conv: torch.nn.Module, tokens: Any) -> None:
     [report] = check(_patches(conv, tokens), torch.randn(_IMAGE), linear=0)
     assert report.others["conv2d"] == 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["padding", "stride"])
-def test_convolutions_by_numbers_of_run_time(name: str) -> None:
+def test_convolutions_with_symbolic_arguments(name: str) -> None:
     def tokens(x: Tensor, n: int) -> Tensor:
         return _flat(F.conv2d(x, weight, None, **{"stride": 4, name: n})) + 1
 
@@ -676,7 +678,7 @@ def test_convolutions_by_numbers_of_run_time(name: str) -> None:
 
 
 @torch.no_grad()
-def test_patches_of_mapped_images() -> None:
+def test_patch_embeddings_under_vmap() -> None:
     def tokens(x: Tensor) -> Tensor:
         return torch.func.vmap(lambda one: _flat(F.conv2d(one, weight, None, 4)) + 1)(x)
 
@@ -684,7 +686,7 @@ def test_patches_of_mapped_images() -> None:
     torch.testing.assert_close(compiled(tokens)[0](x), tokens(x))
 
 
-def test_what_wrote_in_place_is_taken_out() -> None:
+def test_in_place_activation_and_dropout_are_removed() -> None:
     model = Written(
         lambda self, x: self.norm(x + self.dropout(self.w_2(self.dropout(F.relu_(self.w_1(x)))))),
         w_1=torch.nn.Linear(M, 2 * M), w_2=torch.nn.Linear(2 * M, M), norm=torch.nn.LayerNorm(M),
@@ -702,7 +704,7 @@ def _in_out(self: Any, x: Tensor) -> Tensor:
 
 
 def _reused(self: Any, x: Tensor) -> Tensor:
-    """The buffer that a product read is written before its result is reshaped."""
+    """A product's input is overwritten before the product's result is reshaped."""
     y = 2 * x
     first = torch.addmm(self.bias, y.view(-1, M), self.first)
     y.add_(1)
@@ -714,8 +716,8 @@ def _reused(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "counts"), [(_in_out, {"feed_forward": 1, "linear": 2}), (_reused, None)]
 )
-def test_weights_that_are_stored_in_out(forward: Any, counts: dict[str, int] | None) -> None:
-    """As Conv1D of transformers has them."""
+def test_weights_stored_as_in_out(forward: Any, counts: dict[str, int] | None) -> None:
+    """The layout of Conv1D of transformers."""
     model = Written(
         forward, first=_parameter(M, 64), second=_parameter(64, M), bias=_parameter(64)
     ).eval()
@@ -728,8 +730,8 @@ def test_weights_that_are_stored_in_out(forward: Any, counts: dict[str, int] | N
 
 
 @torch.no_grad()
-def test_products_of_any_size() -> None:
-    """No guard on a size that the caller says is dynamic."""
+def test_products_with_dynamic_sizes() -> None:
+    """No guard is added for a size that is marked as dynamic."""
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         return (x.view(-1, M) @ weight).view(4, -1, 64)
@@ -746,7 +748,7 @@ def test_products_of_any_size() -> None:
 
 
 def _broadcast(self: Any, x: Tensor) -> Tensor:
-    """Biases of one value for all units, which F.linear and addmm take."""
+    """Biases of one value for all units, which F.linear and addmm allow."""
     y = F.linear(F.relu(F.linear(x, self.weight, self.bias)), self.weight)
     return torch.addmm(self.bias, y.flatten(0, 1), self.weight)
 
@@ -764,15 +766,15 @@ def _convolutions(kernel_size: int) -> torch.nn.Module:
     return model
 
 
-#: Further code: the model, inputs, how often each op is put in, and (some of) what stays.
+#: name: (model, inputs, number of insertions of each op, numbers of some unchanged calls)
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], Any]] = {
-    "torch's attention": (
+    "F.scaled_dot_product_attention": (
         lambda: Attention(
             lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True)
         ),
         lambda: (_x(), _x(), None), {"attention": 1, "linear": 4}, None,
     ),
-    "one query to a growing cache": (
+    "one query and a growing cache": (
         lambda: Written(
             lambda self, x, past: self.attention(x, torch.cat([past, x], dim=1), None)[0],
             attention=Attention(divided),
@@ -788,7 +790,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], An
         ),
         lambda: (_x(),), {"attention": 1, "feed_forward": 1}, None,
     ),
-    "a norm with one number for all": (
+    "norm with scalar affine": (
         lambda: Written(
             _one_number, alpha=_parameter(1), bias=_parameter(1), weight=_parameter(M, M)
         ),
@@ -803,7 +805,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], An
         ),
         lambda: (_x(),), {}, {"tanh": 0, "gelu": 1},
     ),
-    "gelu and a little": (
+    "gelu plus a small number": (
         lambda: Written(
             lambda self, x: 0.5 * ((x := self.weight * x) * (1 + torch.erf(x / 2**0.5)) + 2e-5),
             weight=_parameter(M),
@@ -818,7 +820,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], An
         lambda: _convolutions(3),
         lambda: (_x(),), {"feed_forward": 0, "add_layer_norm": 1}, {"conv1d": 2},
     ),
-    "images without a batch": (
+    "unbatched images": (
         lambda: torch.nn.Sequential(
             torch.nn.Conv2d(8, 8, 1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 1)
         ),
@@ -829,15 +831,15 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, int], An
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OTHERS)
-def test_further_code(name: str) -> None:
+def test_other_models(name: str) -> None:
     make, inputs, counts, stays = OTHERS[name]
     [report] = check(make(), *inputs(), **counts)
     for op, count in (stays or {}).items():
         assert report.others[op] == count
 
 
-def test_what_stays_and_could_be_faster_is_told() -> None:
-    """Products with a matrix that kernels cannot read as it lies."""
+def test_unsupported_weight_layout_is_reported() -> None:
+    """Products with a matrix in a memory layout that the kernels do not support."""
     model = Written(
         lambda self, x: torch.addmm(x.sum(), x.flatten(0, 1), self.weight).view_as(x) @ self.weight,
         weight=_parameter(M, M),
@@ -874,7 +876,7 @@ def _whole_numbers(x: Tensor, mask: Tensor) -> Tensor:
     ],
     ids=["bool mask", "float mask", "mask of keys", "one value head", "whole numbers"],
 )
-def test_calls_that_only_pytorch_takes_stay(call: Any, mask: Any, dynamic: bool) -> None:
+def test_calls_that_only_pytorch_supports_are_left(call: Any, mask: Any, dynamic: bool) -> None:
     x = _x()
     ours, reports = compiled(call, dynamic=dynamic)
     torch.testing.assert_close(ours(x, mask), call(x, mask))
@@ -884,8 +886,8 @@ def test_calls_that_only_pytorch_takes_stay(call: Any, mask: Any, dynamic: bool)
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
-def test_results_that_cannot_be_compared() -> None:
-    """What inductor makes of nested tensors is not used."""
+def test_nested_tensors_run_eagerly() -> None:
+    """Inductor's result is not used, since nested tensors cannot be compared."""
     layer = torch.nn.Linear(M, M)
     x = torch.nested.nested_tensor([torch.randn(n, M) for n in (2, 3)], layout=torch.jagged)
     ours = torch.compile(layer, backend=compile_backend, options=COMPILE_REST)
@@ -893,12 +895,12 @@ def test_results_that_cannot_be_compared() -> None:
         torch.testing.assert_close(ours(x).values(), layer(x).values())
 
 
-_HIDES = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
+_PADDING = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
 _CAUSAL = torch.ones(7, 7, dtype=torch.bool).triu(1)
 
 
 class Called(torch.nn.Module):
-    """A module of torch.nn with these arguments, and the first of its results."""
+    """Calls a torch.nn module with these keyword arguments; concatenates a tuple of results."""
 
     def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -917,14 +919,14 @@ class Called(torch.nn.Module):
 
 
 @pytest.mark.parametrize("masks", [
-    {}, {"key_padding_mask": _HIDES}, {"attn_mask": _CAUSAL, "is_causal": True, "need_weights": False},
-    {"attn_mask": _CAUSAL.float() * -9, "key_padding_mask": _HIDES.float() * -9},
+    {}, {"key_padding_mask": _PADDING}, {"attn_mask": _CAUSAL, "is_causal": True, "need_weights": False},
+    {"attn_mask": _CAUSAL.float() * -9, "key_padding_mask": _PADDING.float() * -9},
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [
     {}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "batch_first": True},
     {"kdim": 16, "vdim": 24, "batch_first": True},
 ])  # fmt: skip
-def test_multihead_attention_of_torch(options: dict[str, Any], masks: dict[str, Any]) -> None:
+def test_pytorch_multihead_attention(options: dict[str, Any], masks: dict[str, Any]) -> None:
     module = torch.nn.MultiheadAttention(32, 4, **options)
     sizes = (32, options.get("kdim", 32), options.get("vdim", 32))
     first = (2, 7) if options.get("batch_first") else (7, 2)
@@ -933,7 +935,7 @@ def test_multihead_attention_of_torch(options: dict[str, Any], masks: dict[str, 
 
 
 @torch.no_grad()
-def test_keys_that_are_projected_before_stay() -> None:
+def test_static_keys_are_left() -> None:
     keys = torch.randn(8, 7, 8)  # (B * H, S, D)
     module = torch.nn.MultiheadAttention(32, 4)
 
@@ -950,13 +952,13 @@ def test_keys_that_are_projected_before_stay() -> None:
 
 
 @pytest.mark.parametrize("masks", [
-    {}, {"src_key_padding_mask": _HIDES}, {"src_mask": _CAUSAL},
-    {"src_mask": _CAUSAL, "src_key_padding_mask": _HIDES},
+    {}, {"src_key_padding_mask": _PADDING}, {"src_mask": _CAUSAL},
+    {"src_mask": _CAUSAL, "src_key_padding_mask": _PADDING},
 ])  # fmt: skip
 @pytest.mark.parametrize(
     "options", [{}, {"norm_first": True, "activation": "gelu", "layer_norm_eps": 0.1}]
 )
-def test_encoder_layers_of_torch(options: dict[str, Any], masks: dict[str, Any]) -> None:
+def test_pytorch_encoder_layers(options: dict[str, Any], masks: dict[str, Any]) -> None:
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, **options)
     model, x = Called(layer, **masks).eval(), torch.randn(2, 7, 32)
     ours, reports = compiled(copy.deepcopy(model))
@@ -970,7 +972,7 @@ def test_encoder_layers_of_torch(options: dict[str, Any], masks: dict[str, Any])
 
 
 @torch.no_grad()
-def test_encoder_layers_of_torch_without_a_batch_element() -> None:
+def test_pytorch_encoder_layers_with_an_empty_batch() -> None:
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     model, x = Called(layer, src_mask=_CAUSAL), torch.randn(0, 7, 32)
     ours, _ = compiled(model)
@@ -978,18 +980,18 @@ def test_encoder_layers_of_torch_without_a_batch_element() -> None:
 
 
 @torch.no_grad()
-def test_encoder_layers_of_torch_in_graphs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(inner._log, "warning", lambda *args: told.append(args[0]))
+def test_pytorch_encoder_layers_in_dynamic_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(inner._log, "warning", lambda *args: messages.append(args[0]))
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     ours = torch.compile(layer, backend=compile_backend, dynamic=True, options=COMPILE_REST)
     for length in (7, 9):
         x = torch.randn(2, length, 32)
         torch.testing.assert_close(ours(x), layer(x))
-    assert not told
+    assert not messages
 
 
-# Code that writes in place.
+# Functions that write in place.
 
 
 def _scores(x: Tensor) -> Tensor:
@@ -1010,9 +1012,9 @@ def slices_of_a_bias(x: Tensor) -> Tensor:
 
 def through_a_view_of_the_mask(x: Tensor) -> Tensor:
     mask = torch.zeros(T, T, dtype=torch.bool)
-    seen = mask[None]
+    view = mask[None]
     mask.fill_diagonal_(True)
-    return _scores(x).masked_fill(seen, -1e9).softmax(-1) @ x
+    return _scores(x).masked_fill(view, -1e9).softmax(-1) @ x
 
 
 def row_by_row(x: Tensor) -> Tensor:
@@ -1030,7 +1032,7 @@ def one_mask_in_two_states(x: Tensor) -> Tensor:
 
 
 def a_mask_made_in_between(x: Tensor) -> Tensor:
-    """What is written has nothing to do with the attention's own tensors."""
+    """The written tensor is not one of the attention's own."""
     scores = _scores(x) / 3
     mask = torch.ones(2, 1, T, dtype=torch.bool)
     mask[1, :, 4:] = False
@@ -1115,13 +1117,13 @@ def sum_written(self: Any, x: Tensor) -> Tensor:
 
 
 def residual_in_place(self: Any, x: Tensor) -> Tensor:
-    """The residual added in place, as many write it: nobody else sees the sum's memory."""
+    """The residual is added in place, which is common: no other node shares the sum's memory."""
     y = self.second(F.relu(self.first(x)))
     y += x
     return self.norm(y)
 
 
-def residual_in_place_seen(self: Any, x: Tensor) -> Tensor:
+def residual_in_place_viewed(self: Any, x: Tensor) -> Tensor:
     y = self.second(F.relu(self.first(x)))
     before = y.view(-1, M)
     y += x
@@ -1136,7 +1138,7 @@ def gelu_input_written(x: Tensor) -> Tensor:
     return half * (1 + inner) + hidden
 
 
-#: What is written, and what is found of it.
+#: (function, number of insertions of each op)
 WRITES: list[tuple[Callable[..., Any], dict[str, int]]] = [
     (slices_of_a_mask, {"attention": 1}),
     (slices_of_a_bias, {"attention": 1}),
@@ -1157,7 +1159,7 @@ WRITES: list[tuple[Callable[..., Any], dict[str, int]]] = [
     (dropped_input_written, {"layer_norm": 1}),
     (sum_written, {"layer_norm": 1}),
     (residual_in_place, {"feed_forward": 1, "add_layer_norm": 1}),
-    (residual_in_place_seen, {"feed_forward": 1, "layer_norm": 1}),
+    (residual_in_place_viewed, {"feed_forward": 1, "layer_norm": 1}),
 ]
 
 
@@ -1177,8 +1179,8 @@ def test_nothing_moves_past_a_write(code: Any, counts: dict[str, int]) -> None:
     assert_same_numbers(ours, theirs, (x,), {}, grad=False)
     try:
         assert_same_numbers(ours, theirs, (x,), {}, grad=True)
-    except RuntimeError as error:  # what was written was needed in backward
+    except RuntimeError as error:  # backward needed an overwritten tensor
         assert "modified by an inplace operation" in str(error)  # noqa: PT017
     assert reports[0].counts == counts
-    told = "modified in place between its ops" in str(reports[0])
-    assert told == (code in LEFT)
+    is_reported = "modified in place between its ops" in str(reports[0])
+    assert is_reported == (code in LEFT)

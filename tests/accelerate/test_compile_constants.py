@@ -1,5 +1,7 @@
-"""torch.compile(backend="transformer_fast"): what programs need of parameters and buffers alone is
-computed before they run, and anew once those change."""
+"""torch.compile(backend="transformer_fast") precomputes values that depend only on parameters.
+
+The values are recomputed when a parameter or buffer changes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ pytestmark = [
 
 
 class Model(nn.Module):
-    """A network, a normed weight, a bias by relative position, a table, and what is drawn."""
+    """A model with precomputable parts, and with parts that depend on the input.
+
+    Precomputable are packed weights of a network, a weight norm, a relative position bias and a
+    position table.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +59,7 @@ def _compiled(model: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def lifted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `constants.lift` made of the programs that were compiled."""
+    """Records the results of `constants.lift` for the compiled programs."""
     found: list[tuple[Any, ...]] = []
 
     def lift(*arguments: Any) -> Any:
@@ -83,14 +89,14 @@ def _changes(model: Model) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_changes_are_found(context: Any, lifted: list[tuple[Any, ...]]) -> None:
+def test_changed_parameters_are_detected(context: Any, lifted: list[tuple[Any, ...]]) -> None:
     model, x = Model().eval(), torch.randn(20, 5, 64)
     compiled = _compiled(model)
     with context():
         for _ in range(3):
             torch.testing.assert_close(compiled(x), model(x))
     [(program, _, first)] = lifted
-    # Of the network, two packed copies; the normed weight, the bias and the table.
+    # Two packed copies for the network, and three values: normed weight, bias and position table.
     given = [node.name for node in program.graph.nodes if node.op == "placeholder"][-5:]
     assert [name.partition("_")[0] for name in given] == ["packed"] * 2 + ["value"] * 3
     shapes = {tuple(each.shape) for each in first[2:]}
@@ -106,7 +112,9 @@ def test_changes_are_found(context: Any, lifted: list[tuple[Any, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_values_are_counted_and_dropped(lifted: list[tuple[Any, ...]]) -> None:
+def test_memory_packed_counts_values_and_forget_packed_drops_them(
+    lifted: list[tuple[Any, ...]],
+) -> None:
     model, x = Model().eval(), torch.randn(20, 5, 64)
     memory.forget_packed()
     before = memory.packed()
@@ -122,7 +130,7 @@ def test_values_are_counted_and_dropped(lifted: list[tuple[Any, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_without_room_for_copies(
+def test_without_packing_memory_nothing_is_cached(
     lifted: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = Model().eval(), torch.randn(20, 5, 64)
@@ -137,7 +145,7 @@ def test_without_room_for_copies(
 
 
 class Gated(nn.Module):
-    """The first call is a product."""
+    """A model whose first call is a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +157,7 @@ class Gated(nn.Module):
 
 
 @torch.no_grad()
-def test_further_inputs_stand_behind_the_others(lifted: list[tuple[Any, ...]]) -> None:
+def test_additional_inputs_follow_the_original_inputs(lifted: list[tuple[Any, ...]]) -> None:
     model, x = Gated(), torch.randn(20, 64)
     compiled = _compiled(model)
     for _ in range(2):
@@ -160,7 +168,8 @@ def test_further_inputs_stand_behind_the_others(lifted: list[tuple[Any, ...]]) -
 
 
 class Returned(nn.Module):
-    """The caller may write to what it gets, which the next call must not see."""
+    """Returns a view of a precomputable value: a caller may write to it without effect on the next
+    call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +207,7 @@ class Drawn(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [Returned, Counting, CountingData, Drawn])
-def test_what_is_not_constant(kind: type[nn.Module]) -> None:
+def test_mutable_and_random_values_are_not_cached(kind: type[nn.Module]) -> None:
     def results(run: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(1)
         found = []
@@ -218,7 +227,7 @@ def test_what_is_not_constant(kind: type[nn.Module]) -> None:
 
 
 class Cached(nn.Module):
-    """The first step of a cache, whose parts are empty, and casts that change nothing."""
+    """The first step of a key-value cache, with empty tensors, and casts without effect."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         keys = torch.cat([torch.tensor([]), x.sin()], -2)
@@ -230,14 +239,16 @@ class Cached(nn.Module):
 
 
 @torch.no_grad()
-def test_empty_parts_and_idle_casts(lifted: list[tuple[Any, ...]]) -> None:
+def test_empty_concatenations_and_casts_without_effect_are_removed(
+    lifted: list[tuple[Any, ...]],
+) -> None:
     model, x = Cached(), torch.randn(2, 4, 5, 16)
     compile_reports(clear=True)
     compiled = _compiled(model)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), model(x))
     [report] = compile_reports(clear=True)
-    # What the caller gets stays a copy, and what is viewed stays contiguous.
+    # Two concatenations remain: a returned one stays a copy, and a viewed one stays contiguous.
     assert (report.others["cat"], report.others["to"], report.others["float"]) == (2, 0, 0)
 
 
@@ -252,7 +263,7 @@ class Windows(nn.Module):
 
 
 @torch.no_grad()
-def test_views_are_written_once(lifted: list[tuple[Any, ...]]) -> None:
+def test_shared_views_are_materialized_once(lifted: list[tuple[Any, ...]]) -> None:
     model, x = Windows(), torch.randn(2, 8, 8, 64)
     compiled = _compiled(model)
     for _ in range(2):
@@ -263,7 +274,7 @@ def test_views_are_written_once(lifted: list[tuple[Any, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_modules_that_share_a_program(lifted: list[tuple[Any, ...]]) -> None:
+def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[Any, ...]]) -> None:
     models, x = [Gated(), Gated()], torch.randn(20, 64)
     torch.compiler.reset()
     for model in models:

@@ -1,5 +1,9 @@
-"""torch.compile(backend="transformer_fast"): no rewrite crosses the border of a torch.no_grad,
-torch.enable_grad or autocast block inside the compiled function, and checkpoints keep their dropout."""
+"""torch.compile(backend="transformer_fast") with blocks that set a mode inside the compiled
+function.
+
+No rewrite crosses the border of a torch.no_grad, torch.enable_grad or autocast block. Checkpoints
+recompute with the same dropout.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,9 @@ from transformer_fast.testing.parity import GRADIENT_FACTOR
 
 B, H, T, D = 2, 2, 16, 8
 M = H * D
-#: Of the inputs of each program.
+#: Shapes of the inputs x, p and bias of each program.
 SIZES = (B, T, M), (M, M), (M,)
-#: The rounding of one value in autocast.
+#: Rounding error of one value in autocast, relative.
 _BF16 = torch.finfo(torch.bfloat16).eps / 2
 
 
@@ -51,7 +55,7 @@ def _attention(attend: Any) -> Any:
 
 
 def _learned_bias(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
-    """The bias is an input of the program, and scaled with the scores."""
+    """The bias is an input of the program, and is scaled together with the scores."""
     scores = ((x * bias) @ x.mT + p) / 2
     return scores.softmax(-1) @ x
 
@@ -114,14 +118,14 @@ PROGRAMS: dict[str, Callable[..., Tensor]] = {
 
 
 class Border(NamedTuple):
-    """The calls that enclose a block."""
+    """The two calls that enclose a block."""
 
     enter: tuple[Any, ...]
     exit: tuple[Any, ...]
-    #: The modes around it; restored if the program raises.
+    #: Context with the modes around the block; restores them if the program raises.
     outside: Callable[[], AbstractContextManager[Any]]
     dtype: torch.dtype
-    #: Whether the block extends to the end of the graph.
+    #: True if the block extends to the end of the graph.
     is_rest: bool = False
 
 
@@ -144,7 +148,7 @@ BORDERS = {
 
 
 def _captured(function: Any, args: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
-    """The program as torch.compile captures it, and its inputs in their order."""
+    """Returns the program as torch.compile captures it, and its inputs in order."""
     found: list[Any] = []
 
     def backend(module: GraphModule, inputs: list[Tensor]) -> Any:
@@ -157,7 +161,7 @@ def _captured(function: Any, args: list[Tensor]) -> tuple[GraphModule, list[Tens
 
 
 def _with_block(module: GraphModule, node: Node, border: Border) -> GraphModule:
-    """The program with ``node`` in a block."""
+    """Returns the program with ``node`` inside a block."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
@@ -187,7 +191,7 @@ class _Annotating(Interpreter):
 def _results(
     run: Callable[..., Any], inputs: list[Tensor], border: Border
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The output, and the gradient of each input."""
+    """Returns the output, and the gradient of each input."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     with border.outside():
         [output] = run(*inputs)
@@ -201,7 +205,7 @@ def _results(
 @pytest.mark.parametrize("border", BORDERS.values(), ids=BORDERS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_no_rewrite_crosses_a_border(program: Callable[..., Tensor], border: Border) -> None:
-    """With each node in turn inside a block: same results, dtypes and gradients."""
+    """Each node in turn is inside a block: results, dtypes and gradients stay the same."""
     torch.manual_seed(0)
     args = [torch.randn(size, dtype=border.dtype) for size in SIZES]
     with border.outside():
@@ -213,7 +217,7 @@ def test_no_rewrite_crosses_a_border(program: Callable[..., Tensor], border: Bor
         block = _with_block(module, node, border)
         try:
             expected = _results(_Annotating(block).run, inputs, border)
-        except RuntimeError:  # the dtypes do not go together, or backward needs what was written
+        except RuntimeError:  # dtypes do not match, or backward needs an overwritten tensor
             continue
         rewrite(block, _modes(border))
         got = _results(block.forward, inputs, border)
@@ -256,7 +260,7 @@ def test_blocks_that_torch_compile_captures(block: Any) -> None:
     assert reports[0].others["relu"] == 1
 
 
-def test_inductor_is_not_used_where_a_block_takes_gradients() -> None:
+def test_inductor_is_not_used_if_a_block_enables_gradients() -> None:
     with torch.no_grad():
         module, inputs = _captured(PROGRAMS["_linear"], [torch.ones(s) for s in SIZES])
         given = [x.requires_grad_() for x in inputs]
@@ -320,7 +324,8 @@ def test_checkpoints_recompute_with_the_same_dropout(options: dict[str, Any], le
 
     ours, reports = compiled(run, fullgraph=True)
     found = results(ours)
-    if "context_fn" in options:  # its policy chooses among PyTorch's operators, which stay
+    # selective checkpointing chooses among PyTorch's operators: no rewrite
+    if "context_fn" in options:
         assert not reports[0].counts
         expected = results(run)
     else:
