@@ -1,7 +1,8 @@
-"""Replaces modules of existing models: `accelerate` and `restore`.
+"""`accelerate` and `restore`: replace modules of existing models, and undo it.
 
-``transformer_fast.accelerate`` is the function; the other names are its attributes, too, so that
-``transformer_fast.accelerate.register_converter`` works without an import of this package.
+``transformer_fast.accelerate`` is the function. The other public names are its attributes as well,
+so
+that ``transformer_fast.accelerate.register_converter`` works without importing this package.
 """
 
 from .report import Entry, Report

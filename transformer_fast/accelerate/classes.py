@@ -1,4 +1,4 @@
-"""Replaces the class of an existing module by one of ours, or gives the reason against it."""
+"""Replaces the class of an existing module, or returns the reason not to."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..nn.transformer_layers import may_have_shortcut
 
 
 class Change(Protocol):
-    """A change of one module; ``apply`` and ``undo`` either do all of it or raise."""
+    """A change of one module; ``apply`` and ``undo`` either complete, or raise without effect."""
 
     name: str
     module: torch.nn.Module
 
     @property
     def now(self) -> str:
-        """The class that the module then runs as, for the report."""
+        """The class that the module runs as after `apply`, for the report."""
 
     def apply(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Change(Protocol):
 
 @dataclass
 class ClassChange:
-    """The module gets another class and records its own; its attributes stay the same objects."""
+    """Assigns another class to the module and records both; its attributes remain the same objects."""
 
     name: str
     module: torch.nn.Module
@@ -90,7 +90,7 @@ def _all_or_none(
 
 @contextmanager
 def undone(changes: Sequence[Change]) -> Iterator[None]:
-    """Context manager within which the changes are undone."""
+    """Context manager that undoes the changes within the block."""
     undo_all(changes)
     try:
         yield
@@ -99,7 +99,7 @@ def undone(changes: Sequence[Change]) -> Iterator[None]:
 
 
 def class_of_ours(cls: type) -> str:
-    """The name of the class, ours or the user's, that does the work."""
+    """Returns the name of the first class in the MRO that is ours, else the class's own name."""
     for base in cls.__mro__:
         if base.__module__.startswith("transformer_fast."):
             parts = base.__module__.split(".")
@@ -107,16 +107,16 @@ def class_of_ours(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-#: Classes that are not replaced; see `accelerate`. Nor are linear layers that a replaced layer reads:
-#: `plan`.
+#: Classes of `transformer_fast.nn` that replace nothing; see `accelerate`. Linear layers whose
+#: weights a replaced layer reads are not replaced either; see `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
-#: Methods of PyTorch's class that ours does not call, beside forward.
+#: Methods besides ``forward`` that PyTorch's class has and ours does not call.
 _REPLACED: dict[str, tuple[str, ...]] = {
     "MultiheadAttention": ("merge_masks",),
     "TransformerEncoderLayer": ("_sa_block", "_ff_block"),
     "TransformerDecoderLayer": ("_sa_block", "_mha_block", "_ff_block"),
 }
-#: By PyTorch's class: ours, and the methods of PyTorch's that ours does not call.
+#: PyTorch's class -> our class, and the methods of PyTorch's class that ours does not call.
 _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
     getattr(torch.nn, name): (getattr(nn, name), ("forward", *_REPLACED.get(name, ())))
     for name in nn._OURS
@@ -128,7 +128,7 @@ _subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
 
 def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
-    """The class to replace the module's by, the reason why not, or None if it is not PyTorch's."""
+    """Returns the replacement class, the reason not to, or None for other than PyTorch's classes."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
         return None  # torch.nn.MultiheadAttention reads its weights
@@ -156,10 +156,10 @@ def is_ours(module: torch.nn.Module) -> bool:
 
 
 def overrides_ours(module: torch.nn.Module) -> str | None:
-    """The override in a subclass of one of our classes, or its instance, as a reason, or None."""
+    """Returns the reason if a subclass of one of our classes, or its instance, overrides forward."""
     for ours, replaced in _CLASSES.values():
         if isinstance(module, ours):
-            # Of the layers' blocks ours honours what a subclass has; forward is all that counts.
+            # Our layers call overridden _sa_block and _ff_block, so only forward matters.
             return _own(module, ours, replaced[:1])
     return None
 
@@ -167,7 +167,7 @@ def overrides_ours(module: torch.nn.Module) -> str | None:
 def subclass(
     theirs: type, bases: tuple[type, ...], **attributes: Any
 ) -> type[torch.nn.Module] | str:
-    """A class of these bases under the name of theirs, or the reason why there is none."""
+    """Returns a class with these bases, named like ``theirs``, or the reason why it cannot be made."""
     key = (bases, *attributes.items())
     if key not in _subclasses:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
@@ -175,7 +175,7 @@ def subclass(
             made = type(theirs.__name__, bases, {**names, **attributes})
             setattr(made, RECORD, (theirs, made))
             _subclasses[key] = made
-        except Exception as error:  # of the user's metaclass or __init_subclass__
+        except Exception as error:  # raised by the user's metaclass or __init_subclass__
             return f"{theirs.__name__} cannot be subclassed: {error}"
     return _subclasses[key]
 
@@ -195,7 +195,7 @@ def parametrised(module: torch.nn.Module) -> str | None:
 
 
 def quantised(module: torch.nn.Module) -> str | None:
-    """That torch.ao.quantization has converted the module, or prepared it for that."""
+    """Returns the reason if torch.ao.quantization has converted or prepared the module."""
     path = type(module).__module__.split(".")
     is_prepared = path[:3] == ["torch", "ao", "nn"]
     if is_prepared and "quantized" in path:
@@ -212,7 +212,7 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
 
 
 def _own(module: torch.nn.Module, base: type, names: Sequence[str]) -> str | None:
-    """The first of these methods of ``base`` that a subclass or the instance overrides."""
+    """Returns a reason that names the first of ``names`` that a subclass or the instance overrides."""
     for name in names:
         if name in module.__dict__:
             return f"its {name} was replaced on the instance"
@@ -227,7 +227,7 @@ def _overrides(
     own = _own(module, base, replaced)
     if own is not None:
         return own
-    # Names that our class adds, which an attribute of the user's would hide.
+    # A user's attribute with the name of a method that our class adds would hide that method.
     for name in vars(ours):
         if not hasattr(base, name) and hasattr(module, name):
             return f"its own attribute {name} would hide the method that the replacement needs"
@@ -235,7 +235,7 @@ def _overrides(
 
 
 def weights(module: torch.nn.Module) -> str | None:
-    """The reason against parameters that a kernel would read: tensor subclasses such as DTensor."""
+    """Returns the reason if a kernel cannot read a parameter: lazy, or a subclass such as DTensor."""
     inner: list[tuple[str, Any]] = [("", module)]
     inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]
     for prefix, one in inner:
@@ -258,14 +258,15 @@ def _output_projection(module: torch.nn.Module) -> str | None:
     projection = module.out_proj
     if fusion.is_unhooked(projection, fusion.LINEAR):
         return None
-    # PyTorch only reads out_proj.weight; our class calls a module that is not plain. So results
-    # would change, possibly to those that the user wanted all along.
+    # PyTorch only reads out_proj.weight, while our class calls an out_proj that is hooked or of
+    # another class. The replacement would therefore change results, possibly to those that the user
+    # intended.
     what = "has hooks" if type(projection) in fusion.LINEAR else f"is {fusion.a_kind(projection)}"
     return f"its out_proj {what}; PyTorch never calls it, {_WOULD}"
 
 
 def _skipped_in_inference(layer: Any) -> str | None:
-    """The reason against a part that PyTorch's inference path for encoder layers never calls."""
+    """Returns the reason if PyTorch's inference path for encoder layers would skip a user's part."""
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_shortcut(layer):
         return None
     for name, plain in (

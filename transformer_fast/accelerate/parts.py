@@ -1,4 +1,4 @@
-"""The ops that a replaced module calls: the backend of each, and why some are not fused."""
+"""The ops of a replaced module: the backend of each, and the reasons why some are not fused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
 from .report import BATCH, LENGTH
 
-#: Rows of the calls that the report names backends for.
+#: Number of rows in the calls for which the report names backends.
 ROWS = BATCH * LENGTH
 
 
 class Op(NamedTuple):
-    """A fused op: the modules it replaces, its dropout, and its activation (name, value, reader)."""
+    """A fused op: the modules it replaces, its dropout, and its activation (name, value, lookup)."""
 
     name: str
     parts: list[Part]
@@ -32,7 +32,7 @@ class Op(NamedTuple):
     activation: tuple[str, Any, Callable[[Any], str | None]] | None = None
 
     def why_not(self) -> str | None:
-        """Why the op is not fused, or None."""
+        """Returns the reason why the op cannot be fused, or None."""
         reason = next((r for part in self.parts if (r := part.why_called())), None)
         if reason is not None or self.activation is None:
             return None if reason is None else f"its {reason}"
@@ -55,12 +55,12 @@ class Op(NamedTuple):
         return self.name, (x(ROWS, first.in_features), *weights), {"activation": known(value), **p}
 
 
-#: An op and the arguments of a call of it.
+#: An op and the arguments of an example call.
 Example = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class FusedLayer(DropIn):
-    """A layer whose class lists the ops that it fuses."""
+    """A layer class that lists its fused ops."""
 
     def _fused(self) -> list[Op]:
         return []
@@ -73,12 +73,12 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def in_parts(module: torch.nn.Module) -> dict[str, str]:
-    """For each op that the module cannot fuse: the reason."""
+    """Returns the reason for each op that the module cannot fuse."""
     return {op.name: reason for op in _fused(module) if (reason := op.why_not()) is not None}
 
 
 def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
-    """For each op that the module calls: the backend in inference and in training."""
+    """Returns, for each op of the module, the backend in inference and the one in training."""
     weight = next(torch.nn.Module.parameters(module), None)
     if weight is None or is_lazy(weight) or not weight.is_floating_point():
         return {}, {}
@@ -93,7 +93,7 @@ def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict
 def _explain(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Explanation:
     try:
         return explain(op, *args, **options)
-    except Exception as error:  # such as weights of several dtypes, which need autocast
+    except Exception as error:  # such as mixed weight dtypes, which need autocast
         return Explanation(op, None, {}, f"this call raises {type(error).__name__} ({error})")
 
 
@@ -124,7 +124,7 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
 
 
 def _fused(module: Any) -> list[Op]:
-    """The fused ops of a layer."""
+    """Returns the fused ops of a layer."""
     if isinstance(module, FusedLayer):
         return module._fused()
     if isinstance(module, _LAYERS):
@@ -152,6 +152,6 @@ def dropout_p(dropout: Any) -> float:
 
 
 def is_model(module: torch.nn.Module) -> bool:
-    """Whether it is a whole model of transformers (or one of the models inside another)."""
+    """True for a model of transformers, whether the root or nested in another."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)

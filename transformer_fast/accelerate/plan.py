@@ -1,4 +1,4 @@
-"""The changes that `accelerate` makes to a model, and its report of them."""
+"""Determines the changes that `accelerate` makes to a model, and completes its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .swap import converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
-    """The changes of the module that are recorded in it."""
+    """Returns the changes that are recorded in the module."""
     found: list[Change] = []
     attention = hugging_face.recorded(name, module)
     if attention is not None:
@@ -32,7 +32,7 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
 def _find(
     name: str, module: torch.nn.Module, refused: hugging_face.Refused, cache: mlp.Cache
 ) -> Change | str | None:
-    """The change, the reason why there is none, or None if the class is unknown."""
+    """Returns the change, the reason not to change the module, or None if its class is unknown."""
     target = converted(module)
     if target is None:
         found = hugging_face.find(name, module, refused)
@@ -52,7 +52,7 @@ def make_plan(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     report: Report,
 ) -> list[Change]:
-    """The changes for all modules of the model; each module of a known class gets an entry."""
+    """Returns the changes for the whole model; adds a report entry per module of a known class."""
     changes: list[Change] = []
     refused = hugging_face.refused(model)
     read: set[torch.nn.Module] = set()
@@ -89,19 +89,19 @@ def make_plan(
 
 
 def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Module]:
-    """The linear layers whose weights the module's new class reads, without calling them."""
+    """Returns the linear layers whose weights the module's new class reads without calling them."""
     if change is not None and not isinstance(change, ClassChange):
         return set()
     kind = type(module) if change is None else change.after
     if issubclass(kind, mlp.FeedForward):
-        return set()  # it calls them where it cannot be fused
+        return set()  # it calls them if it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 
 def complete(model: torch.nn.Module, report: Report) -> None:
-    """Completes the report after the changes were made or undone; never raises.
+    """Adds backends, counts and notes to the report, after the changes were made or undone.
 
-    Modules may be in any state in which they cannot be called yet, such as without a weight.
+    Never raises: a module that cannot be called yet, for example without a weight, gets a note.
     """
     failed: dict[str, str] = {}
     for index, entry in enumerate(report.entries):
@@ -117,13 +117,13 @@ def complete(model: torch.nn.Module, report: Report) -> None:
     report.notes += [f"No details of {name} ({error})." for error, name in failed.items()]
 
 
-#: Modules whose weights are not multiplied with a matrix of tokens.
+#: Modules whose weights are not operands of a matrix multiplication with the tokens.
 _NO_PRODUCTS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm)
 _STACKS = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder, torch.nn.Transformer)
 
 
 def _count_weights(model: torch.nn.Module, report: Report) -> None:
-    """Counts the matrix-multiplication weights in replaced modules and in others."""
+    """Counts the elements of matrix-multiplication weights in replaced and in other modules."""
     left = {model.get_submodule(entry.name) for entry in report.left}
     ours: set[torch.nn.Module] = set()
     seen: set[torch.Tensor] = set()
@@ -132,12 +132,12 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
             ours -= set(_modules(module))
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
-            # It calls those of unknown classes.
+            # Children of unknown classes are called, not fused, so they do not count.
             ours |= {module, *(child for child in inner if _package(child) in _SILENT)}
         for weight in module._parameters.values():
             if weight is None or weight in seen or isinstance(module, _NO_PRODUCTS):
                 continue
-            # A leading 1 is the batch that positions are added to.
+            # Position embeddings: a leading 1 is the batch dimension.
             if is_lazy(weight) or weight.is_nested or weight.dim() < 2 or weight.shape[0] == 1:
                 continue
             seen.add(weight)
@@ -148,7 +148,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
 
 
 def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules in it, also if its class overrides the method."""
+    """Returns all modules inside, even if the class overrides ``modules``."""
     return [*torch.nn.Module.modules(module)]
 
 
@@ -177,7 +177,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    # Then the report gives the reason already, and the advice does not fit it.
+    # For these the report already gives the reason, and the advice would not apply.
     is_explained = report.verified is False or any(
         classes.quantised(model.get_submodule(entry.name)) for entry in report.left
     )
@@ -201,15 +201,15 @@ _ADVICE = (
     'For hand-written attention use torch.compile(model, backend="transformer_fast"), '
     "transformer_fast.enable_sdpa() or transformer_fast.accelerate.register_converter."
 )
-#: Packages whose classes get entries of their own, or wrap what does.
+#: Packages whose classes have entries of their own, or wrap modules that have.
 _SILENT = ("peft", "torch", "transformer_fast", "transformers")
 
 
 def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
-    """The number of modules of each unknown class, by the class's name.
+    """Counts modules of unknown classes, by class name.
 
-    Counts modules that hold parameters or linear layers directly, as hand-written layers and
-    attention do, and the model itself only if no entry is about anything but linear layers.
+    Only modules that directly hold parameters or linear layers count, as hand-written layers and
+    attention do. The model itself counts only if all entries are about linear layers.
     """
     known = {entry.name for entry in report.entries}
     layers = [n for n in known if not isinstance(model.get_submodule(n), torch.nn.Linear)]
@@ -226,7 +226,7 @@ def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
 
 
 def _about_others(unknown: Counter[str], is_known: bool) -> list[str]:
-    """Notes about modules of unknown classes, which were left unchanged."""
+    """Returns notes about modules of unknown classes, which are left unchanged."""
     names = [name if count == 1 else f"{count} {name}" for name, count in unknown.items()]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     if not is_known:

@@ -1,4 +1,4 @@
-"""What `accelerate` did, module by module."""
+"""The report of `accelerate`: what happened to each module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..dispatch import Explanation
 
 Outcome = Literal["swapped", "already", "left"]
 
-#: The report names backends for calls of this many sequences, and tokens of each: no limit on sizes
-#: excludes a backend there, unless modules have very few features.
+#: Sequences per call, and tokens per sequence, for which the report names backends. At this size no
+#: size limit excludes a backend, unless a module has very few features.
 BATCH, LENGTH = 8, 512
 
-#: The backends in the report's words.
+#: Backend name -> its name in the report.
 _BACKENDS = {
     "cpu": "CPU kernels",
     "cuda": "CUDA kernels",
@@ -27,23 +27,23 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One module that `accelerate` can replace, or has a reason not to."""
+    """One module that `accelerate` replaced, or left unchanged for a reason."""
 
-    #: Its qualified name; "" is the model itself.
+    #: Qualified name; "" is the model itself.
     name: str
-    #: The class it had.
+    #: Original class.
     kind: str
     outcome: Outcome
-    #: The class that it runs as now; empty if it was left unchanged.
+    #: Class after the replacement; empty if the module was left unchanged.
     now: str = ""
-    #: Why it was left unchanged; else empty.
+    #: Reason why the module was left unchanged, else empty.
     reason: str = ""
-    #: For each op that it calls, the backend without gradients and with them, in calls of 8
-    #: sequences of 512 tokens. An op that is missing in ``training`` runs in the original forward
-    #: there. `transformer_fast.explain` gives the backend of any other call.
+    #: Op -> backend, without and with gradients, for calls of 8 sequences of 512 tokens. For ops
+    #: that are missing in ``training``, the original forward runs there. `transformer_fast.explain`
+    #: gives the backend of any other call.
     inference: dict[str, Explanation] = field(default_factory=dict)
     training: dict[str, Explanation] = field(default_factory=dict)
-    #: For each op that is not fused, because the module calls its parts one by one: the reason.
+    #: Op -> the reason why it is not fused; the module calls its parts one by one.
     in_parts: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Entry:
         return f"{head} {change} {self.now}" + (f" ({'; '.join(notes)})" if notes else "")
 
     def why_not(self) -> dict[str, str]:
-        """For each op that runs on the reference: the reason against each kernel."""
+        """Returns, for each op that runs on the reference, the reason against each kernel."""
         return {
             f"{op}, {mode}": str(explanation)
             for mode, found in (("inference", self.inference), ("training", self.training))
@@ -75,7 +75,7 @@ class Entry:
 
 
 def _uses(found: dict[str, Explanation]) -> list[str]:
-    """For each backend a clause that names the ops that use it."""
+    """Returns one clause per backend that names the ops running on it."""
     ops: dict[str, list[str]] = {}
     for op, explanation in found.items():
         if explanation.backend is not None:
@@ -86,21 +86,22 @@ def _uses(found: dict[str, Explanation]) -> list[str]:
 
 
 def _verb(ops: list[str]) -> str:
-    """``"linear and attention use"``."""
+    """Returns for example ``"linear and attention use"``."""
     listed = " and ".join([", ".join(ops[:-1]), ops[-1]] if len(ops) > 1 else ops)
     return f"{listed} {'use' if len(ops) > 1 else 'uses'}"
 
 
 @dataclass
 class Report:
-    """The modules that `accelerate` replaced and left unchanged; ``str()`` gives sentences."""
+    """The modules that `accelerate` replaced and left unchanged; ``str()`` formats sentences."""
 
     entries: list[Entry] = field(default_factory=list)
-    #: About the model as a whole.
+    #: Remarks about the model as a whole.
     notes: list[str] = field(default_factory=list)
-    #: None: ``verify`` was not given. False: it found a difference, and the model was restored.
+    #: None: no ``verify`` argument. False: it found a difference, and the model was restored.
     verified: bool | None = None
-    #: Elements of matrix-multiplication weights in replaced modules, and in the others by class.
+    #: Number of elements of matrix-multiplication weights in replaced modules, and in others by
+    #: class.
     weights_swapped: int = 0
     weights_left: Counter[str] = field(default_factory=Counter)
 
@@ -136,7 +137,7 @@ class Report:
         return "\n".join(lines)
 
     def _share(self) -> str:
-        """The share of the matrix multiplications in replaced modules, by their weights."""
+        """Returns the share of matrix-multiplication weights in replaced modules, as a sentence."""
         total = self.weights_swapped + self.weights_left.total()
         if not total:
             return ""
@@ -155,7 +156,7 @@ _SIZES = (
 
 
 def _grouped(entries: Iterable[Entry]) -> list[str]:
-    """One line for all modules of one kind and outcome, so that a deep model fits on a screen."""
+    """Returns one line per kind and outcome, so that the report of a deep model fits a screen."""
     groups: dict[str, list[str]] = {}
     for entry in entries:
         groups.setdefault(str(entry).partition(": ")[2], []).append(entry.name or "(the model)")

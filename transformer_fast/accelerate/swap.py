@@ -1,7 +1,7 @@
-"""The public functions `accelerate`, `restore`, `accelerated` and `register_converter`.
+"""Public functions: `accelerate`, `restore`, `accelerated` and `register_converter`.
 
-`transformer_fast` imports this module, so it imports `plan`, `classes` and `verify`, which do the
-work, only when they are needed.
+`transformer_fast` imports this module at startup. The modules that do the work (`plan`, `classes`,
+`verify`) are therefore imported on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .classes import Change
 
 Filter = Callable[[torch.nn.Module, str], bool]
-#: Takes a module; returns the class to replace its own by, or the reason why not.
+#: Takes a module; returns the replacement class, or the reason not to replace the module.
 Converter = Callable[[torch.nn.Module], "type[torch.nn.Module] | str"]
 
 _converters: dict[type[torch.nn.Module], Converter] = {}
@@ -30,25 +30,26 @@ def accelerate(
     filter_fn: Filter | None = None,
     verify: Any = None,
 ) -> Report:
-    """Replaces modules of an existing model by those of `transformer_fast`, in place and reversibly.
+    """Replaces modules of an existing model by those of `transformer_fast`, reversibly and in place.
 
-    A module of torch.nn gets the class of the same name in `transformer_fast.nn`, if there is one;
-    nothing but ``module.__class__`` changes. (Losses and embeddings keep theirs, and so do the
-    `torch.nn.Linear` of replaced layers, which read their weights.) A module of any class whose
-    forward is ``linear2(dropout(activation(linear1(x))))`` runs as one call. Parameters, buffers,
-    hooks, names, ``state_dict`` and references to them stay as they are. Results stay the same up
-    to rounding, with the exceptions of `transformer_fast.nn`: a query with every key masked gives
-    0, outputs at padded positions may be 0, and dropout draws other elements. `restore` undoes the
-    change. A second call changes nothing.
+    A module of torch.nn gets the class of the same name in `transformer_fast.nn`, if there is one.
+    Only ``module.__class__`` changes. Losses and embeddings keep their class. So does each
+    `torch.nn.Linear` of a replaced layer, because the layer reads its weight. A module of any class
+    whose forward is ``linear2(dropout(activation(linear1(x))))`` runs as one fused call.
+    Parameters, buffers, hooks, names, ``state_dict`` and references to them are preserved. Results
+    stay the same up to rounding, with the exceptions of `transformer_fast.nn`: a query whose keys
+    are all masked gives 0, outputs at padded positions may be 0, and dropout drops other elements.
+    `restore` undoes the change. A second call changes nothing.
 
-    A subclass of yours gets a class between itself and PyTorch's, unless it overrides methods that
-    the replacement needs; so do subclasses of transformers' layers. Modules that cannot be replaced
-    safely are left unchanged: those with overridden or replaced methods, parametrised, quantised or
-    distributed weights, or parts that PyTorch never calls. The report gives the reasons, and lists
-    the modules it does not recognise. `register_converter` adds classes of yours.
+    A subclass of yours is replaced by a class that inherits from it and ours, unless it overrides
+    methods that the replacement needs. The same holds for subclasses of transformers' layers.
+    Modules that cannot be replaced safely are left unchanged: modules with overridden or replaced
+    methods, with parametrised, quantised or distributed weights, or with parts that PyTorch never
+    calls. The report gives the reasons, and lists the modules that are not recognised.
+    `register_converter` adds your own classes.
 
     A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
-    the original model, so that it loads without this library; accelerate it again there.
+    the original model, so that it loads without this library; accelerate it again after loading.
     Quantise the model first and then call `accelerate`, for the modules that are not quantised:
     `torch.ao.quantization` does not convert replaced modules, and they warn of it. Call it before
     ``fully_shard`` and ``parametrize``; DistributedDataParallel and ``torch.compile`` may come
@@ -66,8 +67,8 @@ def accelerate(
         A `Report`; print it.
 
     Raises:
-        TypeError: ``model`` is not a module. Whatever the model raises during ``verify``. The model
-            is then unchanged.
+        TypeError: ``model`` is not a module.
+        Exception: what the model raises during ``verify``; the model is then unchanged.
     """
     from .classes import apply_all, undo_all
     from .plan import complete, make_plan
@@ -115,7 +116,7 @@ def accelerated(
 ) -> Iterator[Report]:
     """Context manager that accelerates ``model`` within the block and restores it afterwards.
 
-    Yields the `Report`. Arguments and errors: as in `accelerate`.
+    Yields the `Report`. Arguments and exceptions: see `accelerate`.
     """
     from .classes import undo_all
 
@@ -129,7 +130,7 @@ def accelerated(
 
 
 def _changes_of(model: torch.nn.Module) -> list[Change]:
-    """The changes of `accelerate` to the model that are not undone."""
+    """Returns the changes of `accelerate` that are in effect in the model."""
     from .plan import recorded
 
     return [c for name, module in model.named_modules() for c in recorded(name, module)]
@@ -188,7 +189,7 @@ def _check_class(before: type, after: object) -> None:
 
 
 def converted(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
-    """The result of the converter for exactly the module's class; None if there is none."""
+    """Returns the result of the converter registered for exactly the module's class, or None."""
     converter = _converters.get(type(module))
     if converter is None:
         return None
@@ -199,7 +200,7 @@ def converted(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
 
 
 def why_not_converted(module: torch.nn.Module) -> str | None:
-    """The reason against an instance of a subclass of a registered class."""
+    """Returns the reason if the module's class is only a subclass of a registered class."""
     for base in type(module).__mro__[1:]:
         if base in _converters:
             return (

@@ -1,4 +1,4 @@
-"""The check behind ``accelerate(model, verify=...)``: the model before and after, on examples."""
+"""``accelerate(model, verify=...)``: compares the model before and after on example inputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's outputs, and the gradients of parameters and inputs (None: not computed), by name."""
+    """Outputs and gradients (of parameters and inputs; None: not computed) of one run, by name."""
 
     outputs: dict[str, Tensor]
     grads: dict[str, Tensor] | None
 
 
-#: A layer's padding mask, and the argument whose keys it is about.
+#: A layer's padding mask -> the argument whose keys it masks.
 _PADDING = {
     "key_padding_mask": "key",
     "src_key_padding_mask": "src",
@@ -42,11 +42,11 @@ _PADDING = {
 def verify_changes(
     model: torch.nn.Module, changes: Sequence[Change], example: Any, report: Report
 ) -> None:
-    """Compare the model with ``changes``, which are applied, and without; note the result."""
+    """Compares the model with and without ``changes``, which are applied; reports the result."""
     inputs = _inputs(example)
     inner: Any = model
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        inner = model.module  # gradients of the copies must not be exchanged between processes
+        inner = model.module  # skip DDP, which would all-reduce the gradients of the copies
     problems: list[str] = []
     with _no_trace(inner), _zeros_at_padding(changes):
         calls: dict[str, tuple[torch.nn.Module, Inputs]] = {}
@@ -130,7 +130,7 @@ def _is_random(model: torch.nn.Module, inputs: Inputs, before: Run) -> bool:
 def _recording(
     changes: Sequence[Change], calls: dict[str, tuple[torch.nn.Module, Inputs]] | None
 ) -> Iterator[None]:
-    """The first call of one module of each class that takes a padding mask."""
+    """Records the first call of one module per class that takes a padding mask."""
     with ExitStack() as stack:
         kinds: set[type] = set()
         for change in changes:
@@ -150,7 +150,7 @@ def _recording(
 
 
 def _compare_padded(module: torch.nn.Module, changes: Sequence[Change], seen: Inputs) -> str | None:
-    """The recorded call once more, with the end of the last sequence hidden."""
+    """Repeats the recorded call with the end of the last sequence masked, and compares."""
     padded = _with_padding(module, seen)
     if padded is None:
         return None
@@ -170,7 +170,7 @@ def _with_padding(module: Any, seen: Inputs) -> Inputs | None:
     for mask, about in _PADDING.items():
         if mask not in inspect.signature(module.forward).parameters or given.get(mask) is not None:
             continue
-        source = given.get(about, given.get("src"))  # the memory of a whole Transformer is its src
+        source = given.get(about, given.get("src"))  # torch.nn.Transformer derives memory from src
         if not isinstance(source, Tensor) or source.dim() != 3 or source.is_nested:
             return None
         batch_first = _batch_first(module)
@@ -185,7 +185,7 @@ def _with_padding(module: Any, seen: Inputs) -> Inputs | None:
 
 
 def _one_kind(name: str, value: Any, given: dict[str, Any]) -> Any:
-    """A padding mask in the form of a float attention mask next to it: torch warns of mixtures."""
+    """Converts a bool padding mask to float next to a float mask: PyTorch warns of mixed types."""
     if name not in _PADDING or value is None or value.dtype != torch.bool:
         return value
     prefix = name.removesuffix("key_padding_mask")
@@ -205,7 +205,7 @@ def _batch_first(module: Any) -> bool:
 
 @contextmanager
 def _zeros_at_padding(changes: Sequence[Change]) -> Iterator[None]:
-    """Stacks give zeros at padded places, which ours and torch's fill differently in inference."""
+    """Zeroes padded positions in the outputs of stacks, where PyTorch and ours differ in inference."""
     with ExitStack() as stack:
         for change in changes:
             for kind, mask in (
@@ -232,7 +232,7 @@ def _zeros_by(mask: str) -> Any:
     return hook
 
 
-# Running a model without leaving a trace, and comparing two runs.
+# Running a model without side effects, and comparing two runs.
 
 
 def _is_real(leaf: Any) -> bool:
@@ -240,12 +240,12 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """Whether a gradient makes sense: not of masks with their infinities."""
+    """True if a gradient makes sense; False for masks, which contain infinities."""
     return _is_real(leaf) and not bool(leaf.isinf().any())
 
 
 def _forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
-    """The outputs without gradients, of the model as it stands."""
+    """Runs the model as it is, without gradients."""
     with torch.no_grad():
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(inputs))
         outputs = model(*args, **kwargs)
@@ -263,12 +263,12 @@ def _with_gradients(
     jitter: torch.Generator | None = None,
     exact: bool = False,
 ) -> Run:
-    """Outputs and gradients, on copies of parameters and buffers.
+    """Computes outputs and gradients, on copies of parameters and buffers.
 
-    ``jitter``: every parameter and input moves by at most one rounding, up or down, at random, and
-    the gradient of the outputs is scaled by a random factor that is taken out of the results. The
-    factor changes every rounding of the backward pass, also of gradients that depend on no value
-    of the forward pass, such as that of a last LayerNorm's bias. ``exact``: in float64.
+    ``jitter``: each element of a parameter or input changes at random by at most one rounding step.
+    The gradient of the outputs is multiplied by a random factor, and the results are divided by it.
+    The factor changes every rounding of the backward pass, also for gradients that do not depend on
+    values of the forward pass, such as that of the bias of a last LayerNorm. ``exact``: in float64.
     """
 
     def own(x: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def _with_gradients(
                 wanted[f"input {key}{keystr(path)}"] = x
     scale = 1.0 if jitter is None else 1.0 + torch.rand((), generator=jitter).item()
     with torch.enable_grad():
-        # In-place operations on inputs are allowed on copies of leaves only.
+        # Autograd forbids in-place operations on leaves; the products are no leaves.
         args, kwargs = tree_map(lambda x: x * 1 if _is_variable(x) else x, (args, kwargs))
         found = torch.func.functional_call(model, state, args, kwargs)
         outputs = _outputs(found)
@@ -312,29 +312,30 @@ def _with_gradients(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32, in which the division adds no rounding that counts."""
+    """Converts to at least float32, in which the division adds no significant rounding."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _weighted(x: Tensor, index: int) -> Tensor:
-    """A sum of the output in which every element has a random weight.
+    """Returns the sum of the output's elements with random weights.
 
-    Weights of one sign or a smooth pattern cancel in the backward pass of a norm, and what is left
-    of the gradients before it is small beside the gradient of the norm's bias.
+    With weights of one sign or a smooth pattern, terms cancel in the backward pass of a norm. The
+    gradients of earlier layers would then be small beside that of the norm's bias.
     """
     generator = torch.Generator(x.device).manual_seed(index)
     weight = torch.randn(x.shape, generator=generator, dtype=torch.float32, device=x.device)
-    # A NaN of a row that sees nothing would make all gradients NaN.
+    # A fully masked row is NaN, which would make all gradients NaN.
     return (torch.where(x.isfinite(), x, 0.0).float() * weight).sum().cpu()
 
 
 def _difference(before: Run, after: Run, moved: list[Run], exact: Callable[[], Run]) -> str | None:
-    """The difference that rounding does not explain, as part of a sentence, or None.
+    """Returns the difference that rounding does not explain, as part of a sentence, or None.
 
-    Rounding may change ``before`` by ten times as much as the changes of one rounding in ``moved``
-    did. Beyond that ``after`` has to be about as close to ``exact`` as ``before`` is: long sums in
-    low precision have errors that no small change shows. Where ``before`` is NaN, in rows that see
-    nothing, ``after`` may be anything.
+    The runs in ``moved`` change parameters and inputs by one rounding step each. ``after`` may
+    differ from ``before`` by ten times as much as they do. Beyond that, the error of ``after``
+    against ``exact`` may be at most twice that of ``before``: long sums in low precision have
+    errors that no small change reveals. Where ``before`` is not finite, as in fully masked rows,
+    ``after`` may have any value.
     """
     exact = cache(exact)
     runs = (before, after, *moved)
@@ -380,11 +381,11 @@ def _compare(
 def _errors(
     kind: str, name: str, before: Tensor, after: Tensor, exact: Callable[[], Run]
 ) -> tuple[float, float] | None:
-    """The largest errors before and after against float64; None if the model does not run in it."""
+    """Returns the largest errors before and after against float64; None if that run fails."""
     try:
         with torch.autocast(before.device.type, enabled=False):
             right = getattr(exact(), kind)[name]
-    except Exception:  # whatever a model raises that insists on a dtype
+    except Exception:  # a model may raise anything if it requires a dtype
         return None
     known = before.isfinite()
     first, second = (_largest(torch.where(known, x - right, 0.0)) for x in (before, after))
@@ -392,7 +393,7 @@ def _errors(
 
 
 def _largest(x: Tensor) -> float:
-    """The largest absolute value; inf if something that should be finite is not."""
+    """Returns the largest absolute value; inf if a value is NaN."""
     if not x.numel():
         return 0.0
     largest = x.detach().abs().nan_to_num(nan=float("inf")).max().item()
@@ -408,15 +409,15 @@ def _eps(x: Tensor) -> float:
 
 @contextmanager
 def _no_trace(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards buffers, training flags, random numbers and torch's fast path are as they were."""
+    """Restores buffers, training flags, the random state and PyTorch's fast-path setting on exit."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     flags = [(module, module.training) for module in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            # Torch's inference path gives zeros at padded places in some modes; its other one is
-            # the one to compare with.
+            # In some modes PyTorch's inference path gives zeros at padded positions. The comparison
+            # therefore uses the regular path.
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
@@ -431,7 +432,7 @@ def _no_trace(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Every probability of dropping something that a module keeps as an attribute is 0."""
+    """Sets every dropout probability that a module stores as an attribute to 0 within the block."""
     with ExitStack() as stack:
         for module in model.modules():
             is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
