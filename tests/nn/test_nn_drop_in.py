@@ -1,4 +1,5 @@
-"""What of torch.nn ours keep: its names, the state of its modules, the type and words of its errors."""
+"""`transformer_fast.nn` as a drop-in for torch.nn: names, module state, types and messages of
+errors."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_seed_gives_the_same_module(name: str) -> None:
+def test_same_seed_gives_the_same_parameters_and_attributes(name: str) -> None:
     torch.manual_seed(0)
     theirs = CASES[name].make(torch.nn)
     torch.manual_seed(0)
@@ -36,7 +37,7 @@ def test_the_same_seed_gives_the_same_module(name: str) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
     assert repr(ours) == repr(theirs)
-    changed = {"use_nested_tensor"}  # never used by ours
+    changed = {"use_nested_tensor"}  # an option without effect in this library
     assert ours.__dict__.keys() == theirs.__dict__.keys()
     for key, value in theirs.__dict__.items():
         if not key.startswith("_") and key not in changed:
@@ -44,7 +45,7 @@ def test_the_same_seed_gives_the_same_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_state_moves_both_ways(name: str) -> None:
+def test_state_dicts_load_in_both_directions(name: str) -> None:
     theirs, ours = CASES[name].make(torch.nn), CASES[name].make(nn)
     for source, target in ((theirs, ours), (ours, theirs)):
         with torch.no_grad():
@@ -63,7 +64,7 @@ def test_state_moves_both_ways(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_copies(name: str, how: str) -> None:
+def test_copied_and_pickled_modules_keep_their_state(name: str, how: str) -> None:
     ours = CASES[name].make(nn).eval()
     ours.note = "kept"  # type: ignore[assignment]
     if how == "deepcopy":
@@ -83,7 +84,7 @@ def test_copies(name: str, how: str) -> None:
         assert one is not other
 
 
-def test_states_of_old_versions() -> None:
+def test_pickles_of_old_pytorch_versions_load() -> None:
     attention = nn.MultiheadAttention(8, 2)
     state = attention.__dict__.copy()
     del state["_qkv_same_embed_dim"]
@@ -107,7 +108,7 @@ def test_dtype_and_device_arguments() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_modules_move_and_convert() -> None:
+def test_modules_convert_dtype_and_device() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0).double()
     x = torch.randn(3, 2, 8, dtype=torch.float64)
     assert layer(x).dtype == torch.float64
@@ -116,7 +117,7 @@ def test_modules_move_and_convert() -> None:
 
 
 @pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_parametrised_modules_are_copied(how):
+def test_parametrised_modules_can_be_copied(how):
     linear = getattr(torch.nn.utils.parametrizations, how)(nn.Linear(8, 8))
     copied = copy.deepcopy(linear)
     x = torch.randn(3, 8)
@@ -129,7 +130,7 @@ def test_parametrised_modules_are_copied(how):
     assert torch.equal(averaged(x), linear(x))
 
 
-def test_stacks_of_parametrised_layers():
+def test_stacks_copy_parametrised_layers():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     torch.nn.utils.parametrizations.weight_norm(layer.linear1)
     torch.nn.utils.parametrizations.weight_norm(layer.self_attn.out_proj)
@@ -139,7 +140,7 @@ def test_stacks_of_parametrised_layers():
     assert encoder.layers[0].linear1 is not encoder.layers[1].linear1
 
 
-def test_every_name_of_torch_is_there() -> None:
+def test_every_torch_nn_name_exists() -> None:
     names = [name for name in dir(torch.nn) if not name.startswith("_")]
     assert len(names) > 150
     replaced = {cls.__name__ for cls in OURS} | {"functional"}
@@ -149,7 +150,7 @@ def test_every_name_of_torch_is_there() -> None:
     assert {*names} <= {*dir(nn)}
 
 
-def test_ours_are_subclasses() -> None:
+def test_classes_are_subclasses_of_torch_nn() -> None:
     assert len(OURS) >= 11
     for theirs, ours in OURS.items():
         assert issubclass(ours, theirs)
@@ -181,7 +182,7 @@ def test_import_forms() -> None:
     ["init", "utils", "utils.rnn", "utils.parametrizations", "parallel", "modules.linear",
      "attention", "attention.flex_attention", "parameter"],
 )  # fmt: skip
-def test_submodules_are_torchs_own(name: str) -> None:
+def test_torch_nn_submodules_are_the_same_objects(name: str) -> None:
     second = importlib.import_module(f"transformer_fast.nn.{name}")
     first = importlib.import_module(f"torch.nn.{name}")
     assert second is first
@@ -191,13 +192,13 @@ def test_submodules_are_torchs_own(name: str) -> None:
     assert first.__spec__.loader is first.__loader__
 
 
-def test_our_files_keep_their_names() -> None:
+def test_module_files_keep_their_names() -> None:
     module = importlib.import_module("transformer_fast.nn.multihead_attention")
     assert module.__name__ == "transformer_fast.nn.multihead_attention"
     assert module is sys.modules["transformer_fast.nn.multihead_attention"]
 
 
-def test_unknown_names() -> None:
+def test_unknown_names_raise() -> None:
     with pytest.raises(AttributeError, match=r"module 'transformer_fast.nn' has no attribute 'X'"):
         nn.X  # noqa: B018
     with pytest.raises(ModuleNotFoundError):
@@ -206,7 +207,7 @@ def test_unknown_names() -> None:
         importlib.import_module("transformer_fast.nn.utils.no_such_module")
 
 
-def test_torch_is_left_alone() -> None:
+def test_torch_nn_is_unchanged_by_the_import() -> None:
     assert torch.nn.LayerNorm.__module__ == "torch.nn.modules.normalization"
     assert torch.nn.functional is not functional
     assert type(torch.nn.TransformerEncoderLayer(4, 1).norm1) is torch.nn.LayerNorm
@@ -271,8 +272,8 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def test_attention_dtypes() -> None:
-    """The type is torch's; the words name both dtypes."""
+def test_mixed_attention_dtypes_raise() -> None:
+    """The exception type is PyTorch's; the message names both dtypes."""
     theirs = torch.nn.MultiheadAttention(M, H)
     ours = to_ours(theirs)
     double = Q.double()
@@ -287,7 +288,7 @@ def test_attention_dtypes() -> None:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """The first result, or the type and the words of the exception."""
+    """Returns the first result, or the type and the message of the exception."""
     try:
         result = call()
     except Exception as error:
@@ -324,7 +325,7 @@ def test_attention_with_a_parameter_of_another_dtype(
 @pytest.mark.parametrize("kind", [torch.complex64, torch.int64])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mask", [None, no(T, T), x(T, T)], ids=["none", "bool", "float"])
-def test_attention_of_what_is_no_real_number(
+def test_attention_of_integer_and_complex_inputs(
     kind: torch.dtype, training: bool, mask: torch.Tensor | None
 ) -> None:
     given = torch.ones(B, T, M, dtype=kind)
@@ -351,7 +352,7 @@ ON_META = (
 
 @pytest.mark.parametrize("name", ON_META)
 @pytest.mark.parametrize("training", [True, False])
-def test_an_input_on_meta_and_weights_elsewhere(name: str, training: bool) -> None:
+def test_meta_input_with_weights_on_another_device(name: str, training: bool) -> None:
     theirs = CASES[name].make(torch.nn).train(training)
     ours = to_ours(theirs)
     given = [x.to("meta") for x in CASES[name].inputs()]
@@ -360,7 +361,7 @@ def test_an_input_on_meta_and_weights_elsewhere(name: str, training: bool) -> No
 
 
 @pytest.mark.usefixtures("small_calls")
-def test_weights_on_meta() -> None:
+def test_meta_weights_with_inputs_on_another_device() -> None:
     for theirs, given in (
         (torch.nn.LayerNorm(512, device="meta"), [torch.randn(1000, 512)]),
         (
@@ -388,17 +389,19 @@ CONSTRUCTORS = {
 @pytest.mark.parametrize(
     ("name", "args"), [(n, a) for n, all_ in CONSTRUCTORS.items() for a in all_]
 )
-def test_constructors(name: str, args: tuple[Any, ...]) -> None:
+def test_wrong_constructor_arguments_raise_pytorchs_errors(
+    name: str, args: tuple[Any, ...]
+) -> None:
     assert told(lambda: getattr(nn, name)(*args)) == told(lambda: getattr(torch.nn, name)(*args))
 
 
 SOURCE, TARGET = x(S, B, M), x(T, B, M)
-#: Of torch.nn.Transformer: the part that is called, and with what.
+#: Wrong calls of torch.nn.Transformer: (submodule, arguments, keyword arguments).
 MODELS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "batches": ("", (SOURCE, x(T, B + 1, M)), {}),
     "features": ("", (SOURCE, x(T, B, M + 1)), {}),
     "integer source mask": ("", (SOURCE, TARGET), {"src_mask": no(S, S).int()}),
-    # Left to find out by itself, torch stumbles over the integers before it can name them.
+    # With tgt_is_causal=None, PyTorch fails on integers before it names the dtype.
     "integer target mask": (
         "", (SOURCE, TARGET), {"tgt_mask": no(T, T).int(), "tgt_is_causal": False},
     ),
@@ -444,14 +447,15 @@ WRONG: dict[str, tuple[Callable[[], torch.nn.Module], str, tuple[Any, ...], dict
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name: str) -> None:
+def test_wrong_calls_raise_pytorchs_errors(name: str) -> None:
     make, path, args, kwargs = WRONG[name]
     model = make()
     theirs, ours = (m.get_submodule(path) for m in (model, to_ours(model)))
     assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))
 
 
-#: Modules that pickles of whole models name, earlier ones included, and their classes.
+#: Modules that pickles of whole models refer to, including those of earlier versions, and their
+#: classes.
 PICKLED = {
     "models.annotated_layer_norm": "AnnotatedLayerNorm",
     "models.embedding": "LearnedPositions OutputProjection SinusoidalPositions TokenEmbedding",
@@ -472,11 +476,11 @@ PICKLED = {
 }
 
 
-def test_whole_models_load_after_modules_moved() -> None:
-    """A class that moves needs an entry in `_on_import.MOVED`."""
+def test_pickles_of_earlier_versions_find_their_classes() -> None:
+    """A class that moves to another module needs an entry in `_on_import.MOVED`."""
     known = {(f"transformer_fast.{m}", c) for m, names in PICKLED.items() for c in names.split()}
     for module, name in known:
-        found = pickle.loads(f"c{module}\n{name}\n.".encode())  # as protocol 0 writes a class
+        found = pickle.loads(f"c{module}\n{name}\n.".encode())  # a class in pickle protocol 0
         public = models if ".models." in module else nn
         assert found is getattr(public, name)
     public = [*vars(models).values(), *(getattr(nn, name) for name in nn._OURS)]
@@ -514,7 +518,8 @@ def patched_models(library: Any) -> list[tuple[torch.nn.Module, tuple[torch.Tens
 def test_a_forward_replaced_on_torchs_class_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a replacement that looks like the original. Ours may call it for more modules: out_proj."""
+    """By a replacement that looks like the original. Ours may call it for more modules:
+    out_proj."""
     kind, calls = getattr(torch.nn, name), 0
     original = kind.forward
 

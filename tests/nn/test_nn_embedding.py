@@ -1,4 +1,4 @@
-"""`transformer_fast.nn.Embedding`: torch's look-up, and its gradient bit for bit."""
+"""`transformer_fast.nn.Embedding`: the look-up and the bitwise equal gradient of PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _pair(*args: Any, **kwargs: Any) -> tuple[nn.Embedding, torch.nn.Embedding]:
     return ours, theirs
 
 
-def _runs_ours(y: Tensor) -> bool:
+def _uses_own_backward(y: Tensor) -> bool:
     assert y.grad_fn is not None
     return "LookUp" in type(y.grad_fn).__name__
 
@@ -32,21 +32,23 @@ def _runs_ours(y: Tensor) -> bool:
 @pytest.mark.parametrize("padding", [None, 0, 6, -1])
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 40), (2, 3, 500)])
 @pytest.mark.parametrize("size", [(7, 1), (7, 33), (3000, 512)])
-def test_gradient_is_torchs(padding: int | None, shape: tuple[int, ...], size: tuple[int, int]):
+def test_gradient_equals_pytorchs_bitwise(
+    padding: int | None, shape: tuple[int, ...], size: tuple[int, int]
+):
     ours, theirs = _pair(*size, padding_idx=padding)
     tokens = torch.randint(0, min(size[0], 50), shape)
     a, b = ours(tokens), theirs(tokens)
     assert torch.equal(a, b)
-    assert _runs_ours(a)
+    assert _uses_own_backward(a)
     grad = torch.randn_like(a)
-    for _ in range(2):  # the second adds to the gradient that is there
+    for _ in range(2):  # the second call accumulates into the existing gradient
         ours(tokens).backward(grad)
         theirs(tokens).backward(grad)
         assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
 @needs_native
-def test_gradient_of_any_layout_and_threads(threads: None) -> None:
+def test_gradient_of_strided_inputs_and_several_threads(threads: None) -> None:
     ours, theirs = _pair(2000, 600)
     tokens = torch.randint(0, 2000, (64, 9)).t()
     wide = torch.randn(9, 64, 1200)
@@ -61,7 +63,7 @@ def test_gradient_of_any_layout_and_threads(threads: None) -> None:
 
 
 @needs_native
-def test_odd_gradients_come_through() -> None:
+def test_infinite_and_nan_gradients_propagate() -> None:
     ours, theirs = _pair(5, 4)
     tokens = torch.tensor([1, 1, 3])
     grad = torch.tensor([[float("inf")] * 4, [float("-inf")] * 4, [float("nan")] * 4])
@@ -77,30 +79,30 @@ def test_odd_gradients_come_through() -> None:
     [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0},
      {"dtype": torch.float64}, {"dtype": torch.bfloat16}],
 )  # fmt: skip
-def test_the_rest_is_torchs(options: dict[str, Any]) -> None:
+def test_other_options_run_pytorchs_backward(options: dict[str, Any]) -> None:
     ours, theirs = _pair(11, 6, **options)
     tokens = torch.randint(0, 11, (4, 5))
     a, b = ours(tokens), theirs(tokens)
     assert torch.equal(a, b)
-    assert not _runs_ours(a)
+    assert not _uses_own_backward(a)
     found = [torch.autograd.grad(y.sum(), m.weight)[0] for y, m in ((a, ours), (b, theirs))]
     assert torch.equal(*(grad.to_dense() for grad in found))
 
 
-def test_without_gradients_and_by_other_backends() -> None:
+def test_inference_and_other_backends() -> None:
     ours, _ = _pair(11, 6)
     tokens = torch.randint(0, 11, (4, 5))
     with torch.no_grad():
         assert not ours(tokens).requires_grad
-    assert not _runs_ours(ours(tokens.int()))
+    assert not _uses_own_backward(ours(tokens.int()))
     for backend in ("reference", "torch"):
         with use_backend(backend):
-            assert not _runs_ours(ours(tokens))
+            assert not _uses_own_backward(ours(tokens))
     ours.weight.requires_grad_(False)
     assert not ours(tokens).requires_grad
 
 
-def test_bad_tokens_are_torchs_error() -> None:
+def test_out_of_range_tokens_raise_pytorchs_error() -> None:
     ours, _ = _pair(11, 6)
     for wrong in (11, -1):
         with pytest.raises(IndexError, match="index out of range"):
@@ -110,7 +112,7 @@ def test_bad_tokens_are_torchs_error() -> None:
 
 
 @needs_native
-def test_tokens_changed_before_the_backward() -> None:
+def test_tokens_written_before_backward_raise() -> None:
     ours, _ = _pair(11, 6)
     tokens = torch.tensor([1, 2])
     y = ours(tokens)
@@ -120,7 +122,7 @@ def test_tokens_changed_before_the_backward() -> None:
 
 
 @needs_native
-def test_bad_arguments_name_themselves() -> None:
+def test_errors_of_the_operator_name_the_argument() -> None:
     op = torch.ops.transformer_fast.embedding_backward.cpu
     grad, tokens = torch.zeros(2, 3), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match=r"token 1 is not in \[0, 1\)"):
@@ -135,7 +137,7 @@ def test_bad_arguments_name_themselves() -> None:
         op(torch.zeros(3), tokens, 2, -1)
 
 
-def test_second_derivative_and_transforms() -> None:
+def test_second_derivatives_and_functorch_transforms() -> None:
     ours, theirs = _pair(11, 6)
     tokens = torch.randint(0, 11, (4, 5))
 

@@ -1,4 +1,4 @@
-"""Layers and stacks of them: torch.nn's numbers, options, dropouts and refusals."""
+"""Transformer layers and stacks: results, options, dropout and errors equal those of torch.nn."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ ACTIVATIONS: dict[str, tuple[Any, str | None]] = {
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The activations that the fused FFN, alone or as a whole sub-layer, was called with."""
+    """Records the activations that the fused feed-forward kernels are called with.
+
+    These kernels run the network alone, or together with its norm and residual sum.
+    """
     calls: list[Any] = []
     right = functional.feed_forward
 
@@ -105,7 +108,7 @@ def test_activations(activation: str, name: str, norm_first: bool, fused: list[A
     assert set(fused) == ({known_as} if known_as else set())
 
 
-def test_an_activation_set_later_is_used() -> None:
+def test_activation_set_after_construction_is_used() -> None:
     theirs, ours = pair(LAYERS[0])
     theirs.activation = ours.activation = torch.tanh
     theirs.activation_relu_or_gelu = 0
@@ -140,7 +143,7 @@ def test_hooks_on_inner_modules_fire(name: str, norm_first: bool) -> None:
 _WITHIN_ATTENTION = ("self_attn.out_proj", "multihead_attn.out_proj")
 
 
-def test_a_hook_may_change_the_output() -> None:
+def test_hooks_can_change_the_output() -> None:
     theirs, ours = pair(LAYERS[0])
     for layer in (theirs, ours):
         layer.linear1.register_forward_hook(lambda module, args, output: output * 2)
@@ -148,7 +151,7 @@ def test_a_hook_may_change_the_output() -> None:
     assert_close(ours, theirs, *inputs(LAYERS[0]))
 
 
-def test_global_hooks_see_every_module() -> None:
+def test_global_hooks_run_for_every_module() -> None:
     _, ours = pair(LAYERS[0])
     seen: list[torch.nn.Module] = []
     handle = torch.nn.modules.module.register_module_forward_hook(
@@ -162,7 +165,7 @@ def test_global_hooks_see_every_module() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A low-rank adapter around a linear layer, as fine-tuning libraries put in."""
+    """A low-rank adapter around a linear layer, as fine-tuning libraries insert."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -176,7 +179,7 @@ class Adapted(torch.nn.Module):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("where", ["linear1", "linear2"])
-def test_replaced_linear(name: str, where: str) -> None:
+def test_replaced_linear_layers_run(name: str, where: str) -> None:
     theirs, _ = pair(name)
     setattr(theirs, where, Adapted(getattr(theirs, where)))
     ours = to_ours(theirs).train()
@@ -189,7 +192,7 @@ def _own_forward(layer: Any) -> None:
     layer.linear2.forward = lambda x: F.linear(x, layer.linear2.weight) - 1
 
 
-#: What is done to a layer, and whether it keeps the numbers.
+#: name: (change of a layer, whether results stay the same)
 CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "norm": (lambda layer: setattr(layer, "norm1", torch.nn.Identity()), False),
     "dropout": (lambda layer: setattr(layer, "dropout1", torch.nn.Identity()), True),
@@ -200,7 +203,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_changes_to_inner_modules(change: str) -> None:
+def test_changed_submodules_run(change: str) -> None:
     theirs, ours = pair(LAYERS[0])
     given = inputs(LAYERS[0])
     before = ours(*given)
@@ -222,7 +225,7 @@ def test_other_changes_to_inner_modules(change: str) -> None:
 )
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("on_instance", [True, False])
-def test_overridden_blocks(name: str, block: str, norm_first: bool, on_instance: bool) -> None:
+def test_overridden_blocks_run(name: str, block: str, norm_first: bool, on_instance: bool) -> None:
     theirs, ours = pair(name, norm_first=norm_first)
 
     def wrapped(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -238,7 +241,7 @@ def test_overridden_blocks(name: str, block: str, norm_first: bool, on_instance:
     hidden = torch.zeros(B, T, dtype=torch.bool)
     hidden[0, 2:] = True
     kwargs = {attn: torch.ones(T, T, dtype=torch.bool).triu(1), padding: hidden}
-    theirs.train()  # torch's inference path passes overridden blocks by
+    theirs.train()  # PyTorch's inference path ignores overridden blocks
     given = inputs(name)
     for training in (True, False):
         ours.train(training)
@@ -246,7 +249,7 @@ def test_overridden_blocks(name: str, block: str, norm_first: bool, on_instance:
             torch.testing.assert_close(ours(*given, **kwargs), theirs(*given, **kwargs))
 
 
-def test_an_overridden_block_gets_float_masks() -> None:
+def test_overridden_blocks_receive_float_masks() -> None:
     seen: list[Any] = []
 
     class Own(nn.TransformerEncoderLayer):
@@ -264,7 +267,7 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
 def models(**options: Any) -> tuple[torch.nn.Transformer, nn.Transformer]:
-    """The same seed gives the same model, ours built by our own constructor."""
+    """Returns a model of torch.nn and one of this library, constructed with the same seed."""
     options = {"batch_first": True, **options}
     made = []
     for namespace in (torch.nn, nn):
@@ -285,7 +288,7 @@ def padding(length: int) -> Tensor:
     return hidden
 
 
-#: Added masks, which torch's inference path takes for bool ones: module, inputs, masks.
+#: Additive masks, which PyTorch's inference path converts to bool: (module, inputs, masks).
 ADDED: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], dict[str, Tensor]]] = {
     "encoder layer": (
         lambda: pair(LAYERS[0]), inputs(LAYERS[0]), {"src_mask": torch.randn(T, T)}
@@ -309,8 +312,8 @@ ADDED: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], dict[str, Tensor]]
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ADDED)
-def test_added_masks(name: str, training: bool) -> None:
-    """PyTorch's own samples have bool masks only (test_nn_samples.py)."""
+def test_additive_masks(name: str, training: bool) -> None:
+    """Not covered by PyTorch's samples (test_nn_samples.py), which have bool masks only."""
     make, given, masks_of = ADDED[name]
     theirs, ours = (module.train(training) for module in make())
     with fast_path(False):
@@ -328,7 +331,7 @@ def test_no_warning_about_nested_tensors() -> None:
     assert model.encoder.layers[0].self_attn.batch_first is False
 
 
-def test_all_parts_are_ours() -> None:
+def test_transformer_consists_of_this_librarys_modules() -> None:
     model = nn.Transformer(M, H, 1, 1, HIDDEN)
     names = {"LayerNorm", "MultiheadAttention", "Transformer"}
     for module in model.modules():
@@ -338,7 +341,7 @@ def test_all_parts_are_ours() -> None:
             assert isinstance(module, getattr(torch.nn, kind.__name__))
 
 
-def test_custom_parts_are_left_alone() -> None:
+def test_custom_encoder_and_decoder_are_kept() -> None:
     encoder, decoder = torch.nn.Identity(), torch.nn.Identity()
     model = nn.Transformer(M, H, custom_encoder=encoder, custom_decoder=decoder)
     assert model.encoder is encoder
@@ -349,16 +352,14 @@ def test_custom_parts_are_left_alone() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_skipping_padding_changes_nothing_at_real_places(
-    batch_first: bool, norm_first: bool
-) -> None:
+def test_skips_padding_keeps_results_at_real_tokens(batch_first: bool, norm_first: bool) -> None:
     torch.manual_seed(3)
     ours = nn.Transformer(
         M, H, 2, 2, HIDDEN, 0.0, norm_first=norm_first, batch_first=batch_first
     ).eval()
     src, tgt = torch.randn(B, S, M), torch.randn(B, T, M)
     hidden = torch.zeros(B, S, dtype=torch.bool)
-    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # also where no suffix is
+    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # padding is not only a suffix
     late = torch.zeros(B, T, dtype=torch.bool)
     late[-1, -1] = True
     causal = torch.ones(T, T).triu(1).bool()
@@ -378,7 +379,7 @@ def test_skipping_padding_changes_nothing_at_real_places(
             output = ours(src, tgt, **masks)
         outputs.append(output if batch_first else output.transpose(0, 1))
     torch.testing.assert_close(outputs[1][~late], outputs[0][~late])
-    # The decoder's norm turns the zeros into its bias, which is 0.
+    # Skipped rows are zero, and the decoder's norm returns its bias for them, which is 0.
     assert not outputs[1][late].any()
     assert outputs[0][late].any()
 
@@ -386,7 +387,7 @@ def test_skipping_padding_changes_nothing_at_real_places(
 @pytest.mark.parametrize("suffix", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_training_on_real_tokens_gives_the_same_gradients(
+def test_skips_padding_keeps_gradients_in_training(
     batch_first: bool, norm_first: bool, suffix: bool
 ) -> None:
     torch.manual_seed(4)
@@ -411,8 +412,8 @@ def test_training_on_real_tokens_gives_the_same_gradients(
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-#: What is done to a layer, and whether its training still runs on real tokens only.
-ON_ROWS: dict[str, tuple[Any, bool]] = {
+#: name: (change of a layer, whether training still computes real tokens only)
+SKIPPING: dict[str, tuple[Any, bool]] = {
     "nothing": (lambda layer: None, True),
     "no dropout": (lambda layer: setattr(layer, "dropout1", torch.nn.Identity()), True),
     "hook": (lambda layer: layer.register_forward_hook(lambda *_: None), False),
@@ -430,9 +431,9 @@ ON_ROWS: dict[str, tuple[Any, bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ON_ROWS)
-def test_training_skips_padding_unless_parts_are_replaced(case: str) -> None:
-    change, on_rows = ON_ROWS[case]
+@pytest.mark.parametrize("case", SKIPPING)
+def test_training_skips_padding_unless_submodules_are_changed(case: str) -> None:
+    change, skips = SKIPPING[case]
     seen: list[Any] = []
 
     def activation(x: Tensor) -> Tensor:
@@ -446,11 +447,11 @@ def test_training_skips_padding_unless_parts_are_replaced(case: str) -> None:
     hidden = torch.zeros(B, S, dtype=torch.bool)
     hidden[0, -2:] = True
     encoder(torch.randn(B, S, M), src_key_padding_mask=hidden)
-    assert seen == [(B * S - 2, HIDDEN) if on_rows else (B, S, HIDDEN)]
+    assert seen == [(B * S - 2, HIDDEN) if skips else (B, S, HIDDEN)]
 
 
-def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:
-    """Where zeros are not wanted, inference has there what training has."""
+def test_without_skips_padding_padded_rows_are_computed() -> None:
+    """With skips_padding=False, inference returns at padded positions what training does."""
     theirs = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2
     )
@@ -466,7 +467,7 @@ def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:
 
 
 class Custom(torch.nn.Module):
-    """A layer that shares nothing with torch's but its call."""
+    """A layer that has only the call signature in common with PyTorch's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,7 +480,7 @@ class Custom(torch.nn.Module):
         return x + 1
 
 
-def test_custom_layers_get_what_torch_gives_them() -> None:
+def test_custom_layers_receive_pytorchs_arguments() -> None:
     x, hidden = torch.randn(B, S, M), padding(S)
     mask = CAUSAL(S).isinf()
     seen = []
@@ -501,7 +502,7 @@ def test_custom_layers_get_what_torch_gives_them() -> None:
                 assert value is found[key]
 
 
-def test_bool_masks_stay_bool_for_our_layers() -> None:
+def test_stacks_pass_bool_masks_unconverted() -> None:
     seen: list[Any] = []
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 1)
     encoder.layers[0].self_attn.register_forward_pre_hook(
@@ -522,7 +523,7 @@ def test_mismatched_masks_warn_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 17])
-def test_what_is_causal(dtype: torch.dtype, size: int) -> None:
+def test_causal_mask_detection(dtype: torch.dtype, size: int) -> None:
     hidden = torch.ones(size, size).triu(1).bool()
     causal = hidden if dtype == torch.bool else CAUSAL(size, dtype=dtype)
     theirs = torch.nn.modules.transformer._detect_is_causal_mask
@@ -542,8 +543,11 @@ def test_what_is_causal(dtype: torch.dtype, size: int) -> None:
     assert masks.is_causal_mask(causal.to("meta"), None, size) is False
 
 
-def test_masks_on_a_device_are_looked_at_once_for_each_version(monkeypatch) -> None:
-    """As the host waits for that. Never while a CUDA graph is captured, and kept no longer than they."""
+def test_device_masks_are_read_once_per_version(monkeypatch) -> None:
+    """Each read synchronises with the device.
+
+    Masks are never read during the capture of a CUDA graph, and the cache holds no mask alive.
+    """
     looks: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "equal", lambda a, b: (looks.append(a), bool((a == b).all()))[1])
@@ -581,7 +585,7 @@ def test_generate_square_subsequent_mask() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_input_goes_to_torch() -> None:
+def test_nested_inputs_run_in_pytorch() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).eval()
     x = torch.nested.nested_tensor([torch.randn(3, M), torch.randn(2, M)])
@@ -608,8 +612,8 @@ def test_signatures(cls: type) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
-    """Zeros in inference on nested tensors, else values."""
+def test_padded_positions_equal_pytorchs(training, fast, nested, late):
+    """PyTorch returns zeros in inference with nested tensors, else computed values."""
     make = {"num_layers": 2, "enable_nested_tensor": nested, "mask_check": True}
     theirs, ours = (
         names.TransformerEncoder(
@@ -631,14 +635,14 @@ def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
 
 @pytest.fixture
 def probabilities(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Which op was asked for which dropout, in order."""
-    asked: list[tuple[str, float]] = []
+    """Records each op that applies dropout, and its probability, in order."""
+    calls: list[tuple[str, float]] = []
 
     def spy(module: Any, name: str) -> None:
         right = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            asked.append((name, kwargs["dropout_p"]))
+            calls.append((name, kwargs["dropout_p"]))
             return right(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
@@ -646,13 +650,13 @@ def probabilities(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     spy(functional, "feed_forward")
     spy(functional, "add_layer_norm")
     spy(multihead_attention, "attend")
-    return asked
+    return calls
 
 
-# Dropout: torch's probabilities and places, our own pattern.
+# Dropout has PyTorch's probabilities and positions in the layer, but another random pattern.
 
 
-def test_training_asks_for_every_dropout(probabilities: list[tuple[str, float]]) -> None:
+def test_training_applies_every_dropout(probabilities: list[tuple[str, float]]) -> None:
     layer = nn.TransformerDecoderLayer(M, H, HIDDEN, 0.1, batch_first=True)
     layer.dropout.p, layer.dropout1.p, layer.dropout2.p, layer.dropout3.p = 0.2, 0.3, 0.4, 0.5
     x, memory = torch.randn(2, 3, M), torch.randn(2, 4, M)
@@ -671,8 +675,10 @@ def test_training_asks_for_every_dropout(probabilities: list[tuple[str, float]])
     assert {p for _, p in probabilities} == {0.0}
 
 
-def test_one_dropout_may_stay_on(probabilities: list[tuple[str, float]]) -> None:
-    """Each module's own flag counts, as Monte Carlo dropout needs it."""
+def test_each_dropout_module_has_its_own_training_flag(
+    probabilities: list[tuple[str, float]],
+) -> None:
+    """Monte Carlo dropout relies on it."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.5, batch_first=True).eval()
     layer.dropout.train()
     x = torch.randn(2, 3, M)
@@ -684,8 +690,8 @@ def test_one_dropout_may_stay_on(probabilities: list[tuple[str, float]]) -> None
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("where", ["dropout", "dropout1", "dropout2", "self_attn"])
-def test_same_distribution_as_torch(where: str, norm_first: bool) -> None:
-    """Mean and spread of the output over many draws, for one dropout at a time."""
+def test_dropout_has_pytorchs_distribution(where: str, norm_first: bool) -> None:
+    """Compares mean and variance of the output over many draws, for one dropout at a time."""
     torch.manual_seed(0)
     draws = 4000
     x = torch.randn(1, 3, M).expand(draws, -1, -1)
@@ -698,14 +704,14 @@ def test_same_distribution_as_torch(where: str, norm_first: bool) -> None:
         moments.append((output.mean(0), output.var(0)))
     (mean, variance), (our_mean, our_variance) = moments
     assert (variance > 0).any()
-    # 24 means: one of them lies five standard deviations off in 70,000 runs.
+    # 24 means: one of them is five standard deviations off in one of 70,000 runs.
     deviation = ((variance + our_variance) / draws).sqrt()
     assert ((our_mean - mean).abs() <= 5 * deviation + 1e-6).all()
     # The relative deviation of a variance of 4000 draws is about 2%.
     torch.testing.assert_close(our_variance, variance, rtol=0.2, atol=1e-6)
 
 
-def test_dropout_of_one_drops_all() -> None:
+def test_dropout_with_p_1_drops_everything() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 1.0, norm_first=True)
     x = torch.randn(3, 2, M)
     torch.testing.assert_close(layer(x), x)

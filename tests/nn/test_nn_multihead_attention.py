@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention: shapes, options and masks as torch.nn has them."""
+"""nn.MultiheadAttention: shapes, options and masks of torch.nn."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inputs(batched: bool, batch_first: bool, kind: str, kdim: int = M, vdim: int
     return query, key, key if kind == "shared" else make(S, vdim)
 
 
-#: Options of the module, and the kind of call.
+#: (options of the module, kind of call)
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({"batch_first": first}, kind) for first in (True, False) for kind in ("self", "shared")),
     ({"batch_first": True}, "distinct"),
@@ -86,7 +86,7 @@ def test_masks_layouts_and_options(options: dict[str, Any], kind: str, batched: 
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_heads_are_views_of_as_few_projections_as_possible(
+def test_shared_inputs_share_one_projection(
     monkeypatch: pytest.MonkeyPatch, batch_first: bool
 ) -> None:
     _, ours = pair(batch_first=batch_first)
@@ -100,7 +100,7 @@ def test_heads_are_views_of_as_few_projections_as_possible(
             assert x.stride(-1) == 1
 
 
-def test_dropped_weights_are_the_returned_ones() -> None:
+def test_returned_weights_are_those_after_dropout() -> None:
     ours = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=True)
     with torch.no_grad():
         ours.out_proj.weight.copy_(torch.eye(8))
@@ -117,7 +117,7 @@ def test_dropped_weights_are_the_returned_ones() -> None:
     assert (ours(x, x, x)[1] > 0).all()
 
 
-def test_out_proj_is_a_module() -> None:
+def test_out_proj_is_called_as_a_module() -> None:
     theirs, ours = pair(batch_first=True)
     x = torch.randn(B, T, M)
     seen: list[torch.Size] = []
@@ -134,7 +134,7 @@ def test_out_proj_is_a_module() -> None:
         torch.testing.assert_close(ours(x, x, x)[0], theirs(x, x, x)[0] + 1.0)
 
 
-def test_a_learned_mask_gets_its_gradient() -> None:
+def test_float_mask_gradient() -> None:
     theirs, ours = pair(batch_first=True)
     x = torch.randn(B, T, M)
     grads = []
@@ -147,7 +147,7 @@ def test_a_learned_mask_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, T, S), (B, 0, S), (B, T, 0)], ids=["B", "T", "S"])
-def test_empty(sizes: tuple[int, int, int]) -> None:
+def test_empty_inputs(sizes: tuple[int, int, int]) -> None:
     _, ours = pair(batch_first=True)
     batch, length, keys = sizes
     memory = torch.randn(batch, keys, M)
@@ -160,10 +160,11 @@ def test_empty(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(B, T, 12), (8, 64, 128)], ids=["small", "large"])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("kind", ["self", "shared", "distinct"])
-def test_inputs_made_in_inference_mode(
+def test_inference_tensors_as_inputs_in_training(
     sizes: tuple[int, int, int], need_weights: bool, kind: str
 ) -> None:
-    """Autograd does not save them; torch saves copies where it transposes."""
+    """Autograd cannot save inference tensors; PyTorch saves the copies that its transpositions
+    make."""
     width = sizes[2]
     theirs, ours = attention_pair(width, H if width == 12 else 4, batch_first=True)
     with torch.inference_mode():
@@ -181,7 +182,7 @@ def test_inputs_made_in_inference_mode(
 
     for masks in ({}, {"key_padding_mask": padding}):
         gradients(theirs, *given, **masks)
-        copies = {id(x): x.clone() for x in given}  # what is one tensor stays one
+        copies = {id(x): x.clone() for x in given}  # equal inputs stay the same tensor
         expected = gradients(
             ours, *[copies[id(x)] for x in given], **{name: x.clone() for name, x in masks.items()}
         )
@@ -190,7 +191,7 @@ def test_inputs_made_in_inference_mode(
 
 @pytest.mark.parametrize("sizes", [(2, 3, 12), (4, 40, 64)])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_inputs_may_be_changed_in_place_where_torch_saves_copies(
+def test_inputs_can_be_written_before_backward_as_in_pytorch(
     sizes: tuple[int, int, int], requires_grad: bool
 ) -> None:
     for module in (
@@ -209,7 +210,7 @@ def test_inputs_may_be_changed_in_place_where_torch_saves_copies(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_go_to_torch() -> None:
+def test_nested_tensors_run_in_pytorch() -> None:
     ours = nn.MultiheadAttention(4, 2, batch_first=True).eval()
     x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     with torch.no_grad():
@@ -219,7 +220,7 @@ def test_nested_tensors_go_to_torch() -> None:
     torch.testing.assert_close(output[0], expected)
 
 
-def test_mixed_mask_types_warn_and_work() -> None:
+def test_mixed_mask_dtypes_warn_and_work() -> None:
     theirs, ours = pair()
     query = torch.randn(T, B, M)
     padding = torch.zeros(B, T, dtype=torch.bool)
@@ -242,7 +243,7 @@ def test_mixed_mask_types_warn_and_work() -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", ["bool", "float", "padding", "both"])
-def test_rows_that_see_nothing_are_zero(need_weights: bool, training: bool, how: str) -> None:
+def test_fully_masked_rows_are_zero(need_weights: bool, training: bool, how: str) -> None:
     _, ours = pair(batch_first=True)
     ours.train(training)
     query = torch.randn(B, T, M, requires_grad=True)
@@ -278,15 +279,15 @@ def test_rows_that_see_nothing_are_zero(need_weights: bool, training: bool, how:
     assert all(torch.isfinite(p.grad).all() for p in ours.parameters())
 
 
-def test_finfo_min_is_finite() -> None:
-    """A row of finfo.min hides nothing: its weights are uniform, as in torch."""
+def test_row_of_finfo_min_has_uniform_weights() -> None:
+    """finfo.min is finite: a row of it masks no key, as in PyTorch."""
     theirs, ours = pair(batch_first=True)
     x = torch.randn(B, T, M)
     mask = torch.full((T, T), torch.finfo(torch.float32).min)
     assert_close(ours, theirs, x, x, x, attn_mask=mask)
 
 
-def test_garbage_at_padded_keys_stays_there() -> None:
+def test_nan_at_padded_keys_does_not_spread() -> None:
     _, ours = pair(batch_first=True)
     query, memory = torch.randn(B, T, M), torch.randn(B, S, M)
     padding = torch.zeros(B, S, dtype=torch.bool)
@@ -326,8 +327,8 @@ def test_padding_is_not_expanded(monkeypatch: pytest.MonkeyPatch, kind: str) -> 
         assert hint is is_causal
 
 
-def test_the_hint_is_taken_at_its_word() -> None:
-    """A mask that is not causal, said to be causal: the hint wins where torch lets it win."""
+def test_is_causal_hint_overrides_the_mask() -> None:
+    """The hint overrides a mask that is not causal in the cases in which it does in PyTorch."""
     theirs, ours = pair()
     x = torch.randn(T, B, M)
     mask = torch.ones(T, T, dtype=torch.bool).tril(-1)
@@ -341,7 +342,7 @@ def test_the_hint_is_taken_at_its_word() -> None:
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("padded", [True, False])
-def test_the_hint_and_appended_keys(options: dict[str, Any], padded: bool) -> None:
+def test_is_causal_hint_with_appended_keys(options: dict[str, Any], padded: bool) -> None:
     theirs, ours = pair(**options)
     x = torch.randn(T, B, M)
     kwargs: dict[str, Any] = {"attn_mask": torch.ones(T, T, dtype=torch.bool).triu(1)}

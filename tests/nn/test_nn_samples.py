@@ -1,4 +1,4 @@
-"""PyTorch's own samples of modules and functions (they ship in its wheel), run against ours."""
+"""Runs the sample inputs of PyTorch's own tests, which its wheel contains, on this library."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR
 pytestmark = pytest.mark.sampled(20)
 
 MHA = "multi_head_attention_forward"
-#: By the module's or function's name. Losses take no dtype and embeddings no floats:
-#: test_cross_entropy.py and test_nn_embedding.py have them.
+#: PyTorch's samples by module name. Not here: losses, which take no dtype (test_cross_entropy.py),
+#: and embeddings, which take no floats (test_nn_embedding.py).
 MODULES = {
     info.module_cls.__name__: info
     for info in module_db
@@ -54,14 +54,14 @@ FUNCTIONS = {
     and "cross_entropy" not in name
 }
 NAMES = [*MODULES, *FUNCTIONS]
-#: Whole Transformers take long, and their parts are here.
+#: Without Transformer: it is slow, and its parts are included.
 PARTS = [name for name in NAMES if name != "Transformer"]
 TAKE_MASKS = [
     name
     for name, info in MODULES.items()
     if any("mask" in x for x in inspect.signature(info.module_cls.forward).parameters)
 ]
-#: How many samples torch has at least (without gradients).
+#: Minimum number of samples in PyTorch, without gradients.
 SAMPLES = {
     **dict.fromkeys(MODULES, 3),
     **dict.fromkeys(TAKE_MASKS, 7),
@@ -70,13 +70,14 @@ SAMPLES = {
 
 
 class Case(NamedTuple):
-    """One sample: torch's module or function, ours with the same state, and the arguments."""
+    """One sample: PyTorch's module or function, this library's with the same state, and the
+    arguments."""
 
     theirs: Any
     ours: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: What the sample says that the result is.
+    #: Reference implementation that the sample provides.
     reference: Callable[..., Any] | None = None
 
 
@@ -87,8 +88,8 @@ def multi_head_attention_forward(
     q_proj_weight: Tensor | None, k_proj_weight: Tensor | None, v_proj_weight: Tensor | None,
     attn_mask: Tensor | None, training: bool, use_separate_proj_weight: bool,
 ) -> Any:  # fmt: skip
-    """Torch's function, as our module with these weights."""
-    # Of a kdim of its own, so that the module has its weights apart.
+    """PyTorch's function, computed by this library's module with these weights."""
+    # A different kdim makes the module keep its weights separately.
     kdim = width + 1 if use_separate_proj_weight else None
     module = nn.MultiheadAttention(
         width, heads, dropout_p, add_bias_kv=True, add_zero_attn=add_zero_attn, kdim=kdim
@@ -130,7 +131,7 @@ def of_module(cls: type, sample: Any, dtype: torch.dtype, training: bool) -> Cas
 
 
 def of_function(name: str, sample: Any) -> Case:
-    """Without dropout, which draws other elements in ours."""
+    """Disables dropout, which draws another pattern in this library."""
     args, kwargs = [sample.input, *sample.args], dict(sample.kwargs)
     if "dropout_p" in kwargs:
         kwargs["dropout_p"] = 0.0
@@ -160,13 +161,14 @@ def check(
     derive: Any = lambda called: called,
     change: Any = lambda ours: ours,
 ) -> None:
-    """Ours errs at most 2x (gradients 3x) what torch does on these samples, plus one rounding.
+    """Asserts that the error is at most 2x PyTorch's on these samples (gradients: 3x), plus one
+    rounding.
 
-    The oracle is torch in fp64. For fp64 itself torch's fp32 error is scaled by the two eps.
-    ``change``: is made to ours.
+    The oracle is PyTorch in float64. For float64 itself, PyTorch's float32 error is scaled by the
+    ratio of the two eps. ``change``: applied to this library's module or function.
     """
-    # Torch's inference gives zeros at padded places of an encoder's output, its training does not;
-    # a Transformer whose decoder may look at them then computes something else.
+    # In inference, PyTorch's encoder returns zeros at padded positions; in training it does not. A
+    # Transformer whose decoder may attend to them then computes other results.
     padded_inference = name == "Transformer" and not training and not grad
     rows = []
     with fast_path(not padded_inference):
@@ -184,9 +186,10 @@ def check(
             rows.append((errors, ours, oracle))
     assert len(rows) >= (1 if grad and name == MHA else SAMPLES.get(name, 6))
     scale = EPS[dtype] / EPS[torch.float32]
-    # Samples have a few dozen elements, so torch's error of one is a matter of luck, and where a
-    # softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64: gradients, and
-    # results of functions, are held to the worst sample.
+    # Samples have a few dozen elements, so that PyTorch's error of a single sample is a matter of
+    # chance. Where a softmax saturates, a gradient's float32 rounding does not predict that of
+    # float64. Gradients, and results of functions, therefore have the error of the worst sample as
+    # their budget.
     worst, worst_of_grads = (scale * max(row[0][column] for row in rows) for column in (0, 1))
     for errors, ours, oracle in rows:
         if derive is Tangents:  # derivatives have the budget of gradients
@@ -200,9 +203,11 @@ def check(
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", NAMES)
-def test_same_numbers(name: str, dtype: torch.dtype, training: bool) -> None:
-    """Training with gradients, inference without (where torch takes its fast path). In fp32 kernels
-    take every sample: the reference is forbidden."""
+def test_results_and_gradients(name: str, dtype: torch.dtype, training: bool) -> None:
+    """Training runs with gradients; inference runs without, where PyTorch takes its fast path.
+
+    In float32, kernels support every sample: the reference backend is forbidden.
+    """
     with strict(dtype == torch.float32 and _native.module is not None):
         check(name, dtype, training, grad=training)
 
@@ -220,9 +225,9 @@ def test_forward_mode(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", PARTS)
-def test_fakes(name: str, training: bool) -> None:
-    """Every operator's fake, of the backward too, has the shape, dtype and strides of what the
-    operator makes."""
+def test_fake_implementations(name: str, training: bool) -> None:
+    """The fake of each operator, and of its backward, has the operator's shape, dtype
+    and strides."""
     found = cases(name, torch.float32, training, grad=training)
     step = max(1, len(found) // 4)
     if name in FUNCTIONS:
@@ -234,7 +239,7 @@ def test_fakes(name: str, training: bool) -> None:
 
 @pytest.mark.parametrize("name", ["layer_norm", "linear"])
 def test_composite_compliance(name: str) -> None:
-    """PyTorch's check of functions made of others: subclasses reach what they are made of."""
+    """PyTorch's check of composite functions: tensor subclasses intercept all ops inside."""
     for case in cases(name, torch.float32, False, False):
         composite_compliance.check_with_mode(
             case.ours, case.args, case.kwargs, torch.testing.assert_close
@@ -242,17 +247,17 @@ def test_composite_compliance(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", MHA])
-def test_a_forgotten_mask_fails(name: str) -> None:
-    def forgetful(ours: Callable[..., Any]) -> Callable[..., Any]:
+def test_samples_detect_an_ignored_mask(name: str) -> None:
+    def without_mask(ours: Callable[..., Any]) -> Callable[..., Any]:
         without = {"attn_mask": None} if name == MHA else {"attn_mask": None, "is_causal": False}
         return lambda *args, **kwargs: ours(*args, **{**kwargs, **without})
 
     with pytest.raises(AssertionError):
-        check(name, torch.float32, False, False, change=forgetful)
+        check(name, torch.float32, False, False, change=without_mask)
 
 
 @pytest.mark.parametrize("name", TAKE_MASKS)
-def test_a_flipped_mask_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_detect_an_inverted_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = masks.combine
 
     def flipped(attn_mask: Any, key_padding_mask: Any, *sizes: int) -> Any:
@@ -266,8 +271,8 @@ def test_a_flipped_mask_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_samples_own_references(name: str) -> None:
-    """Unbatched equals batched, and inference equals training, as torch's samples state it."""
+def test_references_of_the_samples(name: str) -> None:
+    """PyTorch's samples state that unbatched equals batched, and inference equals training."""
     checked = 0
     for training in (True, False):
         for case in cases(name, torch.float32, training, grad=False):
@@ -281,7 +286,7 @@ def test_the_samples_own_references(name: str) -> None:
         assert checked >= (60 if name in TAKE_MASKS else 6)
 
 
-def test_torch_layers_in_our_encoder() -> None:
+def test_pytorch_layers_in_an_encoder_of_this_library() -> None:
     for case in cases("TransformerEncoder", torch.float32, training=False, grad=False):
         layer = case.theirs.layers[0]
         ours = nn.TransformerEncoder(layer, 2)

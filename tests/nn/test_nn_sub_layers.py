@@ -1,4 +1,5 @@
-"""Whole layers and stacks in one call, in every dtype and on every instruction set."""
+"""Kernels that run whole sub-layers, layers and stacks in one call, in every dtype and instruction
+set."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
 def hidden_of(length: int) -> Tensor:
-    """True at padding: some sequences end early, one begins late."""
+    """Padding mask, True at padding: some sequences end early, one begins late."""
     hidden = torch.arange(length) >= torch.tensor([[length], [length // 3], [length]])
     hidden[2, :4] = True
     return hidden
 
 
 def cases(dtype: torch.dtype) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Of a layer: whether it is a decoder's, and its masks."""
+    """name: (whether the layer is a decoder layer, its masks)"""
     future = CAUSAL(T, dtype=dtype)
     return {
         "encoder": (False, {}),
@@ -56,9 +57,10 @@ def check(
     isa: str,
     batch_first: bool = True,
 ) -> int:
-    """Holds the module to fp64, by the reference's error; gives how many sub-layers were one call.
+    """Compares the module with float64; returns the number of sub-layers that ran as one call.
 
-    Places that ``masks`` calls padding are not looked at.
+    The budget is the error of the reference. Positions that ``masks`` marks as padding are not
+    compared.
     """
     dtype = inputs[0].dtype
     with in_use(isa), torch.no_grad():
@@ -88,7 +90,7 @@ _OWN_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("case", cases(torch.float32))
-def test_layers(isa: str, dtype: torch.dtype, norm_first: bool, case: str) -> None:
+def test_layers_match_float64(isa: str, dtype: torch.dtype, norm_first: bool, case: str) -> None:
     torch.manual_seed(0)
     crossed, masks = cases(dtype)[case]
     for batch_first in (True, False):
@@ -112,15 +114,15 @@ def test_few_and_many_rows(isa: str, dtype: torch.dtype, activation: str, rows: 
     inputs = (torch.randn(1, rows, M).to(dtype),)
     layer = layer.eval().to(dtype)
     assert check(layer, inputs, {}, isa) == 2
-    with torch.inference_mode():  # not packed and kept, but packed or read in the call
-        unkept = copy.deepcopy(layer)
-    assert check(unkept, inputs, {}, isa) == 2
+    with torch.inference_mode():  # parameters of inference mode: packed copies are not cached
+        uncached = copy.deepcopy(layer)
+    assert check(uncached, inputs, {}, isa) == 2
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_stacks_see_real_tokens_only(isa: str, dtype: torch.dtype, batch_first: bool) -> None:
+def test_stacks_compute_real_tokens_only(isa: str, dtype: torch.dtype, batch_first: bool) -> None:
     torch.manual_seed(0)
     options = {"batch_first": batch_first}
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, **options), 2)
@@ -160,7 +162,7 @@ def test_other_dtypes_are_composed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
-def test_weights_that_change(dtype: torch.dtype) -> None:
+def test_changed_weights_are_used(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 2)
     stack = stack.eval().to(dtype)
@@ -173,7 +175,7 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
     def share() -> None:
         old = first.linear1.weight
         old.mul_(1.0)
-        for _ in range(2):  # the first packs again
+        for _ in range(2):  # the first call packs again
             stack(x)
         new = torch.nn.Parameter(old.data)
         while new._version < old._version:
@@ -194,7 +196,7 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
         lambda: None,
         lambda: first.self_attn.in_proj_weight[3, 7].add_(9.0),
         lambda: setattr(first.linear1.weight, "data", first.linear1.weight.neg()),
-        # Behind PyTorch's back: all of a weight, rows and columns.
+        # Writes that do not change the version: to a whole weight, rows and columns.
         lambda: second.self_attn.out_proj.weight.data.neg_(),
         lambda: first.self_attn.in_proj_weight.data[7].fill_(0.0),
         lambda: first.self_attn.out_proj.weight.data[:, 5].fill_(0.5),
@@ -216,7 +218,7 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_threads_call_one_layer_while_its_weights_are_dropped() -> None:
+def test_threads_can_call_a_layer_while_its_packed_weights_are_freed() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
     x = torch.randn(B, T, M)
     true, wrong = layer(x), []
@@ -236,7 +238,7 @@ def test_threads_call_one_layer_while_its_weights_are_dropped() -> None:
     assert not wrong
 
 
-def test_a_forgotten_layer_leaves_nothing() -> None:
+def test_packed_weights_are_freed_with_the_layer() -> None:
     gc.collect()
     cpu_packing.forget()
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
@@ -251,7 +253,7 @@ def test_a_forgotten_layer_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_layers_that_differ_are_called_one_by_one(isa: str) -> None:
+def test_differing_layers_run_one_by_one(isa: str) -> None:
     torch.manual_seed(0)
     like = {"dim_feedforward": HIDDEN, "batch_first": True}
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, **like), 3)
@@ -263,7 +265,8 @@ def test_layers_that_differ_are_called_one_by_one(isa: str) -> None:
     assert check(encoder, (x,), {"src_key_padding_mask": hidden_of(T)}, isa) == 6
     assert check(decoder.eval(), (x, memory), {}, isa) == 6
     assert check(decoder, (x, memory), {"memory_key_padding_mask": hidden_of(S)}, isa) == 6
-    for heads, batch_first in ((2 * H, True), (H, False)):  # others than its self-attention has
+    # options that differ from those of its self-attention
+    for heads, batch_first in ((2 * H, True), (H, False)):
         layer = nn.TransformerDecoderLayer(M, H, **like).eval()
         layer.multihead_attn = nn.MultiheadAttention(M, heads, batch_first=batch_first).eval()
         assert check(layer, (x, torch.randn(B, T, M)), {}, isa) == 0
@@ -271,7 +274,7 @@ def test_layers_that_differ_are_called_one_by_one(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_to_see(isa: str, dtype: torch.dtype) -> None:
+def test_empty_and_fully_masked_memory(isa: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(M, H, HIDDEN, batch_first=True)
     decoder = nn.TransformerDecoder(layer, 2).eval().to(dtype)
@@ -283,7 +286,7 @@ def test_nothing_to_see(isa: str, dtype: torch.dtype) -> None:
         assert decoder(none, x, memory_key_padding_mask=hidden_of(T)).shape == none.shape
 
 
-def test_what_only_modules_can_do() -> None:
+def test_unsupported_calls_run_module_by_module() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
     x = torch.randn(4, B, T, M)
@@ -304,7 +307,7 @@ def test_what_only_modules_can_do() -> None:
     assert mask.grad.abs().max() > 0
 
 
-def test_a_network_of_ones_own() -> None:
+def test_custom_feed_forward_block_runs() -> None:
     class Own(nn.TransformerEncoderLayer):
         def __init__(self) -> None:
             super().__init__(M, H, HIDDEN, batch_first=True, activation=torch.nn.GELU())
@@ -317,7 +320,7 @@ def test_a_network_of_ones_own() -> None:
         assert check(Own().eval(), (torch.randn(B, T, M),), {}, ISAS[-1]) == 1
 
 
-def test_a_stack_of_others_layers_is_an_error() -> None:
+def test_stack_of_the_other_kind_of_layer_raises() -> None:
     x = torch.randn(B, T, M)
     of_decoders = nn.TransformerEncoder(nn.TransformerDecoderLayer(M, H, HIDDEN), 1)
     of_encoders = nn.TransformerDecoder(nn.TransformerEncoderLayer(M, H, HIDDEN), 1)
@@ -346,7 +349,7 @@ def test_opcheck(crossed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
+def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     ops = torch.ops.transformer_fast
     x = torch.randn(2, 3, 8).to(dtype)
     w3, w1 = torch.randn(24, 8).to(dtype), torch.randn(8, 8).to(dtype)
@@ -391,7 +394,7 @@ def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
             run(**change)  # type: ignore[operator]
 
 
-#: What keeps a layer from being one call: what is done to it, within what it is called, and the reason.
+#: name: (change of a layer, context of the call, masks, reason why the layer is not one call)
 REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "nothing": (lambda layer: layer, None, {}, ""),
     "gradients": (lambda layer: layer, torch.enable_grad, {}, "it has no backward"),
@@ -424,7 +427,7 @@ REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @torch.no_grad()
 @pytest.mark.parametrize("case", REASONS)
-def test_explain_tells_why_a_layer_is_composed(case: str) -> None:
+def test_explain_gives_the_reason_why_a_layer_is_composed(case: str) -> None:
     change, within, masks, reason = REASONS[case]
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
     change(layer)
@@ -437,7 +440,8 @@ def test_explain_tells_why_a_layer_is_composed(case: str) -> None:
     assert reason in "; ".join(found.reasons["cpu"])
     assert bool(reason) == str(found).startswith("encoder_layer runs as separate ops")
     whole = sum(n for (name, _), n in ran.calls.items() if name.endswith("sub-layer"))
-    # The mask's dtypes are made one by the layer; with its own activation it still attends at once.
+    # The layer converts the masks to one dtype. With a custom activation, its attention still runs
+    # as one call.
     assert whole == {"masks": 2, "activation": 1, "hook": 1, "subclass": 1}.get(
         case, 0 if reason else 2
     )

@@ -1,5 +1,8 @@
-"""Modules under autocast, torch.compile (one graph, no breaks), torch.fx, torch.jit and torch.func,
-and on tensors that are more than memory: they ask PyTorch's functions for them, as torch.nn does."""
+"""Modules under autocast, torch.compile (one graph, no breaks), torch.fx, torch.jit and torch.func.
+
+Tensor subclasses and other tensors without plain memory run through PyTorch's functions, as in
+torch.nn.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def under_autocast(
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("lowp", HALVES, ids=str)
 @pytest.mark.parametrize("name", PLAIN)
-def test_autocasts_dtypes_and_numbers(name: str, half: torch.dtype) -> None:
+def test_autocast_dtypes_and_results(name: str, lowp: torch.dtype) -> None:
     torch.manual_seed(0)
     theirs, inputs = CASES[name].make(torch.nn), CASES[name].inputs()
     ours, exact = to_ours(theirs), copy.deepcopy(theirs).double()
@@ -44,17 +47,18 @@ def test_autocasts_dtypes_and_numbers(name: str, half: torch.dtype) -> None:
     ):
         given = tuple(x.to(dtype) for x in inputs)
         oracle = [t.detach() for t in tensors(exact(*cast(given, torch.float64)))]
-        expected = under_autocast(theirs.train(training), given, half, grad)
-        got = under_autocast(ours.train(training), given, half, grad)
+        expected = under_autocast(theirs.train(training), given, lowp, grad)
+        got = under_autocast(ours.train(training), given, lowp, grad)
         case = f"{dtype}, {'train' if training else 'eval'}, {'grad' if grad else 'no_grad'}"
         assert [t.dtype for t in got] == [t.dtype for t in expected], case
-        # Results that are fp32 come from roundings to the half type too.
-        check_budget(got, expected, oracle, unit=torch.finfo(half).eps / 2)
+        # float32 results have low-precision rounding errors too.
+        check_budget(got, expected, oracle, unit=torch.finfo(lowp).eps / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_weights_that_are_half_types_already(dtype: torch.dtype) -> None:
-    """Torch's operator takes inputs of other dtypes, since autocast makes them the weights'."""
+def test_low_precision_weights_under_autocast(dtype: torch.dtype) -> None:
+    """PyTorch's operator allows inputs of other dtypes: autocast converts them to that of the
+    weights."""
     theirs = CASES["encoder layer"].make(torch.nn).bfloat16().eval()
     ours, x = to_ours(theirs), torch.randn(3, 4, 32, dtype=dtype)
     got, expected = (under_autocast(m, (x,), torch.bfloat16, False)[0] for m in (ours, theirs))
@@ -63,7 +67,7 @@ def test_weights_that_are_half_types_already(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("why", ["hook", "switched off", "needs gradients", "CUDA's autocast"])
-def test_where_torch_composes_the_layer_under_autocast(why: str) -> None:
+def test_layers_that_pytorch_composes_under_autocast_return_float32(why: str) -> None:
     theirs = CASES["encoder layer"].make(torch.nn).eval()
     if why == "hook":
         theirs.linear1.register_forward_hook(lambda *_: None)
@@ -81,7 +85,7 @@ def test_where_torch_composes_the_layer_under_autocast(why: str) -> None:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("name", ["encoder", "encoder, pre-norm"])
 def test_padding_under_autocast(name: str) -> None:
-    """Torch's stack makes a nested tensor of it where it can, which raises under autocast."""
+    """PyTorch's stack uses a nested tensor where possible, which raises under autocast."""
     theirs = CASES[name].make(torch.nn).eval()
     ours, x = to_ours(theirs), torch.randn(3, 4, 32)
     padding = torch.arange(4) >= torch.tensor([[4], [2], [3]])
@@ -97,10 +101,13 @@ def test_padding_under_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
-def test_without_kernels_parameters_are_cast_once_in_a_region(
+def test_without_kernels_autocast_casts_parameters_once(
     monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """As on a GPU on which no kernel is proven: PyTorch keeps casts until autocast's region ends."""
+    """Same as on a GPU for which no kernel is validated.
+
+    PyTorch caches casts until the autocast region ends.
+    """
     kernels = dispatch.kernels(op)
     pytorchs = tuple(k for k in kernels if k.backend in ("torch", "reference"))
     monkeypatch.setitem(dispatch._state.usable, op, (kernels, {"cpu": pytorchs}))
@@ -114,7 +121,7 @@ def test_without_kernels_parameters_are_cast_once_in_a_region(
             first = call(x, *weights, **options)
             once = found.casts
             second = call(x, *weights, **options)
-        # Of the second call only what is no parameter, and with it a step of autograd.
+        # The second call casts only non-parameters, each recorded by autograd.
         assert found.casts - once == once - len(weights)
         assert first.dtype == second.dtype == torch.bfloat16
         first.float().sum().backward()
@@ -134,7 +141,7 @@ def _x(length: int = T) -> Tensor:
     return torch.randn(B, length, M)
 
 
-#: A hook is added to one of them.
+#: The case to which a hook is added.
 HOOKED = "encoder layer, causal"
 COMPILED = (
     *("LayerNorm", "RMSNorm", "Linear", "attention", "attention, other sizes", HOOKED),
@@ -162,8 +169,8 @@ def test_one_graph_forward_and_backward(name: str) -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(*(run(m, args, kwargs, grad=True) for m in (module, compiled)))
     module.eval()
-    # Without torch's fast path, whose zeros at padded places compiled encoders have not, torch's
-    # neither.
+    # Without PyTorch's fast path: it returns zeros at padded positions, which compiled encoders do
+    # not, neither PyTorch's nor this library's.
     with torch.no_grad(), fast_path(False):
         torch.testing.assert_close(compiled(*args, **kwargs), module(*args, **kwargs))
 
@@ -179,7 +186,7 @@ def test_dropout_in_the_graph() -> None:
     assert torch.equal(compiled(x), first)
 
 
-def test_a_hook_added_later_is_seen() -> None:
+def test_hook_added_after_compilation_runs() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     x = _x()
@@ -190,7 +197,7 @@ def test_a_hook_added_later_is_seen() -> None:
     assert not torch.allclose(compiled(x), before)
 
 
-def test_lengths_may_vary() -> None:
+def test_one_dynamic_graph_serves_all_lengths() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True).eval()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -202,7 +209,7 @@ def test_lengths_may_vary() -> None:
 
 
 class WithMask(torch.nn.Module):
-    """Attention with a mask of its own, and one tensor in several places."""
+    """Attention with a mask of its own, and an op that receives one tensor as several arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,14 +224,14 @@ class WithMask(torch.nn.Module):
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_masks_of_fixed_size_and_one_tensor_in_several_places(learned: bool) -> None:
+def test_fixed_size_masks_and_repeated_arguments_in_dynamic_graphs(learned: bool) -> None:
     module, x = WithMask(), torch.randn(2, 4, 24, 16, requires_grad=True)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(*(run(m, (x, learned), {}, grad=True) for m in (compiled, module)))
 
 
 class Inside(torch.nn.Module):
-    """A user's module with one of ours in it, which takes so many inputs."""
+    """A user's module around a module of this library that takes ``count`` inputs."""
 
     def __init__(self, inner: torch.nn.Module, count: int, kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -236,8 +243,8 @@ class Inside(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if not name.startswith("encoder, ")])
-def test_fx_makes_one_node(name: str) -> None:
-    """As it does of modules of torch.nn, which it never looks into."""
+def test_fx_traces_a_module_as_one_node(name: str) -> None:
+    """torch.fx does not trace into torch.nn modules either."""
     inner, args, kwargs = _made(name)
     module = Inside(inner, len(args), dict(kwargs)).eval()
     traced = torch.fx.symbolic_trace(module)
@@ -250,7 +257,7 @@ def test_fx_makes_one_node(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["LayerNorm", "encoder layer", "decoder layer"])
-def test_jit_trace_records_torchs_ops(name: str, training: bool) -> None:
+def test_jit_trace_records_pytorch_ops(name: str, training: bool) -> None:
     inner, args, _ = _made(name)
     inner.train(training)
     with torch.set_grad_enabled(training):
@@ -261,8 +268,8 @@ def test_jit_trace_records_torchs_ops(name: str, training: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_mask_for_each_sample(compiled: bool) -> None:
-    """Under vmap nobody knows whether one is causal."""
+def test_vmap_over_masks(compiled: bool) -> None:
+    """Under vmap, the values of a mask are unknown: it cannot be recognised as causal."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x = torch.stack([_x(), _x()])
@@ -280,7 +287,7 @@ def test_a_mask_for_each_sample(compiled: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_per_sample_gradients() -> None:
-    """vmap of grad, as differential privacy and meta-learning use it."""
+    """vmap of grad, as used by differential privacy and meta-learning."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
     parameters = dict(layer.named_parameters())
 
@@ -299,7 +306,7 @@ def test_per_sample_gradients() -> None:
 
 
 class Doubling(Tensor):
-    """Whose linear maps give twice as much, as a quantised weight might rescale."""
+    """Doubles the results of linear maps, as a quantised weight might rescale them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,7 +315,7 @@ class Doubling(Tensor):
 
 
 class Wrapped(Tensor):
-    """int8 values with a scale: there is no memory of floats, only what ATen's operators make."""
+    """int8 values with a scale: no float memory exists, only ATen's operators produce floats."""
 
     values: Tensor
     scale: float
@@ -342,7 +349,7 @@ def doubling(weight: Tensor) -> Tensor:
     return weight.detach().clone().as_subclass(Doubling)
 
 
-#: Their inference is no single call of PyTorch's.
+#: Modules that PyTorch's inference does not run as a single call.
 MODULES = ("Linear", "LayerNorm", "attention", "encoder layer, length first", "decoder layer")
 
 
@@ -350,7 +357,7 @@ MODULES = ("Linear", "LayerNorm", "attention", "encoder layer, length first", "d
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("name", [*MODULES, "encoder, length first"])
-def test_weights_of_subclasses(name: str, training: bool, kind: Any) -> None:
+def test_subclass_weights(name: str, training: bool, kind: Any) -> None:
     torch.manual_seed(0)
     ours, theirs = CASES[name].make(nn), CASES[name].make(torch.nn)
     theirs.load_state_dict(ours.state_dict())
@@ -375,7 +382,7 @@ def test_weights_of_subclasses(name: str, training: bool, kind: Any) -> None:
 @pytest.mark.parametrize("make", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_sparse_weights_of_networks_in_inference(make: str, layout: str, stacked: bool) -> None:
-    """Of sizes that go through one call if all weights are dense."""
+    """The sizes are those for which dense weights run as one call."""
     torch.manual_seed(0)
     results: list[Tensor] = []
     state: dict[str, Tensor] = {}
@@ -404,11 +411,11 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Named(Tensor):
-    """Overrides nothing; results are of its type."""
+    """A subclass without overrides: PyTorch returns results of its type."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_inputs_of_a_subclass(name: str) -> None:
+def test_subclass_inputs_give_subclass_results(name: str) -> None:
     torch.manual_seed(0)
     args = [torch.randn(s) if isinstance(s, tuple) else s for s in FUNCTIONS[name]]
     args[0] = args[0].as_subclass(Named)
@@ -419,7 +426,7 @@ def test_inputs_of_a_subclass(name: str) -> None:
         getattr(F, name)(*args)
 
 
-def test_losses_and_look_ups() -> None:
+def test_losses_and_embeddings_of_subclasses() -> None:
     logits, target = torch.randn(5, 7), torch.tensor([1, 0, 3, 6, 2])
     loss = nn.CrossEntropyLoss()(logits.as_subclass(Named), target)
     assert type(loss) is Named
@@ -438,7 +445,7 @@ def test_losses_and_look_ups() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
-def test_layouts_of_pytorchs(layout: str) -> None:
+def test_mkldnn_and_sparse_layouts(layout: str) -> None:
     x, w = torch.randn(3, 8), torch.randn(5, 8)
     other = getattr(w, layout)()
     given = x.to_mkldnn() if layout == "to_mkldnn" else x
@@ -462,7 +469,7 @@ def test_nested_tensors(layout: torch.layout) -> None:
 
 
 @pytest.mark.parametrize("name", ["key_lengths", "query_lengths"])
-def test_lengths_are_integers_of_each_sequence(name: str) -> None:
+def test_lengths_must_be_integer_tensors(name: str) -> None:
     q = torch.randn(2, 2, 3, 8)
     for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(2), torch.ones(2).bool()):
         with pytest.raises(TypeError, match=f"{name} must have an integer dtype, not torch"):
@@ -482,8 +489,8 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("options", LOSSES, ids=str)
-def test_losses_whose_targets_nobody_may_look_at(options: dict[str, Any]) -> None:
-    """In fakes, in traced programs, under vmap, and without memory."""
+def test_losses_whose_targets_have_no_values(options: dict[str, Any]) -> None:
+    """These are fake tensors, traced programs, vmap, and meta tensors."""
     logits, target = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
     loss = nn.CrossEntropyLoss(**options)
     expected = torch.nn.CrossEntropyLoss(**options)
@@ -509,7 +516,7 @@ def test_losses_whose_targets_nobody_may_look_at(options: dict[str, Any]) -> Non
     assert x.grad.shape == x.shape
 
 
-def test_targets_of_bytes() -> None:
+def test_uint8_targets() -> None:
     logits, target = torch.randn(5, 7), torch.tensor([1, 0, 3, 6, 2])
     got = F.cross_entropy(logits, target.byte(), backend="cpu")
     torch.testing.assert_close(got, F.cross_entropy(logits, target))
