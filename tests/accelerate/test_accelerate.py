@@ -1,4 +1,4 @@
-"""accelerate and restore: swapped modules, the same numbers, verification."""
+"""accelerate, restore and accelerated: replaced modules, equal results, the report, and verify."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _types(model: torch.nn.Module) -> list[type]:
 
 @pytest.mark.parametrize("mode", ["inference", "evaluation", "training"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_numbers(name: str, mode: str) -> None:
+def test_outputs_and_gradients_match_pytorch(name: str, mode: str) -> None:
     theirs, args, kwargs = MODELS[name]()
     theirs.train(mode == "training")
     ours = copy.deepcopy(theirs)
@@ -59,7 +59,7 @@ def test_the_same_numbers(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_restore_leaves_nothing_behind(name: str) -> None:
+def test_restore_undoes_every_change(name: str) -> None:
     model, args, kwargs = MODELS[name]()
     model.eval()
     before_all, parameters = form(model), list(model.parameters())
@@ -76,7 +76,7 @@ def test_restore_leaves_nothing_behind(name: str) -> None:
     assert restore(model) == []
 
 
-def test_everything_but_the_class_stays() -> None:
+def test_parameters_hooks_and_names_are_preserved() -> None:
     model = TextModel()
     parameters, state = list(model.parameters()), list(model.state_dict())
     names, shown = [n for n, _ in model.named_modules()], repr(model)
@@ -102,7 +102,7 @@ def test_everything_but_the_class_stays() -> None:
     TextModel().load_state_dict(model.state_dict(), strict=True)
 
 
-def test_training_goes_the_same_way() -> None:
+def test_training_losses_match_pytorch() -> None:
     torch.manual_seed(0)
     theirs = TextModel(dropout=0.0)
     ours = copy.deepcopy(theirs)
@@ -110,7 +110,7 @@ def test_training_goes_the_same_way() -> None:
     source, target = tokens()
 
     def loss(model: torch.nn.Module, step: int) -> Tensor:
-        if step == 3 and model is ours:  # in the middle of training, there and back
+        if step == 3 and model is ours:  # restore and accelerate again in the middle of training
             restore(model)
             accelerate(model)
         logits = model(source, target)
@@ -119,7 +119,7 @@ def test_training_goes_the_same_way() -> None:
     check_training(ours, theirs, loss)
 
 
-def test_twice_is_once() -> None:
+def test_accelerating_twice_changes_nothing() -> None:
     model = TextModel()
     first = accelerate(model)
     types = _types(model)
@@ -139,7 +139,7 @@ def test_modules_built_as_ours_are_not_restored() -> None:
     assert _types(model)[1:] == [nn.LayerNorm, torch.nn.LayerNorm]
 
 
-def test_a_layer_given_by_the_user_and_shared_modules() -> None:
+def test_shared_modules_are_replaced_once() -> None:
     norm = torch.nn.LayerNorm(M)
     model = torch.nn.Sequential(norm, torch.nn.ReLU(), norm)
     assert len(accelerate(model).swapped) == 1
@@ -147,7 +147,7 @@ def test_a_layer_given_by_the_user_and_shared_modules() -> None:
     assert type(norm) is torch.nn.LayerNorm
 
 
-def test_filter() -> None:
+def test_filter_fn_selects_modules() -> None:
     model = TextModel()
     seen: dict[str, torch.nn.Module] = {}
 
@@ -163,7 +163,7 @@ def test_filter() -> None:
     assert isinstance(model.transformer.decoder, nn.TransformerDecoder)
 
 
-def test_accelerated_is_a_block() -> None:
+def test_accelerated_restores_after_the_block() -> None:
     model = encoder()
     types = _types(model)
     with accelerated(model) as report:
@@ -177,11 +177,11 @@ def test_accelerated_is_a_block() -> None:
     with accelerated(model):
         assert isinstance(model, nn.TransformerEncoder)
     assert type(model) is torch.nn.TransformerEncoder
-    assert type(model.norm) is nn.LayerNorm  # it was ours before the block
+    assert type(model.norm) is nn.LayerNorm  # replaced before the block
 
 
 class Counter:
-    """Counts the calls of the attention op behind the modules."""
+    """Counts the calls of the attention op from the modules."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -194,8 +194,10 @@ class Counter:
         monkeypatch.setattr(multihead_attention, "attend", attend)
 
 
-def test_torchs_inference_path_does_not_go_past_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In inference torch's layers never call their attention: they have to be swapped too."""
+def test_replaced_layers_call_our_attention_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference PyTorch's layers never call their attention, so the layers have to be replaced
+    too.
+    """
     counter = Counter(monkeypatch)
     x = torch.randn(2, 5, M)
     with torch.no_grad(), transformer_fast.use_backend("reference"):
@@ -210,7 +212,7 @@ def test_torchs_inference_path_does_not_go_past_ours(monkeypatch: pytest.MonkeyP
         assert counter.calls == 1
 
 
-def test_the_report() -> None:
+def test_the_report_names_classes_and_backends() -> None:
     model = encoder()
     report = accelerate(model)
     entry = report["layers.0"]
@@ -229,7 +231,7 @@ def test_the_report() -> None:
         report["x"]
 
 
-def test_the_report_tells_how_much_of_the_products_was_reached() -> None:
+def test_the_report_gives_the_share_of_replaced_weights() -> None:
     class Own(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -252,7 +254,7 @@ def test_the_report_tells_how_much_of_the_products_was_reached() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_weights_that_cannot_be_counted() -> None:
+def test_lazy_weights_and_failing_parameters_are_not_counted() -> None:
     class Own(torch.nn.TransformerEncoderLayer):
         def parameters(self) -> Any:  # type: ignore[override]
             raise NotImplementedError
@@ -275,7 +277,7 @@ def test_the_report_does_not_draw_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_nothing_to_do_is_told() -> None:
+def test_unrecognised_models_are_reported() -> None:
     class Own(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -287,7 +289,7 @@ def test_nothing_to_do_is_told() -> None:
     assert 'backend="transformer_fast"' in str(report)
 
 
-def test_import_is_light_and_the_name_is_the_function() -> None:
+def test_import_loads_no_modules_and_accelerate_is_a_function() -> None:
     python(
         "-c",
         "import sys, transformer_fast, transformer_fast.accelerate.report\n"
@@ -300,7 +302,7 @@ def test_import_is_light_and_the_name_is_the_function() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, {}, torch.nn.LayerNorm, torch.zeros(2)])
-def test_not_a_module(wrong: Any) -> None:
+def test_other_types_than_modules_raise(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
         accelerate(wrong)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
@@ -308,7 +310,7 @@ def test_not_a_module(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ours_pass(name: str) -> None:
+def test_verify_accepts_our_modules(name: str) -> None:
     model, args, kwargs = MODELS[name]()
     wrapped = Wrapped(model)
     report = accelerate(wrapped, verify={"args": args, "kwargs": kwargs})
@@ -334,7 +336,7 @@ def _flipped_padding(self: Any, src: Tensor, src_key_padding_mask: Tensor | None
 
 
 _norm = torch.nn.LayerNorm.forward
-#: Forwards, and what the report says of them.
+#: Wrong forwards, and the start of the report's sentence about each.
 WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "numbers": (lambda self, input: _norm(self, input) * (1 + 1e-4), "in inference, the output"),
     "gradients": (
@@ -356,8 +358,8 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_conversions_are_taken_back(name: str) -> None:
-    forward, told = WRONG[name]
+def test_verify_restores_after_wrong_conversions(name: str) -> None:
+    forward, expected = WRONG[name]
     base = torch.nn.TransformerEncoderLayer if name == "padding" else torch.nn.LayerNorm
     model = torch.nn.Sequential()
     model.layer = encoder_layer(dropout=0.1)
@@ -369,10 +371,10 @@ def test_wrong_conversions_are_taken_back(name: str) -> None:
         accelerated(model, verify=torch.randn(B, T, M)).__enter__()
     assert {warning.filename for warning in (*warned, *more)} == {__file__}
     assert report.verified is False
-    assert f"{told} " in str(report)
+    assert f"{expected} " in str(report)
     assert "differs from the original's by" in str(report)
     assert "more than the" in str(report)
-    assert "compile" not in str(report)  # advice about code that accelerate does not know
+    assert "compile" not in str(report)  # advice for unrecognised modules
     assert not report.swapped
     assert "the model was restored" in report["layer.norm1"].reason
     assert form(model) == before
@@ -391,7 +393,7 @@ def test_verify_names_the_gradient_that_differs() -> None:
 
 
 class Summed(torch.nn.Module):
-    """Gradients of a LayerNorm's bias are a long sum of equal numbers."""
+    """The gradient of its LayerNorm's bias is a long sum of equal numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,10 +407,10 @@ class Summed(torch.nn.Module):
     ("model", "rows", "dtype"),
     [
         (torch.nn.Sequential(torch.nn.Linear(M, M), torch.nn.LayerNorm(M)), 2048, torch.float32),
-        (Summed(), 8192, torch.bfloat16),  # PyTorch's sum stops growing
+        (Summed(), 8192, torch.bfloat16),  # PyTorch's bfloat16 sum stops growing
     ],
 )
-def test_verify_takes_sums_that_are_more_exact(
+def test_verify_accepts_more_exact_sums(
     model: torch.nn.Module, rows: int, dtype: torch.dtype
 ) -> None:
     report = accelerate(copy.deepcopy(model).to(dtype), verify=torch.randn(rows, M).to(dtype))
@@ -416,7 +418,7 @@ def test_verify_takes_sums_that_are_more_exact(
 
 
 class Eventful(torch.nn.Module):
-    """Buffers that change, dropout, a counter: nothing that verify should leave a mark on."""
+    """Has state that verify must not change: buffers that every call updates, dropout, a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +454,7 @@ def test_verify_leaves_no_trace() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_random_models_are_compared_where_they_can_be() -> None:
+def test_verify_skips_train_mode_of_random_models() -> None:
     class Noisy(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -466,7 +468,7 @@ def test_random_models_are_compared_where_they_can_be() -> None:
     assert "random numbers in train mode" in report.notes[0]
 
 
-def test_rows_that_see_nothing_do_not_count() -> None:
+def test_verify_ignores_fully_masked_rows() -> None:
     attention = torch.nn.MultiheadAttention(M, 4, batch_first=True)
     mask = torch.zeros(B, T, dtype=torch.bool)
     mask[1] = True
@@ -477,14 +479,14 @@ def test_rows_that_see_nothing_do_not_count() -> None:
     assert not attention(**example)[0].isnan().any()
 
 
-def test_a_model_of_nan_proves_nothing() -> None:
+def test_verify_rejects_inputs_that_give_only_nan() -> None:
     norm = torch.nn.LayerNorm(M)
     with pytest.warns(UserWarning, match="NaN or infinite everywhere.* Pass inputs"):
         report = accelerate(norm, verify=torch.full((2, M), torch.nan))
     assert report.verified is False
 
 
-def test_what_the_model_raises_is_raised_and_nothing_changes() -> None:
+def test_errors_in_verify_propagate_and_restore_the_model() -> None:
     model = TextModel()
     with pytest.raises(IndexError):
         accelerate(model, verify=tuple(torch.full((1, 3), 99) for _ in range(2)))
@@ -494,7 +496,7 @@ def test_what_the_model_raises_is_raised_and_nothing_changes() -> None:
     assert all(m.training for m in model.modules())
 
 
-def test_half_precision_and_autocast() -> None:
+def test_verify_in_bfloat16_and_under_autocast() -> None:
     layer = encoder_layer(dropout=0.0).bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -504,11 +506,11 @@ def test_half_precision_and_autocast() -> None:
 
 
 class Sub(torch.nn.LayerNorm):
-    """A user's subclass, which becomes a class that no module holds."""
+    """A user's subclass; its replacement is a class made at run time."""
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy])
-def test_copies_are_accelerated_too(how: Any) -> None:
+def test_copies_are_accelerated(how: Any) -> None:
     model = torch.nn.Sequential(encoder_layer(), Sub(M))
     accelerate(model)
     again = how(model)
@@ -517,13 +519,14 @@ def test_copies_are_accelerated_too(how: Any) -> None:
         assert all(p is not q for p, q in zip(again.parameters(), model.parameters(), strict=True))
         assert restore(again) == ["0", "0.self_attn", "0.norm1", "0.norm2", "1"]
         assert type(again[1]) is Sub
-        assert type(model[0]) is nn.TransformerEncoderLayer  # the original is another model
+        # the original is independent of the copy
+        assert type(model[0]) is nn.TransformerEncoderLayer
     one = how(model[0])
     assert type(one) is nn.TransformerEncoderLayer
     assert one.__dict__[RECORD] == model[0].__dict__[RECORD]
 
 
-def test_a_copied_layer_makes_a_stack() -> None:
+def test_replaced_layers_can_be_stacked() -> None:
     layer = encoder_layer()
     accelerate(layer)
     stack = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -531,7 +534,7 @@ def test_a_copied_layer_makes_a_stack() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles_hold_the_model_as_it_was(protocol: int) -> None:
+def test_pickles_hold_the_original_model(protocol: int) -> None:
     model = torch.nn.Sequential(encoder_layer(), Sub(M)).eval()
     types = [type(m) for m in model.modules()]
     accelerate(model)
@@ -552,7 +555,7 @@ def test_pickles_load_without_this_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_compiled(compiled_first: bool) -> None:
+def test_compiled_models(compiled_first: bool) -> None:
     torch.compiler.reset()
     theirs = encoder_layer(dropout=0.0)
     ours = copy.deepcopy(theirs)
@@ -569,7 +572,7 @@ def test_compiled(compiled_first: bool) -> None:
     assert_same_numbers(compiled, theirs, (x,), {}, grad=True)
 
 
-def test_traced_by_fx() -> None:
+def test_models_traced_by_fx() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -587,7 +590,7 @@ def test_traced_by_fx() -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone; the paths through the wrappers are those of any group."""
+    """A process group of one process; the wrappers take the same code paths as in larger groups."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("this build of torch has no gloo")

@@ -1,4 +1,4 @@
-"""What accelerate leaves as it is, and why."""
+"""Modules that accelerate leaves unchanged, and the reasons in its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _x() -> Tensor:
 
 
 class WithConfig(torch.nn.TransformerEncoderLayer):
-    """Nothing but a constructor and a method of its own."""
+    """Overrides only the constructor, and adds a method."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config["width"], H, F, dropout=0.0, batch_first=True)
@@ -31,7 +31,7 @@ class WithConfig(torch.nn.TransformerEncoderLayer):
         return self.config["width"]
 
 
-def test_a_subclass_that_overrides_nothing_of_ours() -> None:
+def test_subclasses_without_overrides_are_replaced() -> None:
     theirs = WithConfig({"width": M})
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
@@ -48,7 +48,7 @@ def test_a_subclass_that_overrides_nothing_of_ours() -> None:
     assert type(ours) is WithConfig
 
 
-def test_forward_replaced_on_the_instance() -> None:
+def test_modules_with_replaced_methods_are_left() -> None:
     norm = torch.nn.LayerNorm(M)
     norm.forward = lambda x: x  # type: ignore[method-assign]
     assert "forward was replaced on the instance" in accelerate(norm)[""].reason
@@ -62,7 +62,7 @@ class Double(torch.nn.Module):
         return 2 * x
 
 
-def test_parametrised_modules() -> None:
+def test_parametrised_modules_are_left() -> None:
     theirs = encoder_layer(dropout=0.0)
     parametrize.register_parametrization(theirs.self_attn, "in_proj_weight", Double())
     parametrize.register_parametrization(theirs.norm1, "weight", Double())
@@ -78,7 +78,7 @@ def test_parametrised_modules() -> None:
     assert type(ours.norm1) is torch.nn.LayerNorm
 
 
-def test_parametrised_afterwards() -> None:
+def test_parametrising_afterwards_blocks_restore() -> None:
     theirs = torch.nn.LayerNorm(M)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -89,12 +89,12 @@ def test_parametrised_afterwards() -> None:
     accelerate(both)
     with pytest.raises(RuntimeError, match="0 cannot be restored: after accelerate its class"):
         restore(both)
-    assert type(both[1]) is nn.LayerNorm  # nothing was restored
+    assert type(both[1]) is nn.LayerNorm  # no module was restored
     parametrize.remove_parametrizations(ours, "weight")
     assert restore(both) == ["0", "1"]
 
 
-def test_pruned_weights() -> None:
+def test_pruned_modules_are_replaced() -> None:
     model = encoder_layer(dropout=0.0)
     prune.l1_unstructured(model.linear1, "weight", 0.5)
     prune.l1_unstructured(model.self_attn, "in_proj_weight", 0.5)
@@ -104,7 +104,7 @@ def test_pruned_weights() -> None:
 
 
 class Lora(torch.nn.Module):
-    """A low-rank update around a linear map, as adapter libraries wrap it."""
+    """A low-rank update around a linear layer, as adapter libraries wrap it."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Lora(torch.nn.Module):
 
 
 @pytest.mark.parametrize("make", [encoder_layer, decoder_layer])
-def test_adapters(make: Any) -> None:
+def test_layers_with_adapters_keep_their_results(make: Any) -> None:
     theirs = make(dropout=0.0)
     theirs.linear1, theirs.linear2 = Lora(theirs.linear1), Lora(theirs.linear2)
     theirs.self_attn.out_proj = Lora(theirs.self_attn.out_proj)
@@ -133,7 +133,7 @@ def test_adapters(make: Any) -> None:
     report = accelerate(ours)
     assert "out_proj is a Lora; PyTorch never calls it" in report["self_attn"].reason
     if make is encoder_layer:
-        # Torch's inference path reads linear1.weight, and so forgets the adapter.
+        # PyTorch's inference path reads linear1.weight and skips the adapter.
         assert "never calls its linear1 (a Lora), and the replacement would" in report[""].reason
     else:
         assert report[""].in_parts == {"feed_forward": "its linear1 is a Lora"}
@@ -142,17 +142,17 @@ def test_adapters(make: Any) -> None:
     assert_same_numbers(ours.eval(), theirs.eval(), args, {}, grad=False)
 
 
-def test_hooks_on_the_output_projection() -> None:
+def test_attention_with_a_hooked_output_projection_is_left() -> None:
     attention = torch.nn.MultiheadAttention(M, H)
     attention.out_proj.register_forward_hook(lambda module, args, output: output * 2)
     assert "out_proj has hooks" in accelerate(attention)[""].reason
 
 
 class Quantised(torch.Tensor):
-    """A stand-in for a tensor subclass with an own memory format."""
+    """Placeholder for a tensor subclass with its own memory format."""
 
 
-def test_tensor_subclasses() -> None:
+def test_weights_of_tensor_subclasses_are_left() -> None:
     layer = encoder_layer()
     layer.linear2.weight = torch.nn.Parameter(layer.linear2.weight.data.as_subclass(Quantised))
     report = accelerate(layer)
@@ -188,7 +188,7 @@ def _in_training(model: torch.nn.Module) -> torch.nn.Module:
     return torch.ao.quantization.prepare_qat(model.train())
 
 
-#: Ways to quantise a model, and how many of its modules are quantised then.
+#: name -> (a function that quantises a model, the number of modules that are then left unchanged)
 QUANTISE: dict[str, tuple[Any, int]] = {
     "dynamic": (
         lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}), 2
@@ -216,8 +216,8 @@ def engine() -> str:
 @quantising
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", QUANTISE)
-def test_quantised_first(name: str) -> None:
-    """Quantised modules stay; the others are replaced, unless a conversion is still to come."""
+def test_quantised_modules_are_left(name: str) -> None:
+    """Quantised modules stay; the others are replaced, unless they still wait for conversion."""
     quantise, count = QUANTISE[name]
     theirs = quantise(_quantisable()).eval()
     ours = copy.deepcopy(theirs)
@@ -235,8 +235,8 @@ def test_quantised_first(name: str) -> None:
 @quantising
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", QUANTISE)
-def test_accelerated_before_quantisation(name: str) -> None:
-    """No module is converted then, of which PyTorch says nothing."""
+def test_quantising_replaced_modules_warns(name: str) -> None:
+    """PyTorch then converts no module, without an error; ours warn."""
     model = _quantisable()
     accelerate(model)
     quantise, count = QUANTISE[name]
@@ -251,7 +251,7 @@ def test_accelerated_before_quantisation(name: str) -> None:
     assert len(accelerate(quantise(model)).left) == count
 
 
-def test_ours_warn_of_quantisation() -> None:
+def test_our_modules_warn_about_qconfig() -> None:
     norm = nn.LayerNorm(M)
     assert not hasattr(norm, "qconfig")
     with pytest.warns(UserWarning, match=r"modules of transformer_fast.nn: build the model from"):
@@ -263,19 +263,19 @@ def test_ours_warn_of_quantisation() -> None:
 
 @quantising
 @pytest.mark.usefixtures("engine")
-def test_dynamically_quantised_layers() -> None:
+def test_layers_of_dynamically_quantised_linears_match() -> None:
     theirs = encoder_layer(dropout=0.0).eval()
     torch.ao.quantization.quantize_dynamic(theirs, {torch.nn.Linear}, inplace=True)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
     x = _x()
-    # Torch's inference path does not know quantised layers either.
+    # PyTorch's inference path does not support quantised layers either.
     with torch.no_grad(), fast_path(False):
         torch.testing.assert_close(ours(x), theirs(x), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted() -> None:
+def test_scripted_models_are_reported() -> None:
     scripted = torch.jit.script(torch.nn.Sequential(torch.nn.LayerNorm(M)))
     assert "A TorchScript module cannot be replaced" in str(accelerate(scripted))
 
@@ -298,7 +298,7 @@ class Further(HandWritten):
     pass
 
 
-def test_registered_converters() -> None:
+def test_registered_converters_are_used() -> None:
     theirs = torch.nn.Sequential(HandWritten(), Further(), HandWritten())
     ours = copy.deepcopy(theirs)
     register_converter(HandWritten, FastHandWritten)
@@ -314,16 +314,16 @@ def test_registered_converters() -> None:
 
     register_converter(HandWritten, lambda module: "not on a Sunday")
     assert accelerate(ours)["2"].reason == "not on a Sunday"
-    accelerate.register_converter(HandWritten, None)  # as the API page names it
+    accelerate.register_converter(HandWritten, None)  # the name on the API page
     assert not accelerate(ours).left
 
 
-def test_a_converter_goes_before_ours() -> None:
+def test_converters_take_precedence() -> None:
     register_converter(torch.nn.LayerNorm, lambda module: "this one is mine")
     assert accelerate(torch.nn.LayerNorm(M))[""].reason == "this one is mine"
 
 
-def test_nothing_is_half_swapped() -> None:
+def test_failing_converters_leave_the_model_unchanged() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(M), HandWritten(), encoder_layer())
     before = form(model)
 
@@ -331,7 +331,7 @@ def test_nothing_is_half_swapped() -> None:
         raise ZeroDivisionError
 
     class Elsewhere(HandWritten):
-        __slots__ = ("place",)  # another memory layout: Python refuses the assignment
+        __slots__ = ("place",)  # another memory layout: Python refuses the class assignment
 
     class Unrelated(torch.nn.Module):
         pass
@@ -360,7 +360,7 @@ def _without_weight() -> torch.nn.Module:
     return layer
 
 
-#: Modules that cannot be called as they are, and a part of the report.
+#: name -> (a module that cannot be called yet, a part of its report)
 NOT_YET: dict[str, tuple[Any, str]] = {
     "lazy": (lambda: torch.nn.LazyLinear(M), "its weight is not initialised; call the model once"),
     "lazy network": (
@@ -377,7 +377,7 @@ NOT_YET: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("name", NOT_YET)
-def test_a_report_never_raises(name: str) -> None:
+def test_the_report_of_uncallable_modules_does_not_raise(name: str) -> None:
     make, expected = NOT_YET[name]
     model = make()
     before = form(model)
@@ -387,7 +387,7 @@ def test_a_report_never_raises(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_lazy_network_after_its_first_call() -> None:
+def test_lazy_networks_are_fused_after_the_first_call() -> None:
     ours = NOT_YET["lazy network"][0]()
     accelerate(ours)
     ours(_x())
@@ -400,7 +400,7 @@ def test_a_lazy_network_after_its_first_call() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear1", "self_attn"])
-def test_layers_of_two_dtypes_under_autocast(name: str) -> None:
+def test_mixed_dtypes_under_autocast_match(name: str) -> None:
     theirs, x = _of_two_dtypes(name), _x()
     ours = copy.deepcopy(theirs)
     exact = copy.deepcopy(theirs).double()(x.double())
@@ -409,7 +409,7 @@ def test_layers_of_two_dtypes_under_autocast(name: str) -> None:
         check_budget(ours(x), theirs(x), exact)
 
 
-def test_wrong_registrations() -> None:
+def test_wrong_registrations_raise() -> None:
     with pytest.raises(TypeError, match=r"cls must be a subclass of torch\.nn\.Module"):
         register_converter(int, lambda module: "")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must return a subclass of it or a reason"):
@@ -419,7 +419,7 @@ def test_wrong_registrations() -> None:
 
 
 def _own(base: Any, method: str = "forward", name: str = "Own") -> Any:
-    """A subclass whose method doubles (the first of) what torch's gives."""
+    """Returns a subclass whose method doubles the (first) result of the base class."""
 
     def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(super(own, self), method)(*args, **kwargs)
@@ -430,7 +430,7 @@ def _own(base: Any, method: str = "forward", name: str = "Own") -> Any:
 
 
 class OwnMix(torch.nn.Module):
-    """A mixin in front of torch's class counts like an override."""
+    """A mixin before PyTorch's class in the MRO, which counts as an override."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) * 2
@@ -451,7 +451,7 @@ class OwnMasks(torch.nn.MultiheadAttention):
 
 
 class OwnProject(torch.nn.MultiheadAttention):
-    """Has a method that ours has too, for something else."""
+    """Has a method with the name of one of ours, for another purpose."""
 
     def _project(self, x: Tensor) -> Tensor:
         return x
@@ -467,7 +467,7 @@ def _layer_with_own_attention() -> torch.nn.Module:
     return layer
 
 
-#: A module, how many inputs it takes, and why it, or what is at this place in it, is left.
+#: (a module, its number of inputs, the name of the submodule that is left, the reason)
 SUBCLASSES: list[tuple[Any, int, str, str]] = [
     (lambda: MixedNorm(M), 1, "", "MixedNorm has its own forward"),
     (lambda: Sealed(M), 1, "", "cannot be subclassed: sealed"),
@@ -512,7 +512,7 @@ def test_subclasses_keep_what_they_override(
     assert report[place].outcome == "left"
     assert reason in report[place].reason
     assert type(ours.get_submodule(place)) is kind
-    if kind is OwnLayer:  # the modules inside of it are swapped
+    if kind is OwnLayer:  # its submodules are replaced
         inside = {"self_attn", "norm1", "norm2", "linear1", "linear2"}
         assert {e.name for e in report.swapped} == inside
     args = tuple(_x() for _ in range(inputs))
@@ -520,7 +520,7 @@ def test_subclasses_keep_what_they_override(
     assert_same_numbers(ours.eval(), theirs.eval(), args, {}, grad=False)
 
 
-def test_subclasses_of_ours_that_override() -> None:
+def test_overrides_of_our_classes_are_reported() -> None:
     model = torch.nn.Sequential(_own(nn.LayerNorm)(M), nn.LayerNorm(M), nn.LayerNorm(M))
     model[1].forward = lambda x: x
     report = accelerate(model)
@@ -533,7 +533,8 @@ class Low(torch.nn.Linear):
     pass
 
 
-#: What is changed in a layer or given to its class, the op that is not fused then, and why.
+#: name -> (a change of the layer or arguments of its constructor, the op that is then not fused,
+#: the reason)
 PARTS: dict[str, tuple[Any, str, str]] = {
     "subclass": (
         lambda m: setattr(m.linear2, "__class__", Low), "feed_forward", "its linear2 is a Low"
@@ -567,7 +568,7 @@ PARTS: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("what", PARTS)
 @pytest.mark.parametrize("make", [encoder_layer, decoder_layer])
-def test_what_a_swapped_layer_calls_in_parts(make: Any, what: str) -> None:
+def test_the_report_says_why_an_op_is_not_fused(make: Any, what: str) -> None:
     change, op, reason = PARTS[what]
     layer = make(dropout=0.0, **(change if isinstance(change, dict) else {}))
     if callable(change):
@@ -579,8 +580,8 @@ def test_what_a_swapped_layer_calls_in_parts(make: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear1", "norm2", "self_attn", "activation", "forward"])
-def test_what_torchs_inference_path_skips(name: str) -> None:
-    """Torch's layer has other numbers in inference then; so they stay the same in both modes."""
+def test_layers_with_parts_that_inference_skips_are_left(name: str) -> None:
+    """PyTorch's layer then has other results in inference; both modes have to stay the same."""
     theirs = encoder_layer(dropout=0.0)
     if name == "linear1":
         theirs.linear1.__class__ = _own(torch.nn.Linear)
@@ -607,17 +608,17 @@ def test_what_torchs_inference_path_skips(name: str) -> None:
     assert report["norm1"].outcome == "swapped"
 
 
-def test_hooks_on_all_modules() -> None:
+def test_global_hooks_prevent_fusion() -> None:
     layer = encoder_layer()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        told = accelerate(layer)[""].in_parts
+        reasons = accelerate(layer)[""].in_parts
     finally:
         handle.remove()
-    assert set(told.values()) == {"its modules have global hooks"}
+    assert set(reasons.values()) == {"its modules have global hooks"}
 
 
-class OtherNorm(torch.nn.Module):
+class Unknown(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key = torch.nn.Linear(M, M), torch.nn.Linear(M, M)
@@ -630,18 +631,18 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.head = torch.nn.LayerNorm(M), torch.nn.Linear(M, 2)
-        self.attentions = torch.nn.ModuleList(OtherNorm() for _ in range(3))
+        self.attentions = torch.nn.ModuleList(Unknown() for _ in range(3))
 
 
 def test_modules_of_unknown_classes_are_named() -> None:
-    told = str(accelerate(Model()))
-    assert "Not recognised and left unchanged: 3 OtherNorm. For hand-written attention" in told
+    report = str(accelerate(Model()))
+    assert "Not recognised and left unchanged: 3 Unknown. For hand-written attention" in report
     assert "unchanged" not in "".join(accelerate(encoder_layer()).notes)
-    assert "Not recognised and left unchanged: OtherNorm." in str(accelerate(OtherNorm()))
+    assert "Not recognised and left unchanged: Unknown." in str(accelerate(Unknown()))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted_modules_inside_a_model() -> None:
+def test_scripted_submodules_are_reported() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(M), torch.jit.script(torch.nn.LayerNorm(M)))
     report = accelerate(model)
     assert [e.name for e in report.swapped] == ["0"]

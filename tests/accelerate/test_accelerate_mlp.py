@@ -1,4 +1,4 @@
-"""Feed-forward networks in modules of any class, as accelerate finds and swaps them."""
+"""Feed-forward networks in modules of any class: which ones accelerate finds, and their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEED_FORWARD = "transformer_fast.accelerate.mlp.FeedForward"
 
 
 class Modules(nn.Module):
-    """Dropouts within and behind."""
+    """Dropout before and after the second linear layer."""
 
     def __init__(self, activation: nn.Module, p: float = 0.0) -> None:
         super().__init__()
@@ -40,21 +40,21 @@ class Modules(nn.Module):
 
 
 class Functions(nn.Module):
-    """The activation is a function that the instance holds."""
+    """The activation is a function stored on the instance."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.fc1, self.fc2, self.activation = nn.Linear(M, H), nn.Linear(H, M), activation
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The activation is an attribute."""
+        """Its docstring and assignments have to be parsed."""
         hidden_states = self.fc1(hidden_states)
         hidden_states = self.activation(hidden_states)
         return self.fc2(hidden_states)
 
 
 class Method(Modules):
-    """A child has the name of what is called."""
+    """Has a child with the name of the tensor method that forward calls."""
 
     def __init__(self) -> None:
         super().__init__(nn.GELU())
@@ -73,7 +73,7 @@ class Tanh(Modules):
 
 
 class Lean(Modules):
-    """Dropout and a module that does nothing in one place, as timm has them."""
+    """Dropout and an Identity between the linear layers, as in timm."""
 
     def __init__(self) -> None:
         super().__init__(nn.GELU())
@@ -103,7 +103,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of each call of `functional.feed_forward`."""
+    """Returns the keyword arguments of each call of `functional.feed_forward`."""
     found: list[dict[str, Any]] = []
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +128,9 @@ def _x(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_same_numbers(name: str, dtype: torch.dtype, calls: list[Any]) -> None:
+def test_outputs_and_gradients_match_pytorch(
+    name: str, dtype: torch.dtype, calls: list[Any]
+) -> None:
     ours, theirs = _pair(lambda: NETWORKS[name]().to(dtype))
     x = _x(dtype)
     for grad in (False, True):
@@ -144,7 +146,7 @@ def test_the_same_numbers(name: str, dtype: torch.dtype, calls: list[Any]) -> No
         ours()
 
 
-def test_the_report() -> None:
+def test_the_report_names_the_fused_op() -> None:
     model = nn.ModuleList([Modules(nn.GELU(), 0.2), Modules(nn.GELU(), 0.2)])
     report = accelerate(model)
     assert set(report["0"].inference) == set(report["0"].training) == {"feed_forward"}
@@ -156,7 +158,7 @@ def test_the_report() -> None:
     assert again["0"].outcome == "already"
 
 
-def test_dropout_in_training(calls: list[Any]) -> None:
+def test_dropout_has_the_same_distribution(calls: list[Any]) -> None:
     ours, theirs = _pair(sequential, 0.5)
     x = torch.randn(400, M)
     with torch.no_grad():
@@ -169,7 +171,7 @@ def test_dropout_in_training(calls: list[Any]) -> None:
     assert calls[-1]["dropout_p"] == 0.0
 
 
-def test_dropout_twice_in_one_place(calls: list[Any]) -> None:
+def test_two_active_dropouts_are_not_fused(calls: list[Any]) -> None:
     network = nn.Sequential(
         nn.Linear(M, H), nn.ReLU(), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(H, M)
     )
@@ -180,7 +182,7 @@ def test_dropout_twice_in_one_place(calls: list[Any]) -> None:
     assert len(calls) == 1
 
 
-def test_restore_copies_and_pickles() -> None:
+def test_restore_copy_and_pickle_give_the_original_class() -> None:
     for make in NETWORKS.values():
         model = make()
         kind, state, shown = type(model), list(model.state_dict()), repr(model)
@@ -221,7 +223,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_afterwards(change: str, calls: list[Any]) -> None:
+def test_changed_children_are_called(change: str, calls: list[Any]) -> None:
     ours, theirs = _pair(Modules, nn.GELU())
     for one in (ours, theirs):
         CHANGES[change](one)
@@ -230,7 +232,7 @@ def test_changed_afterwards(change: str, calls: list[Any]) -> None:
     assert not calls
 
 
-def test_an_attribute_that_forward_reads_changes(calls: list[Any]) -> None:
+def test_a_changed_activation_attribute_takes_effect(calls: list[Any]) -> None:
     ours, theirs = _pair(Functions, F.relu)
     for value, count in ((F.silu, 1), (torch.tanh, 0), (nn.Identity(), 0)):
         for one in (ours, theirs):
@@ -240,7 +242,7 @@ def test_an_attribute_that_forward_reads_changes(calls: list[Any]) -> None:
         calls.clear()
 
 
-def test_children_that_go(calls: list[Any]) -> None:
+def test_removed_children_raise_or_take_effect(calls: list[Any]) -> None:
     ours, _ = _pair(Modules, nn.GELU())
     for name in ("drop", "out", "act"):
         kept = getattr(ours, name)
@@ -258,7 +260,7 @@ def test_children_that_go(calls: list[Any]) -> None:
     assert not calls
 
 
-def test_sequentials_change(calls: list[Any]) -> None:
+def test_changed_sequentials_match(calls: list[Any]) -> None:
     ours, theirs = _pair(sequential)
     x = torch.randn(4, H)
     assert_same_numbers(ours[3:], theirs[3:], (x,), {}, grad=True)
@@ -268,7 +270,7 @@ def test_sequentials_change(calls: list[Any]) -> None:
     assert not calls
 
 
-def test_autocast(calls: list[Any]) -> None:
+def test_autocast_is_fused_and_matches(calls: list[Any]) -> None:
     ours, theirs = _pair(Modules, nn.GELU())
     for x in (_x(), _x(torch.bfloat16)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -278,7 +280,7 @@ def test_autocast(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
-def test_mixed_dtypes(calls: list[Any]) -> None:
+def test_mixed_dtypes_raise_as_in_pytorch(calls: list[Any]) -> None:
     ours, theirs = _pair(Modules, nn.GELU())
     for one in (ours, theirs):
         with pytest.raises(RuntimeError, match="dtype"):
@@ -289,7 +291,7 @@ def test_mixed_dtypes(calls: list[Any]) -> None:
     assert not calls
 
 
-def test_export_and_compile() -> None:
+def test_export_compile_and_fx_match() -> None:
     ours, theirs = _pair(Modules, nn.GELU())
     x = _x()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -302,7 +304,7 @@ def test_export_and_compile() -> None:
         torch.testing.assert_close(torch.fx.symbolic_trace(whole)(x), theirs(x))
 
 
-#: Bodies of a forward that is the network, and does more.
+#: Bodies of forwards that compute the network and something else.
 MORE = {
     "residual": "return x + self.w_out(self.act(self.w_in(x)))",
     "scaled": "return self.w_out(self.act(2 * self.w_in(x)))",
@@ -358,7 +360,7 @@ MORE = {
 
 
 def _written(body: str, head: str = "def forward(self, x):") -> type:
-    """A network with this forward, whose source can be read."""
+    """Returns a class with this forward, whose source `inspect` can read."""
     source = f"{head}\n{textwrap.indent(textwrap.dedent(body), '    ')}"
     file, names = f"<{source}>", {"torch": torch, "F": F, "twice": lambda x: 2 * x}
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -366,13 +368,13 @@ def _written(body: str, head: str = "def forward(self, x):") -> type:
     return type("Written", (Modules,), {"forward": names["forward"]})
 
 
-def test_the_network_and_nothing_else_is_taken() -> None:
-    """The control of the next test."""
+def test_a_plain_network_is_replaced() -> None:
+    """The control for the next test."""
     assert accelerate(_written("return self.w_out(self.act(self.w_in(x)))")(nn.GELU()))[""].now
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_what_does_more_is_left(name: str) -> None:
+def test_forwards_that_do_more_are_left(name: str) -> None:
     head = {
         "further argument": "def forward(self, x, mask=None):",
         "decorated": "@torch.enable_grad()\ndef forward(self, x):",
@@ -412,17 +414,17 @@ def _replaced() -> nn.Module:
         (_replaced, "its forward was replaced on the instance"),
     ],
 )
-def test_reasons(make: Callable[[], nn.Module], reason: str) -> None:
+def test_reasons_in_the_report(make: Callable[[], nn.Module], reason: str) -> None:
     assert reason in accelerate(make())[""].reason
 
 
-def test_a_class_that_cannot_be_subclassed() -> None:
+def test_classes_that_forbid_subclassing_are_left() -> None:
     sealed = Sealed(nn.GELU())
     assert {entry.name for entry in accelerate(sealed).swapped} == {"w_in", "w_out"}
     assert type(sealed) is Sealed
 
 
-def test_alike_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_modules_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[nn.Module] = []
     right = mlp._read
     monkeypatch.setattr(mlp, "_read", lambda m: found.append(m) or right(m))
@@ -434,7 +436,7 @@ def test_alike_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({type(module) for module in model}) == 1
 
 
-def test_a_subclass_that_overrides_nothing_keeps_its_methods() -> None:
+def test_subclasses_keep_their_methods() -> None:
     class Further(Modules):
         def width(self) -> int:
             return self.w_in.in_features
@@ -444,7 +446,7 @@ def test_a_subclass_that_overrides_nothing_keeps_its_methods() -> None:
     assert ours.width() == M
 
 
-def test_verify_and_filter() -> None:
+def test_verify_and_filter_fn_apply() -> None:
     model = nn.Sequential(sequential(0.1), nn.LayerNorm(M))
     assert accelerate(model, verify=_x()).verified
     restore(model)
@@ -461,7 +463,7 @@ _READ = "return self.w_out(F.relu(self.w_in(x)))"
 
 
 def _edited(kind: type) -> None:
-    """The file now has another activation; the code in memory is as it was."""
+    """The source file now has another activation; the code in memory is unchanged."""
     (lines,) = (entry[2] for name, entry in linecache.cache.items() if _READ in name)
     lines[-1] = lines[-1].replace("relu", "gelu")
 
@@ -476,7 +478,7 @@ def _wrapped(kind: type) -> None:
     kind.forward = forward
 
 
-#: Changes of a class, after which its source is not that of its forward.
+#: Changes of a class after which its source no longer matches its forward.
 STALE = {
     "edited file": _edited,
     "wrapped": _wrapped,
@@ -487,8 +489,8 @@ STALE = {
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", STALE)
-def test_code_in_memory_counts(name: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the class changes before `accelerate` or after it."""
+def test_stale_source_is_ignored(name: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds whether the class changes before or after `accelerate`."""
     monkeypatch.setattr(linecache, "checkcache", lambda *_: None)
     kind = _written(_READ)
     theirs = kind(nn.GELU())
@@ -504,7 +506,7 @@ def test_code_in_memory_counts(name: str, first: bool, monkeypatch: pytest.Monke
     assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
 
 
-def test_variables_of_an_outer_function_are_not_globals() -> None:
+def test_closure_variables_are_not_read_as_globals() -> None:
     relu = F.gelu
 
     class Local(Modules):
@@ -520,7 +522,7 @@ def test_variables_of_an_outer_function_are_not_globals() -> None:
     assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
 
 
-def test_a_slice_of_a_sequential() -> None:
+def test_slices_of_a_sequential_match_and_restore() -> None:
     ours, theirs = _pair(sequential)
     for cut in (slice(3), slice(1, 5), slice(4, None)):
         part = ours[cut]

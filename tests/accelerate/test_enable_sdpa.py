@@ -1,7 +1,7 @@
-"""enable_sdpa: PyTorch's own function on our kernel, and PyTorch's backward on what it returns.
+"""enable_sdpa: PyTorch's scaled_dot_product_attention with our forward and PyTorch's backward.
 
-The operators that PyTorch has for CUDA tensors are called by their dispatch key, here with CPU tensors;
-the numbers of the Triton kernels behind them are checked in tests/triton.
+PyTorch's operators for CUDA tensors are called by their dispatch key, here with CPU tensors. The
+results of the Triton kernels behind them are tested in tests/triton.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 FLASH, EFFICIENT, CUDNN = _sdpa_operators.OPERATORS["CUDA"]
 
 
-#: Triton's kernels are enabled by name.
+#: Triton kernels run only if they are named.
 EITHER = pytest.mark.parametrize("backend", [CPU, TRITON], indirect=True, ids=str)
 
 
@@ -52,7 +52,7 @@ EITHER = pytest.mark.parametrize("backend", [CPU, TRITON], indirect=True, ids=st
 def calls(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[tuple[Any, ...]]]:
-    """Enabled, with a note of every call that ours took."""
+    """Enables our kernels, and records every call that they accept."""
     if _native.why_not is not None:
         pytest.skip(str(_native.why_not))
     found: list[tuple[Any, ...]] = []
@@ -126,7 +126,7 @@ def _run(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 @EITHER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_numbers_and_gradients(
+def test_outputs_and_gradients_match_pytorch(
     name: str, dtype: torch.dtype, backend: Backend, calls: list[Any]
 ) -> None:
     device = backend.of("attention").device
@@ -146,8 +146,8 @@ def test_the_same_numbers_and_gradients(
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fewer key heads"])
-def test_what_pytorch_is_promised(name: str, calls: list[Any]) -> None:
-    """Log-sum-exp, and the layouts that compiled programs rely on."""
+def test_log_sum_exp_and_strides_match_pytorch(name: str, calls: list[Any]) -> None:
+    """The log-sum-exp, and the strides that compiled programs rely on."""
     args, kwargs = CASES[name]()
     mask = kwargs.get("attn_mask")
     if mask is not None and mask.dtype == torch.bool:
@@ -178,7 +178,7 @@ def test_what_pytorch_is_promised(name: str, calls: list[Any]) -> None:
     ids=["dropout", "fp64", "3-D", "mask with gradient", "other value size"],
 )
 @EITHER
-def test_the_rest_stays_pytorchs(
+def test_unsupported_calls_run_on_pytorch(
     args: Any, kwargs: Any, backend: Backend, calls: list[Any]
 ) -> None:
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_the_rest_stays_pytorchs(
     torch.testing.assert_close(ours, _run(args, kwargs), rtol=0, atol=0)
 
 
-def test_a_forced_backend_counts(calls: list[Any]) -> None:
+def test_use_backend_and_strict_are_respected(calls: list[Any]) -> None:
     args = _qkv()
     for backend in ("reference", "torch", "triton"):
         with use_backend(backend):
@@ -202,7 +202,7 @@ def test_a_forced_backend_counts(calls: list[Any]) -> None:
     assert len(calls) == 1
 
 
-def test_on_and_off(calls: list[Any]) -> None:
+def test_enable_and_disable_are_idempotent(calls: list[Any]) -> None:
     args = _qkv()
     enable_sdpa()
     F.scaled_dot_product_attention(*args)
@@ -220,7 +220,7 @@ def test_on_and_off(calls: list[Any]) -> None:
 
 
 @needs_native
-def test_other_providers() -> None:
+def test_other_providers_are_restored() -> None:
     made: list[str] = []
 
     def make() -> SimpleNamespace:
@@ -237,7 +237,7 @@ def test_other_providers() -> None:
         assert registry.current_flash_attention_impl() == "other"
         enable_sdpa()
         registry.activate_flash_attention_impl("other")
-        disable_sdpa()  # not ours to switch off
+        disable_sdpa()  # another provider is active, which is left alone
         assert registry.current_flash_attention_impl() == "other"
         assert made[-1] == "in use"
     finally:
@@ -245,7 +245,7 @@ def test_other_providers() -> None:
         registry._registry._FLASH_ATTENTION_IMPLS.pop("other")
 
 
-def test_modules_and_compiled_code(calls: list[Any]) -> None:
+def test_modules_and_compiled_code_use_our_kernel(calls: list[Any]) -> None:
     attention = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(2, 5, 16)
 
@@ -259,7 +259,7 @@ def test_modules_and_compiled_code(calls: list[Any]) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_never_on_import() -> None:
+def test_import_does_not_enable() -> None:
     python(
         "-c",
         "import torch, transformer_fast\n"
@@ -270,7 +270,7 @@ def test_never_on_import() -> None:
 
 
 @needs_native
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_enable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "why_not", "no compiler was found")
     with pytest.raises(RuntimeError, match="there is no CPU kernel: no compiler was found"):
         enable_sdpa()
@@ -284,7 +284,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _their(name: str, calls: list[tuple[Any, ...]]) -> SimpleNamespace:
-    """Stands for one of PyTorch's kernels, of which a build for CPUs has none."""
+    """Placeholder for one of PyTorch's CUDA kernels, which a CPU build lacks."""
 
     def call_boxed(keys: Any, *args: Any, **kwargs: Any) -> Any:
         assert keys.has(torch._C.DispatchKey.CUDA)
@@ -299,7 +299,7 @@ def _their(name: str, calls: list[tuple[Any, ...]]) -> SimpleNamespace:
 
 @pytest.fixture
 def theirs() -> list[tuple[Any, ...]]:
-    """The calls that PyTorch's kernels get."""
+    """Returns the recorded calls of PyTorch's kernels."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     return []
@@ -307,8 +307,9 @@ def theirs() -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def override(request: pytest.FixtureRequest, theirs: list[Any]) -> Iterator[None]:
-    """Ours, by the name that the test gives, before PyTorch's kernels for CUDA tensors; the dispatcher
-    believes that Triton takes CPU tensors, as its interpreter does."""
+    """Registers our CUDA override with the backend given as parameter. The dispatcher treats CPU
+    tensors as supported by Triton, as with its interpreter.
+    """
     for kernel in triton_backend.kernels(interpreted=True):
         dispatch.register(kernel)
     kernels = {name: _their(name, theirs) for name in (FLASH, EFFICIENT, CUDNN)}
@@ -323,7 +324,7 @@ named_triton = pytest.mark.parametrize("override", ["triton"], indirect=True)
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Notes the calls that Triton gets, and answers them by the definition."""
+    """Records the calls that reach Triton, and computes them by definition."""
     found: list[tuple[Any, ...]] = []
 
     def run(
@@ -350,7 +351,7 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _calls() -> list[tuple[str, tuple[Any, ...]]]:
     bias = torch.randn(B, H, T, S).masked_fill(torch.rand(B, H, T, S) > 0.7, -math.inf)
-    bias[0, 1, 2] = -math.inf  # sees nothing
+    bias[0, 1, 2] = -math.inf  # a fully masked row
     return [
         (FLASH, (*_qkv(S), 0.0, True, False)),
         (EFFICIENT, (*_qkv(), bias, True, 0.0, False)),
@@ -361,23 +362,26 @@ def _calls() -> list[tuple[str, tuple[Any, ...]]]:
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
-    """What the library logs. (pytest's own plugin for it, which looks at all of PyTorch's loggers
-    six times a test, is off.)"""
-    messages: list[str] = []
+def messages() -> Iterator[list[str]]:
+    """Returns the library's log messages.
+
+    pytest's own plugin for this is switched off, because it walks all loggers of PyTorch six times
+    a test.
+    """
+    logged: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("transformer_fast")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    yield messages
+    yield logged
     logger.removeHandler(handler)
     logger.setLevel(before)
 
 
 @unnamed
-def test_unproven_kernels_are_not_chosen(
-    override: None, theirs: list[Any], told: list[str]
+def test_unvalidated_kernels_are_not_chosen(
+    override: None, theirs: list[Any], messages: list[str]
 ) -> None:
     for _ in range(2):
         for name, args in _calls():
@@ -385,7 +389,7 @@ def test_unproven_kernels_are_not_chosen(
             _call(name, *double, scale=0.5)
     assert len(theirs) == 10
     assert theirs[0][1] == {"scale": 0.5}
-    [record] = set(told)
+    [record] = set(messages)
     assert (
         "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and"
         in record
@@ -394,7 +398,7 @@ def test_unproven_kernels_are_not_chosen(
 
 
 @named_triton
-def test_the_named_one_runs(override: None, theirs: list[Any], ran: list[Any]) -> None:
+def test_a_named_backend_runs(override: None, theirs: list[Any], ran: list[Any]) -> None:
     for name, args in _calls():
         _call(name, *args, scale=0.25)
     assert [(mask is not None, causal) for mask, causal, _ in ran] == [
@@ -408,33 +412,33 @@ def test_the_named_one_runs(override: None, theirs: list[Any], ran: list[Any]) -
 
 
 @named_triton
-def test_what_it_does_not_take_is_pytorchs(
-    override: None, theirs: list[Any], told: list[str], ran: list[Any]
+def test_unsupported_cuda_calls_run_on_pytorch(
+    override: None, theirs: list[Any], messages: list[str], ran: list[Any]
 ) -> None:
     q, k, v = _qkv()
     _call(EFFICIENT, q.double(), k.double(), v.double(), None, True)
     assert "triton: it supports bfloat16, float16, float32, and the call has float64" in "\n".join(
-        told
+        messages
     )
-    _call(FLASH, q, k, v, 0.0, False, True)  # the debug mask is wanted
+    _call(FLASH, q, k, v, 0.0, False, True)  # the debug mask is requested
     _call(CUDNN, q, k, v, None, True, 0.0, False, True)
     _call(EFFICIENT, q, k, torch.randn(B, H, S, 3), None, True)
-    assert "its values are of another size than its queries" in "\n".join(told)
+    assert "its values are of another size than its queries" in "\n".join(messages)
     with use_backend("reference"):
         _call(EFFICIENT, q, k, v, None, True)
-    assert "'reference' is named" in "\n".join(told)
+    assert "'reference' is named" in "\n".join(messages)
     wide = torch.randn(1, 1, 2, 300)
     _call(FLASH, wide, wide, wide)
-    assert "triton: it supports head sizes up to 256, and the call has 300" in "\n".join(told)
+    assert "triton: it supports head sizes up to 256, and the call has 300" in "\n".join(messages)
     assert len(theirs) == 6
     assert not ran
 
 
 @named_triton
-def test_dropout_is_pytorchs(
-    override: None, theirs: list[Any], ran: list[Any], told: list[str]
+def test_dropout_runs_on_pytorch(
+    override: None, theirs: list[Any], ran: list[Any], messages: list[str]
 ) -> None:
-    """Its backward would not know which elements another kernel dropped."""
+    """PyTorch's backward could not reproduce which elements another kernel dropped."""
     q, k, v = _qkv()
     for name, args in (
         (FLASH, (q, k, v, 0.1)),
@@ -443,12 +447,12 @@ def test_dropout_is_pytorchs(
     ):
         _call(name, *args)
     assert len(theirs) == 3
-    assert "it has dropout, which PyTorch's backward has to repeat" in "\n".join(told)
+    assert "it has dropout, which PyTorch's backward has to repeat" in "\n".join(messages)
     assert not ran
 
 
 @unnamed
-def test_use_backend_comes_first(override: None, theirs: list[Any], ran: list[Any]) -> None:
+def test_use_backend_takes_precedence(override: None, theirs: list[Any], ran: list[Any]) -> None:
     with use_backend("triton"):
         _call(EFFICIENT, *_qkv(), None, True)
     assert len(ran) == 1
@@ -457,8 +461,8 @@ def test_use_backend_comes_first(override: None, theirs: list[Any], ran: list[An
 
 @named_triton
 @pytest.mark.parametrize("number", range(5))
-def test_what_pytorch_is_promised_for_cuda(number: int, override: None, ran: list[Any]) -> None:
-    """Shapes, layouts and dtypes of PyTorch's meta functions, on which compiled programs rely."""
+def test_cuda_results_match_the_meta_functions(number: int, override: None, ran: list[Any]) -> None:
+    """Shapes, strides and dtypes of PyTorch's meta functions, which compiled programs rely on."""
     name, args = _calls()[number]
     for heads_last in (False, True):
         if heads_last:
@@ -481,7 +485,7 @@ def test_what_pytorch_is_promised_for_cuda(number: int, override: None, ran: lis
 
 @named_triton
 @pytest.mark.parametrize("number", [1, 3])
-def test_rows_that_see_nothing_have_no_weights_in_pytorchs_backward(
+def test_fully_masked_rows_have_zero_weights_in_backward(
     number: int, override: None, ran: list[Any]
 ) -> None:
     name, args = _calls()[number]
@@ -498,7 +502,7 @@ def test_rows_that_see_nothing_have_no_weights_in_pytorchs_backward(
 
 
 @without_gpu
-def test_names_that_make_no_sense() -> None:
+def test_unknown_backend_names_raise() -> None:
     for wrong in ("reference", "torch", "cuda", "fast"):
         with pytest.raises(ValueError, match="backend must be one of cpu, triton, or None, not"):
             enable_sdpa(wrong)
@@ -506,7 +510,7 @@ def test_names_that_make_no_sense() -> None:
 
 
 @without_gpu
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_naming_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RuntimeError, match=r"backend 'triton' runs on cuda tensors, and torch \S+ "
     ):
@@ -522,8 +526,10 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.current_flash_attention_impl() is None
 
 
-def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch, theirs: list[Any]) -> None:
-    """Both devices are registered, and without CPU kernels the message says what to name."""
+def test_with_a_gpu_both_devices_are_registered(
+    monkeypatch: pytest.MonkeyPatch, theirs: list[Any]
+) -> None:
+    """Registers both devices; without CPU kernels, the message recommends naming a backend."""
     right = torch.library.get_kernel
 
     def get_kernel(op: str, key: Any, *args: Any) -> Any:
@@ -540,7 +546,7 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch, theirs: list[Any]) -> None:
             ("CPU", "triton"), ("CUDA", "triton")
         ]  # fmt: skip
         if _native.why_not is None:
-            enable_sdpa()  # another choice replaces the first
+            enable_sdpa()  # replaces the first choice
             parts = registry._registry._FLASH_ATTENTION_ACTIVE[1].parts
             assert [part.named for part in parts] == [None, None]
     finally:
@@ -553,8 +559,8 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch, theirs: list[Any]) -> None:
 
 @needs_native
 @without_gpu
-def test_nothing_stays_half_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose kernels PyTorch does not have takes the other back too."""
+def test_a_failed_enable_leaves_nothing_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If PyTorch lacks the kernels of one device, the other device is disabled again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="no kernel for CUDA"):
         enable_sdpa()

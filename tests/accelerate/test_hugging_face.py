@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, and subclasses of their modules."""
+"""accelerate on models of Hugging Face's transformers, and on subclasses of their modules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SOUND = {
     "num_conv_pos_embedding_groups": 4,
 }  # fmt: skip
 
-#: Those whose layers are known: class and configuration.
+#: Models whose layers are replaced -> (class, configuration).
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("MarianMTModel", {
         **_BOTH, "max_position_embeddings": 64, "activation_function": "swish",
@@ -75,7 +75,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 TRANSLATORS = ["marian", "bart", "t5", "t5, gated"]
 
-#: Configurations by class; the attention of each has something that others' have not.
+#: Class -> configuration; each model's attention has a feature that the others lack.
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "RobertaModel": _ENCODER,
     "DistilBertModel": {
@@ -108,7 +108,7 @@ GENERATE = [name for name in ATTENTIONS if "CausalLM" in name or "LMHead" in nam
 
 
 def build(name: str, p: float | None = None, **settings: Any) -> Any:
-    """The model with random weights; ``p``: all its dropout."""
+    """Returns the model with random weights; ``p`` sets every dropout probability."""
     name, given = LAYERS.get(name, (name, ATTENTIONS.get(name, _DECODER)))
     kind = getattr(transformers, name)
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def inputs_of(name: str, padding: str = "right") -> dict[str, Tensor]:
 
 
 class First(torch.nn.Module):
-    """A model's first output at real tokens."""
+    """Returns a model's first output at unpadded tokens."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of our function whether it had a mask."""
+    """Returns, for each call of our attention, whether it had a mask."""
     found: list[bool] = []
     ours = hugging_face.attention
 
@@ -194,7 +194,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_the_same_numbers(name: str, padding: str, calls: list[bool]) -> None:
+def test_attention_matches_transformers(name: str, padding: str, calls: list[bool]) -> None:
     theirs = First(build(name, 0.0))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, filter_fn=_is_model)
@@ -207,7 +207,7 @@ def test_the_same_numbers(name: str, padding: str, calls: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_logits_and_gradients(name: str) -> None:
+def test_layers_match_transformers(name: str) -> None:
     theirs = First(build(name, 0.0))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
@@ -238,7 +238,7 @@ def test_generate_gives_the_same_tokens(
     assert len(expected.unique()) > 2
 
 
-def test_the_learned_bias_gets_its_gradient() -> None:
+def test_the_learned_bias_has_a_gradient() -> None:
     theirs = First(build("t5", 0.0))
     ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).double()
     accelerate(ours)
@@ -253,8 +253,10 @@ def test_the_learned_bias_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSLATORS)
-def test_masks_have_to_be_registered_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with the attention alone, padding is attended to without a word."""
+def test_without_our_mask_function_padding_is_attended_to(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without our mask function the model attends to padding, without a warning."""
     model = First(build(name, 0.0))
     inputs = inputs_of(name)
     with torch.no_grad():
@@ -267,7 +269,7 @@ def test_masks_have_to_be_registered_too(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_dropout_and_checkpointing(name: str) -> None:
+def test_checkpointing_repeats_dropout(name: str) -> None:
     model = First(build(name, 0.2)).train()
     accelerate(model)
     inputs = inputs_of(name)
@@ -281,11 +283,11 @@ def test_dropout_and_checkpointing(name: str) -> None:
         output.square().mean().backward()
         runs.append([output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     torch.testing.assert_close(runs[1], runs[0])
-    assert not torch.equal(model(**inputs), runs[0][0])  # it drops
+    assert not torch.equal(model(**inputs), runs[0][0])  # dropout is active
 
 
 @pytest.mark.parametrize("name", ["bart", "bert", "t5"])
-def test_hidden_states_and_attentions(name: str) -> None:
+def test_hidden_states_and_attentions_are_returned(name: str) -> None:
     model = build(name, 0.0)
     ours = copy.deepcopy(model)
     accelerate(ours)
@@ -299,7 +301,7 @@ def test_hidden_states_and_attentions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_copy_save_and_restore_preserve_the_model(name: str, tmp_path: Path) -> None:
     model = build(name, 0.0)
     as_it_was = form(model)
     before = _attentions(model)
@@ -333,7 +335,7 @@ def test_pickles_load_without_this_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "Qwen3ForCausalLM"])
-def test_attention_that_is_set_after_accelerate_stays(name: str, tmp_path: Path) -> None:
+def test_attention_set_after_accelerate_is_kept(name: str, tmp_path: Path) -> None:
     model = build(name, 0.0)
     accelerate(model)
     model.set_attn_implementation("eager")
@@ -354,7 +356,7 @@ def test_attention_that_is_set_after_accelerate_stays(name: str, tmp_path: Path)
     assert set(_attentions(model)) == {"sdpa"}
 
 
-def test_verify() -> None:
+def test_verify_accepts_models_of_transformers() -> None:
     model = build("marian", 0.1)
     report = accelerate(model, verify={**inputs_of("marian"), "use_cache": False})
     assert report.verified, str(report)
@@ -388,10 +390,10 @@ def test_hooked_and_replaced_modules_are_called() -> None:
         assert calls == [name]
 
 
-def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_versions_and_attentions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("marian", 0.0)
     with monkeypatch.context() as patch:
-        # Not the module imported above: transformers replaces itself when it loads a model.
+        # Not the module imported above: transformers replaces itself when a model is loaded.
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         report = accelerate(model, filter_fn=lambda module, name: "norm" not in name)
     assert {entry.kind for entry in report.swapped} == {"Linear"}
@@ -403,7 +405,7 @@ def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPat
     restore(model)
 
 
-def test_layers_that_take_other_arguments_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_another_signature_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("marian", 0.0)
     kind = type(model.model.encoder.layers[0])
 
@@ -418,7 +420,7 @@ def test_layers_that_take_other_arguments_are_left(monkeypatch: pytest.MonkeyPat
     assert report["model.decoder.layers.0"].outcome == "swapped"
 
 
-def test_attention_of_a_cache_longer_than_the_queries() -> None:
+def test_attention_ignores_the_unwritten_part_of_a_cache() -> None:
     module = torch.nn.Module()
     module.is_causal = True
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8)
@@ -440,7 +442,7 @@ def test_attention_of_a_cache_longer_than_the_queries() -> None:
     torch.testing.assert_close(output, expected.transpose(1, 2))
 
 
-def test_activations_are_known_by_what_they_compute() -> None:
+def test_activation_names_match_their_functions() -> None:
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     known = {}
     for name, function in transformers.activations.ACT2FN.items():
@@ -456,7 +458,9 @@ def test_activations_are_known_by_what_they_compute() -> None:
     assert not {"gelu_10", "quick_gelu", "relu2", "tanh"} & set(known)
 
 
-def test_only_loaded_libraries_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_recognised_only_if_transformers_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build("bert", 0.0)
     assert hugging_face.is_model(model)
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
@@ -481,8 +485,8 @@ def _minilm() -> tuple[Any, Any]:
     return tokenizer, transformers.BertModel.from_pretrained(path, local_files_only=True).eval()
 
 
-def test_real_weights() -> None:
-    """Sentence embeddings of MiniLM: at most twice as far from fp64 as transformers' own."""
+def test_pretrained_weights_are_within_the_error_of_transformers() -> None:
+    """Sentence embeddings of MiniLM: the error against fp64 is at most twice that of transformers."""
     tokenizer, model = _minilm()
     batch = dict(tokenizer(SENTENCES, padding=True, return_tensors="pt"))
 
@@ -502,10 +506,10 @@ def test_real_weights() -> None:
     error = (ours - exact).abs().max()
     assert error <= 2 * (theirs - exact).abs().max() + torch.finfo(torch.float32).eps
     similar = ours @ ours.T
-    assert similar[0, 2] > 0.5 > similar[0, 3]  # two birds, and a matrix
+    assert similar[0, 2] > 0.5 > similar[0, 3]  # two sentences about birds, and one about a matrix
 
 
-def test_dropout_of_weights() -> None:
+def test_attention_dropout_is_active_in_training_only() -> None:
     model = build("GPT2LMHeadModel", attn_pdrop=0.4, embd_pdrop=0.0, resid_pdrop=0.0)
     inputs = inputs_of("GPT2LMHeadModel")
     accelerate(model)
@@ -514,8 +518,8 @@ def test_dropout_of_weights() -> None:
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
 
 
-def test_weights_are_given() -> None:
-    """Only 'eager' has them in transformers."""
+def test_attention_weights_match_eager() -> None:
+    """In transformers only 'eager' attention returns weights."""
     model = build("Qwen3ForCausalLM")
     inputs = inputs_of("Qwen3ForCausalLM")
     accelerate(model)
@@ -527,8 +531,8 @@ def test_weights_are_given() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_unknown_arguments_go_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may change the numbers, in this version or the next."""
+def test_calls_with_unknown_arguments_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown argument may change results, in this version or a later one."""
     model = build("Qwen3ForCausalLM")
     inputs = inputs_of("Qwen3ForCausalLM")
     with torch.no_grad():
@@ -542,7 +546,7 @@ def test_unknown_arguments_go_to_transformers(monkeypatch: pytest.MonkeyPatch) -
             model(**inputs, softcap=2.0)
 
 
-def test_queries_that_see_nothing_and_batches_of_one() -> None:
+def test_masked_rows_and_broadcast_batches_match() -> None:
     module = torch.nn.Module()
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 6)
     seen = torch.rand(2, 1, 3, 7) < 0.7
@@ -561,7 +565,7 @@ class Asking(qwen3.Qwen3ForCausalLM):
         raise AssertionError
 
 
-#: Code, and whether it compares something with 'sdpa'.
+#: Source of an expression -> whether it compares a value with 'sdpa'.
 COMPARING = {
     "x.name == 'sdpa'": True,
     "'sdpa' != x.name": True,
@@ -575,7 +579,7 @@ COMPARING = {
 
 
 @pytest.mark.parametrize("code", COMPARING)
-def test_comparisons_with_sdpa_are_found_in_the_code(code: str) -> None:
+def test_comparisons_with_sdpa_are_found(code: str) -> None:
     function = eval(f"lambda self, x, f=print: {code}")
     kind = type("Kind", (), {"plain": function, "read": property(function)})
     for name in ("plain", "read"):
@@ -583,7 +587,7 @@ def test_comparisons_with_sdpa_are_found_in_the_code(code: str) -> None:
         assert hugging_face._compares_with_sdpa(found) is COMPARING[code]
 
 
-def test_models_that_ask_for_their_attention_by_name() -> None:
+def test_models_that_compare_the_attention_name_are_left() -> None:
     model = Asking(transformers.Qwen3Config(**_DECODER))
     report = accelerate(model)
     for place in ("", "model"):  # the two share a config
@@ -601,9 +605,9 @@ def test_models_that_ask_for_their_attention_by_name() -> None:
     assert set(_attentions(gemma)) == {"sdpa"}
 
 
-def test_attention_that_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Gemma2ForCausalLM")
-    assert "its attention is 'eager'" in accelerate(model)[""].reason  # for its soft cap
+    assert "its attention is 'eager'" in accelerate(model)[""].reason  # because of its soft cap
     sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
     model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
     assert "ResNetModel does not look up" in accelerate(model)[""].reason
@@ -641,7 +645,7 @@ class Sealed(bert.BertOutput):
 
 
 class OwnAttention(marian.MarianAttention):
-    """Adds its mask to the scores by hand, as it gets it."""
+    """Adds the given mask to the scores itself."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
@@ -676,7 +680,7 @@ BERT_LAYER = "model.bert.encoder.layer.0"
         ("bert", f"{BERT_LAYER}.output", Sealed, "cannot be subclassed: sealed"),
     ],
 )
-def test_layers_that_override(name: str, place: str, kind: type, reason: str) -> None:
+def test_overriding_layers_are_left(name: str, place: str, kind: type, reason: str) -> None:
     theirs = _with(name, place, kind)
     ours = copy.deepcopy(theirs)
     entry = accelerate(ours)[place]
@@ -686,7 +690,7 @@ def test_layers_that_override(name: str, place: str, kind: type, reason: str) ->
     _same(ours, theirs, inputs_of(name))
 
 
-def test_layers_that_override_nothing() -> None:
+def test_subclasses_without_overrides_are_replaced() -> None:
     theirs = _with("marian", LAYER, Further)
     ours = copy.deepcopy(theirs)
     entry = accelerate(ours)[LAYER]
@@ -699,7 +703,7 @@ def test_layers_that_override_nothing() -> None:
     assert type(layer) is Further
 
 
-def test_methods_replaced_on_the_instance() -> None:
+def test_layers_with_replaced_methods_are_left() -> None:
     model = build("bert", 0.0)
     layer = model.bert.encoder.layer[0]
     layer.feed_forward_chunk = lambda x: x
@@ -707,8 +711,8 @@ def test_methods_replaced_on_the_instance() -> None:
     assert entry.reason == "its feed_forward_chunk was replaced on the instance"
 
 
-def test_attention_that_overrides() -> None:
-    """It gets the masks that it got before."""
+def test_overriding_attention_gets_the_same_masks() -> None:
+    """It still gets the masks in the form it had before."""
     theirs = _with("marian", f"{LAYER}.self_attn", OwnAttention)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
@@ -716,7 +720,7 @@ def test_attention_that_overrides() -> None:
     _same(ours, theirs, inputs_of("marian"))
 
 
-def test_what_the_layers_run_on_is_told() -> None:
+def test_the_report_names_the_ops_of_layers() -> None:
     for name, ops in (
         ("marian", {"add_layer_norm", "feed_forward"}),
         ("bert", {"add_layer_norm", "feed_forward", "attention", "layer_norm"}),
@@ -759,7 +763,7 @@ def test_conv1d_keeps_a_packed_copy_in_inference(dtype: torch.dtype) -> None:
     assert type(ours) is type(theirs)
 
 
-def test_gpt2() -> None:
+def test_gpt2_layers_are_replaced_and_match() -> None:
     theirs = First(build("GPT2LMHeadModel", 0.0, n_embd=192, n_layer=1))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
@@ -775,7 +779,7 @@ def test_gpt2() -> None:
 
 
 @pytest.mark.parametrize("kind", ["AccurateGELU", "FastGELU", "NewGELU"])
-def test_gelu_by_its_formula(kind: str) -> None:
+def test_gelu_formulas_become_one_op(kind: str) -> None:
     theirs = getattr(transformers.activations, f"{kind}Activation")()
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -791,8 +795,8 @@ def test_gelu_by_its_formula(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "t5, gated"])
-def test_t5_with_its_last_map_in_float32(name: str) -> None:
-    """As `from_pretrained` loads it in half precision."""
+def test_t5_with_a_float32_projection(name: str) -> None:
+    """With the dtypes of `from_pretrained` in low precision."""
     theirs = build(name, 0.0).bfloat16().encoder.block[0].layer[1].DenseReluDense
     theirs.wo.float()
     ours = copy.deepcopy(theirs)

@@ -1,4 +1,4 @@
-"""Models whose layers the library peft has wrapped in low-rank adapters."""
+"""accelerate on models whose layers the library peft has wrapped in low-rank adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ peft = pytest.importorskip(
 
 
 class Model(torch.nn.Module):
-    """A user's model around torch's decoder."""
+    """A user's model with a torch.nn.TransformerDecoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _wrapped(model: Any, targets: Any, **kwargs: Any) -> Any:
 
 
 def _pair(model: Any, targets: Any, wrapped_first: bool, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """(ours, theirs, report), wrapped and accelerated in either order."""
+    """Returns (ours, theirs, report), wrapped and accelerated in either order."""
     ours, theirs = copy.deepcopy(model), _wrapped(model, targets, **kwargs)
     if wrapped_first:
         ours = copy.deepcopy(theirs)
@@ -60,7 +60,7 @@ TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("name", TARGETS)
-def test_torchs_layers(name: str, wrapped_first: bool) -> None:
+def test_wrapped_layers_match_pytorch(name: str, wrapped_first: bool) -> None:
     targets, kwargs = TARGETS[name]
     ours, theirs, report = _pair(Model(), targets, wrapped_first, **kwargs)
     assert [e.kind for e in report.swapped].count("TransformerDecoderLayer") == 2
@@ -72,8 +72,8 @@ def test_torchs_layers(name: str, wrapped_first: bool) -> None:
         torch.testing.assert_close(ours(*x), theirs(*x))
 
 
-def test_adapters_come_and_go() -> None:
-    """Merging writes the weights where PyTorch does not see it."""
+def test_merging_and_unloading_adapters_take_effect() -> None:
+    """Merging writes the weights without incrementing their version counters."""
     ours, theirs, _ = _pair(Model(), ["linear1", "linear2", "self_attn"], True)
     ours.eval(), theirs.eval()
     x = torch.randn(2, T, M)
@@ -90,13 +90,13 @@ def test_adapters_come_and_go() -> None:
         torch.testing.assert_close(bare(x), adapted, rtol=1e-3, atol=1e-4)
         again = accelerate(bare)
         assert not again.left
-        assert {e.kind for e in again.swapped} == {"MultiheadAttention"}  # those wrapped before
+        assert {e.kind for e in again.swapped} == {"MultiheadAttention"}  # wrapped before
         torch.testing.assert_close(bare(x), adapted, rtol=1e-3, atol=1e-4)
     restore(bare)
     assert not any(isinstance(m, nn.MultiheadAttention) for m in bare.modules())
 
 
-def test_why_wrapped_modules_stay() -> None:
+def test_reasons_against_wrapped_modules() -> None:
     model = _wrapped(Model(), ["linear1", "self_attn"])
     report = accelerate(model)
     layer = report["base_model.model.decoder.layers.0"]
@@ -106,21 +106,21 @@ def test_why_wrapped_modules_stay() -> None:
         "its out_proj is a Linear of peft; PyTorch never calls it, and the replacement would, "
         "which changes results"
     )
-    # Torch's encoder layers forget adapters in inference; ours must not remember them in secret.
+    # PyTorch's encoder layers ignore adapters in inference; the replacement must not apply them.
     theirs = _wrapped(encoder(dropout=0.0), ["linear1", "linear2"])
     ours = copy.deepcopy(theirs)
-    told = accelerate(ours)["base_model.model.layers.0"].reason
-    assert "in inference PyTorch never calls its linear1 (a Linear of peft)" in told
+    reason = accelerate(ours)["base_model.model.layers.0"].reason
+    assert "in inference PyTorch never calls its linear1 (a Linear of peft)" in reason
     x = (torch.randn(2, T, M),)
     assert_same_numbers(ours, theirs, x, {}, grad=True)
     assert_same_numbers(ours.eval(), theirs.eval(), x, {}, grad=False)
 
 
-def test_verify() -> None:
+def test_verify_accepts_wrapped_models() -> None:
     assert accelerate(_wrapped(Model(), ["linear1"]), verify=torch.randn(2, T, M)).verified
 
 
-def test_training_changes_adapters_only() -> None:
+def test_training_changes_only_adapters() -> None:
     ours, theirs, _ = _pair(Model(), ["linear1", "linear2"], True)
     x = torch.randn(2, T, M)
     frozen = {n: p.clone() for n, p in ours.named_parameters() if not p.requires_grad}
@@ -140,9 +140,9 @@ HUGGING_FACE = [
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize(("name", "targets"), HUGGING_FACE)
-def test_hugging_face(name: str, targets: Any, wrapped_first: bool) -> None:
+def test_wrapped_models_of_transformers_match(name: str, targets: Any, wrapped_first: bool) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from test_hugging_face import First, build, inputs_of
+    from test_wrapped_models_of_transformers_match import First, build, inputs_of
 
     ours, theirs, report = _pair(build(name, 0.0).train(), targets, wrapped_first)
     assert {e.kind for e in report.left} <= set()
