@@ -185,7 +185,8 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-_function_mode_is_active = torch._C._is_torch_function_mode_enabled
+#: False in nearly all calls, and one C call: hot paths ask it before `is_observed`.
+function_mode_is_active = torch._C._is_torch_function_mode_enabled
 
 
 def is_observed() -> bool:
@@ -195,7 +196,7 @@ def is_observed() -> bool:
     PyTorch's own modes (of the default device, of tracers) do not count: they work with operators.
     Nor does any mode where a backend is named, or in strict mode, which ask for kernels.
     """
-    if not _function_mode_is_active() or torch.compiler.is_compiling():
+    if not function_mode_is_active() or torch.compiler.is_compiling():
         return False
     if _state.backend is not None or _state.strict:
         return False

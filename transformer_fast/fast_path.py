@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, PreferLater, _function_mode_is_active, _state, is_observed, select
+from .dispatch import Call, PreferLater, function_mode_is_active, _state, is_observed, select
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -107,7 +107,7 @@ def plain(first: Any, *others: Any) -> bool | None:
     if (
         not _short
         or type(first) is not Tensor
-        or (_function_mode_is_active() and is_observed())
+        or (function_mode_is_active() and is_observed())
         or not first.is_cpu
         or first.is_nested
         or _state.backend is not None

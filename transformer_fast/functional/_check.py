@@ -70,7 +70,7 @@ def leaves_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool =
 
     A call that is explained goes on to the dispatcher, which has the reasons.
     """
-    if backend is None and dispatch.is_observed():
+    if backend is None and dispatch.function_mode_is_active() and dispatch.is_observed():
         return True
     if not (also or is_torchs(*tensors)) or backend is dispatch.Probe:
         return False

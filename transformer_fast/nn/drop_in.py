@@ -101,20 +101,21 @@ def note_forward(kind: type) -> None:
     _FORWARDS[kind] = tuple(known)
 
 
-def is_patched(kind: type) -> bool:
+def is_patched(*kinds: type) -> bool:
     """True if ``forward`` was replaced on a class of modules, or on the torch.nn class that it extends.
 
     Of classes that are neither torch.nn's nor ours the ``forward`` counts that they had when first seen.
     """
-    known = _FORWARDS.get(kind)
-    if known is None:
-        if torch.compiler.is_compiling():
-            return False
-        note_forward(kind)
-        known = _FORWARDS[kind]
-    for base, forward in known:  # noqa: SIM110 - a generator takes longer
-        if base.forward is not forward:
-            return True
+    for kind in kinds:
+        known = _FORWARDS.get(kind)
+        if known is None:
+            if torch.compiler.is_compiling():
+                continue
+            note_forward(kind)
+            known = _FORWARDS[kind]
+        for base, forward in known:
+            if base.forward is not forward:
+                return True
     return False
 
 
@@ -178,7 +179,7 @@ def is_torchs(input: Any, kind: type) -> bool:
     return (
         isinstance(input, Proxy)
         or is_patched(kind)
-        or dispatch.is_observed()
+        or (dispatch.function_mode_is_active() and dispatch.is_observed())
         or getattr(input, "is_nested", False)
         or (_native.module is None and without_kernels(input))
     )

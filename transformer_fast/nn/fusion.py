@@ -134,7 +134,7 @@ def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
         or module._compiled_call_impl is not None
         or _has_any_global_hook()
         or is_patched(type(module))
-        or dispatch.is_observed()
+        or (dispatch.function_mode_is_active() and dispatch.is_observed())
     )
 
 
@@ -202,8 +202,8 @@ def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> Non
             raise Unreadable(Part(name, module, kinds).why_called())
     if (
         _has_any_global_hook()
-        or dispatch.is_observed()
-        or True in map(is_patched, {type(module) for _, module, _ in parts})
+        or (dispatch.function_mode_is_active() and dispatch.is_observed())
+        or is_patched(*{type(module) for _, module, _ in parts})
     ):
         reasons = (Part(*part).why_called() for part in parts)
         raise Unreadable(next(filter(None, reasons)))
