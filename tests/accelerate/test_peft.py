@@ -142,7 +142,7 @@ HUGGING_FACE = [
 @pytest.mark.parametrize(("name", "targets"), HUGGING_FACE)
 def test_wrapped_models_of_transformers_match(name: str, targets: Any, wrapped_first: bool) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from test_wrapped_models_of_transformers_match import First, build, inputs_of
+    from test_hugging_face import First, build, inputs_of
 
     ours, theirs, report = _pair(build(name, 0.0).train(), targets, wrapped_first)
     assert {e.kind for e in report.left} <= set()
