@@ -1,7 +1,7 @@
-"""Triton kernels for NVIDIA GPUs; importing this registers them, but does not import Triton.
+"""Triton kernels for NVIDIA GPUs. Importing this module registers them, but does not import Triton.
 
-With ``TRITON_INTERPRET=1`` in the environment they run in Triton's interpreter on CPU tensors too:
-slow, and meant for tests.
+With ``TRITON_INTERPRET=1`` in the environment they run in Triton's interpreter, on CPU tensors, too.
+That is slow and meant for tests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...functional.linear import CODES
 from . import operators
 from .plans import Replayed
 
-#: Architectures whose tiles, warps and stages `config` has.
+#: Architectures for which `config` has tiles, warps and stages.
 ARCHITECTURES = (80, 86, 90, 100, 120)
-#: Longer rows do not fit in the registers of one program, forward and backward.
+#: Largest rows of norms that fit in the registers of one program, forward and backward.
 MAX_COLUMNS = 16384
 MAX_COLUMNS_BACKWARD = 8192
-#: Larger heads do not fit in registers and shared memory.
+#: Largest head size that fits in registers and shared memory.
 MAX_HEAD = 256
-#: Linear maps of up to so many rows are cuBLAS's products with a kernel behind them; see `matmul`.
+#: Linear layers of up to this many rows use cuBLAS, followed by an epilogue kernel; see `matmul`.
 FEW_ROWS = 64
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -40,17 +40,17 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", 
 
 def _why_not_installed() -> str | None:
     spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:  # a mere folder of that name
+    if spec is None or spec.origin is None:  # a namespace package: a folder named triton
         return "Triton is not installed (pip install triton)"
     return None
 
 
 def table_for(capability: int) -> int:
-    """The architecture whose tiles a GPU of this compute capability (10 * major + minor) gets.
+    """Returns the architecture whose tiles a GPU of this capability (10 * major + minor) uses.
 
-    Its own, or else the nearest lower one of its family, which has the same instructions (8.9 has the
-    memory of 8.6 too; 11.0 was first called 10.1). A family without tables gets the tiles of 8.6: no
-    GPU since has had less shared memory.
+    It is the highest one of the same family that is not higher, which has the same instructions (8.9
+    also has the shared memory of 8.6; 11.0 was first called 10.1). Families without tables use the
+    tiles of 8.6, because no later GPU has less shared memory.
     """
     family = {11: 10}.get(capability // 10, capability // 10)
     below = [a for a in ARCHITECTURES if a // 10 == family and a <= capability]
@@ -136,7 +136,7 @@ def warm(
 
 
 def kernels(interpreted: bool) -> list[Kernel]:
-    """What is registered; the interpreter takes CPU tensors too."""
+    """Returns the kernels to register; in the interpreter they support CPU tensors, too."""
     found = (
         *norm_kernels("triton", refuses=_refuse_norm),
         Kernel(
@@ -170,7 +170,7 @@ def kernels(interpreted: bool) -> list[Kernel]:
 
 
 def _state() -> str:
-    """Without importing Triton."""
+    """Returns a sentence on Triton's state for `info`, without importing Triton."""
     if _why_not_installed() is not None:
         return "not installed (pip install triton); its kernels cannot run or be compiled"
     version = importlib.metadata.version("triton")

@@ -1,11 +1,13 @@
-"""Products, rounding to the types of memory, the same on the GPU and in the interpreter, and activations.
+"""Matrix products, rounding, and activations, with equal results on the GPU and in the interpreter.
 
-Triton's interpreter multiplies the bit patterns of bf16 and cuts fp32 off where hardware rounds to the
-nearest bf16; both are made up for here, in code that exists in the interpreter only.
+Triton's interpreter multiplies the bit patterns of bf16 values, and it truncates fp32 to bf16 where
+hardware rounds to nearest. Both are corrected here, by code that runs in the interpreter only.
 
-Activations and their derivatives are in fp32, as the epilogues of `matmul` use them. relu: max(x, 0) ·
-gelu: x Phi(x) with Phi through erf · gelu_tanh: x (1 + tanh u) / 2 = x sigmoid(2 u),
-u = sqrt(2 / pi) (x + 0.044715 x^3) · silu: x sigmoid(x).
+Activations and their derivatives are in fp32, for the epilogues of `matmul`:
+
+    relu: max(x, 0)                    gelu: x Phi(x), with Phi by erf
+    silu: x sigmoid(x)                 gelu_tanh: x (1 + tanh u) / 2 = x sigmoid(2 u),
+                                       where u = sqrt(2 / pi) (x + 0.044715 x^3)
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from .runtime import INTERPRETED
 
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
-# As `functional.linear.CODES`.
+# Equal to `functional.linear.CODES`.
 NONE, RELU, GELU, GELU_TANH, SILU = range(5)
 
 _RELU: tl.constexpr = tl.constexpr(RELU)
 _GELU: tl.constexpr = tl.constexpr(GELU)
 _GELU_TANH: tl.constexpr = tl.constexpr(GELU_TANH)
 _SILU: tl.constexpr = tl.constexpr(SILU)
-# Constants stand on the right of products: on the left the interpreter would wrap the result.
+# Constants must be the right operand of a product: on the left the interpreter wraps the result.
 _SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _INVERSE_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 _TWICE_SQRT_2_OVER_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
@@ -50,8 +52,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def divide(x, y):
-    """x / y in fp32, rounded to nearest. Triton's own ``/`` may be off by two units in the last place:
-    enough for a mean of rows far from 0, or for what multiplies a whole row, to miss the budget."""
+    """x / y in fp32, rounded to nearest.
+
+    Triton's own ``/`` may be off by two units in the last place. In the mean of rows far from 0, or in
+    a factor of a whole row, that is enough to exceed the error budget.
+    """
     return tl.div_rn(x, y)
 
 
@@ -64,7 +69,7 @@ def _nearest_bf16(x):
 
 @triton.jit
 def narrow(x, like):
-    """fp32 x in the type of ``like``."""
+    """Converts fp32 x to the dtype of ``like``."""
     if _INTERPRETED and like.dtype == tl.bfloat16:
         x = _nearest_bf16(x)
     return x.to(like.dtype)
@@ -72,7 +77,7 @@ def narrow(x, like):
 
 @triton.jit
 def store(at, x, mask):
-    """Store fp32 x in the type that ``at`` points to."""
+    """Stores fp32 x in the dtype that ``at`` points to."""
     if _INTERPRETED and at.dtype.element_ty == tl.bfloat16:
         x = _nearest_bf16(x)
     tl.store(at, x.to(at.dtype.element_ty), mask=mask)

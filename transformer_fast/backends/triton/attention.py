@@ -1,26 +1,27 @@
-"""Scaled dot-product attention on one GPU: what all kernels of a call are given, and the forward.
+"""Scaled dot-product attention on one GPU: the arguments of all kernels, and the forward.
 
     output = dropout(softmax(scale * Q K^T + mask)) V
 
-One program per BLOCK_T queries of one (batch, head). It walks over tiles of BLOCK_S keys with the
-online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022): running maximum m,
-running sum l, accumulator in fp32. Tiles visible to all of its queries come first and take no
-masking at all; the others follow; tiles visible to none are not in the walk.
+There is one program per BLOCK_T queries of one (batch, head). It loops over tiles of BLOCK_S keys with
+the online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022): running maximum m,
+running sum l, accumulator in fp32. Fully visible tiles come first and need no masking; partially
+visible tiles follow; fully masked tiles are skipped.
 
-Saved per row: ``shift`` and ``norm``, such that P = exp(score - shift) / norm with natural scores.
-There m + log l would round too much: to m, where a mask adds finfo.min to a whole row. With the other
-units, for half types, shift = m + log l and P = exp(score - shift): one value and one multiplication
-less. A norm of 0 always tells of a row that sees nothing.
+Two statistics are saved per row, ``shift`` and ``norm``. With natural scores (see `tiles`)
+P = exp(score - shift) / norm. A single log-sum-exp m + log l would lose precision: it would round to m
+if a mask adds finfo.min to a whole row. With the other scores, for bf16 and fp16, shift = m + log l
+and P = exp(score - shift), which needs one value and one multiplication less. A norm of 0 always marks
+a fully masked row.
 
-Hidden keys and values may hold NaN. Scores are replaced where hidden, so keys do no harm; for values
-0 * NaN would. Rather than clean every tile, the result is looked at once: only if it is not finite
-the program runs over its tiles again with cleaned values, and keeps its first result just where a
-query really sees something not finite.
+Masked-out keys and values may be NaN or inf. Masked-out scores are replaced, so the keys have no
+effect; but values would give 0 * NaN. Instead of cleaning every tile, the program checks its result
+once. Only if that is not finite, the program loops over its tiles again with cleaned values. It keeps
+its first result only where a query attends to a value that is not finite.
 
 Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, DV), attn_mask broadcastable to
-(B, H, T, S), key_lengths (B,). D and DV up to 256, padded to a power of two inside the kernel.
-What is hidden is decided as in the reference.
-Packed sequences are tensors of (1, H, rows, D), read in place: lengths are where each begins.
+(B, H, T, S), key_lengths (B,). D and DV are up to 256, padded to a power of two inside the kernel.
+Masking follows the reference. Packed sequences are tensors (1, H, rows, D) that are read in place;
+their lengths are cumulative.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def attention_forward_kernel(
     row_max = tl.full([C.BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([C.BLOCK_T], tl.float32)
     accumulator = tl.zeros([C.BLOCK_T, C.BLOCK_DV], tl.float32)
-    for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+    for HIDES in tl.static_range(2):  # fully visible tiles, then partially visible ones
         if MASKED if HIDES else PLAIN:
             for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
                 number, upcoming = walked_tile(
@@ -129,7 +130,7 @@ def attention_forward_kernel(
         real = query < p.query_end
         row_sum = tl.where(real, row_sum, 0.0)
         accumulator = tl.where(real[:, None], accumulator, 0.0)
-    # A row that sees nothing has l = 0: output 0, and m = 0 keeps the backward free of infinities.
+    # A fully masked row has l = 0 and output 0; m = 0 avoids infinities in the backward.
     some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     share = divide(1.0, some_sum)
     row_max = tl.where(row_sum == 0.0, 0.0, row_max)
@@ -142,11 +143,11 @@ def attention_forward_kernel(
         share *= call.keep_scale
     accumulator *= share[:, None]
     out_base = rows_of(out_heads, p.b, p.h, p.begin)
-    # Behind a packed sequence lies the next.
+    # A packed sequence is followed by the next, which must not be overwritten.
     rows = p.query_end if C.PACKED else queries
     store_rows(out_base, query, out_heads.stride_t, column_v, accumulator, rows, C.DV)
 
-    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
+    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can mask out NaN and inf.
     if C.CAUSAL or C.MASK != 0:
         if any_not_finite(accumulator):
             tl.debug_barrier()  # other threads stored the first result
@@ -157,7 +158,7 @@ def attention_forward_kernel(
                 some = first_column + tl.arange(0, CHUNK)
                 clean = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
                 spoilt = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
-                # In small pieces: this rare walk must not cost the common one registers.
+                # In small pieces, so that this rare loop does not need registers of the common one.
                 for j in tl.range(0, p.total * PIECES, num_stages=1):
                     number = tile_number(j // PIECES, p.full, 0, numbers, p.list_at, capacity)
                     start = number * C.BLOCK_S + j % PIECES * PIECE
@@ -186,12 +187,12 @@ def attention_forward_kernel(
                 store(at, clean, inside)
 
 
-# The weights are made from the shift and norm of each row that the forward saved,
+# Computes the weights from the statistics of each row that the forward saved,
 #
-#     weights = dropout(exp(scores - shift) / norm),  0 where hidden
+#     weights = dropout(exp(scores - shift) / norm),  0 where masked out
 #
-# (B, H, T, S) in the input's dtype: what multiplied V. One program per tile; nothing is read twice but
-# q and k, and attention itself stays free of the T x S matrix.
+# (B, H, T, S) in the input's dtype; these are the factors of V. One program per tile. Only q and k are
+# read twice, and attention itself does not store the T x S matrix.
 @triton.jit(do_not_specialize=PER_BATCH_BUT_KEYS)
 def attention_weights_kernel(
     q_heads, k_heads, mask, lists, shift_ptr, norm_ptr,
@@ -234,7 +235,7 @@ def attention_weights_kernel(
 
 
 class Problem(NamedTuple):
-    """One call of attention, as every kernel of it needs it."""
+    """One call of attention: the arguments of all its kernels."""
 
     query: Tensor
     key: Tensor
@@ -257,7 +258,7 @@ class Problem(NamedTuple):
         return self.query.shape[-1], self.value.shape[-1]
 
     def heads(self, x: Tensor) -> Heads:
-        """``x`` as kernels take it; packed sequences differ by the row they begin at only."""
+        """Returns ``x`` as a kernel argument; packed sequences have no batch stride."""
         batch, heads, rows, _ = x.stride()
         return Heads(x, 0 if self.packed else batch, heads, rows)
 
@@ -290,13 +291,13 @@ class Problem(NamedTuple):
         return self.query.dtype != torch.float32
 
     def tile(self, kernel: str) -> config.AttentionTile:
-        """The tile of a kernel, as `config` names it."""
-        # Dropout and additive masks need registers beyond those of the plain case.
+        """Returns the tile of a kernel, by its name in `config`."""
+        # Dropout and additive masks need more registers than the plain case.
         heavy = self.dropout.active or kind_of(self.mask) == FLOAT_MASK
         return config.attention(kernel, self.architecture, max(self.head), self.half, heavy)
 
     def options(self, tile: config.AttentionTile, **more: bool) -> dict[str, Any]:
-        """How kernels on this tile are launched, and their `Constants`."""
+        """Returns the launch options of kernels with this tile, `Constants` included."""
         head, head_value = self.head
         constants = Constants(
             D=head,
@@ -326,15 +327,15 @@ class Problem(NamedTuple):
         lists: TileLists = NO_LISTS,
         **constants: bool,
     ) -> None:
-        """Run a kernel on tensors of heads, the mask, ``others`` and what is the same for all."""
+        """Runs a kernel on tensors of heads, the mask, ``others``, and the arguments of all kernels."""
         launch(
             kernel, (programs,), *map(self.heads, heads), self.mask, lists[:2], *others, self.call,
             *self.numbers(lists), **self.options(tile, **constants),
         )  # fmt: skip
 
     def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists:
-        """Lists of visible tiles, if there is a mask and looking at it pays."""
-        if self.packed:  # no lists, but rows to stay within
+        """Returns the lists of visible tiles, or none if there is no mask or searching it is slower."""
+        if self.packed:  # no lists; their strides are the numbers of rows
             return TileLists(None, None, self.query.shape[2], self.key.shape[2], 0)
         if self.mask.data is None:
             return NO_LISTS
@@ -393,9 +394,9 @@ def make_problem(
 
 
 def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
-    """Whether scores are kept as they are, and not as powers of two.
+    """True if the kernels use natural scores (see `tiles`) instead of those in powers of two.
 
-    Natural scores also keep the norm apart, which rounds less: worth it in fp32.
+    Natural scores also save the norm separately, which rounds less; in fp32 that is worth its cost.
     """
     is_added = attn_mask is not None and attn_mask.dtype != torch.bool
     return is_added or scale <= 0.0 or query.dtype == torch.float32
@@ -404,13 +405,13 @@ def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
 def log_sum_exp(
     query: Tensor, attn_mask: Tensor | None, scale: float, shift: Tensor, norm: Tensor
 ) -> Tensor:
-    """As `functional.attention.LOG_SUM_EXP` has it."""
+    """Implements `functional.attention.LOG_SUM_EXP`."""
     natural = _is_natural(query, attn_mask, scale)
     return shift + norm.log() if natural else shift / LOG2E
 
 
 def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
-    """(B, H, T, S) weights of a call whose forward returned ``shift`` and ``norm``."""
+    """Returns the weights (B, H, T, S) of a call whose forward returned ``shift`` and ``norm``."""
     batch, heads, queries, keys = problem.sizes
     weights = problem.query.new_empty(problem.sizes)
     tile = problem.tile("attention_weights")
@@ -421,9 +422,9 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
 
 
 def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
-    """An empty tensor with heads and positions in memory as the tensor has them.
+    """Returns an uninitialised tensor with heads and positions in the tensor's order in memory.
 
-    ``packed``: full of zeros, for the rows that no sequence has.
+    ``packed``: filled with zeros, for rows that belong to no sequence.
     """
     found = empty_heads(tensor, tensor.shape[-1])
     return found.zero_() if packed else found
@@ -445,7 +446,7 @@ def attention_forward(
     longest_keys: int = -1,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm."""
+    """The operator ``attention_training``: output, weights, shift and norm ((B, H, T) fp32)."""
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
         longest_queries, longest_keys,
@@ -459,7 +460,7 @@ def attention_forward(
 
 
 def _forward(problem: Problem, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Fills ``output``; returns shift and norm."""
+    """Computes ``output``; returns shift and norm."""
     batch, heads, queries, keys = problem.sizes
     q, v = problem.query, problem.value
     shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)

@@ -6,20 +6,20 @@ returned weights (usually absent) and all products elementwise unless written wi
     dP = K' (dO @ V^T + dW),   delta = rowsum(P dP) = rowsum(dO O) + rowsum(W dW)
     dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
 
-P is computed again from the saved shift and norm of each row. One kernel makes dQ (a program per tile of
-queries), one dK and dV (a program per tile of keys, walking over all query heads of its group):
-7 matrix products instead of the 5 of a kernel that adds dQ up with atomics, and the same bits in
-every run. Accumulators are fp32.
+P is recomputed from the saved shift and norm of each row. One kernel computes dQ (a program per tile
+of queries). Another one computes dK and dV (a program per tile of keys, which loops over all query
+heads of its group). That is 7 matrix products instead of the 5 of a kernel that accumulates dQ with
+atomics, but results have the same bits in every run. Accumulators are fp32.
 
-NaN at hidden places: scores, and with them P and dS, are replaced where hidden. What is multiplied
-by those zeros (K for dQ; Q and dO of queries that see nothing for dK, dV) is cleaned only if the
-result is not finite, in a second walk, as in the forward.
+NaN and inf at masked-out positions: scores, and with them P and dS, are replaced where masked out. The
+factors of those zeros are cleaned only if the result is not finite, in a second loop, as in the
+forward. These factors are K for dQ; Q and dO of fully masked queries for dK and dV.
 
 The gradient of an additive mask is dS summed over the dimensions in which the mask is broadcast.
-Rows of dS add up to 0, so a mask that is the same for all keys has the gradient 0 and never comes
-here. A program makes one tile of the gradient. It walks over all (batch, head, tile) that the mask's tile
-was added to, computes dS again and adds it up in registers; where that leaves too few programs the
-walk is split and the shares are added afterwards. No atomics, and no buffer of B x H x T x S.
+Rows of dS add up to 0, so a mask that is the same for all keys has the gradient 0 and needs no kernel.
+A program computes one tile of the gradient. It loops over all (batch, head, tile) that the mask's tile
+was added to, recomputes dS and accumulates it in registers. If there are too few programs, the loop is
+split, and the partial sums are added afterwards. So there are no atomics, and no B x H x T x S buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from .tiles import (
 
 @triton.jit
 def load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C: tl.constexpr):
-    """(row, shift, share, delta) of the queries of a tile, as `tile_gradients` takes them."""
+    """Returns (row, shift, share, delta) of a tile's queries: the ``statistics`` of
+    `tile_gradients`."""
     shift = tl.load(shift_ptr + row, mask=inside, other=0.0)
     share = shift
     if C.NATURAL:
@@ -70,10 +71,10 @@ def tile_gradients(
     sizes, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
     BOUND_QUERIES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed.
+    """Returns (P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S] or transposed.
 
-    BOUNDED is False where no key is beyond ``end``, or where it does not matter: columns of dS that
-    the caller clears, of keys that a mask has entries for.
+    BOUNDED: False if no key is beyond ``end``; or if the caller clears these columns of dS and the
+    mask has elements for these keys.
     """
     row, shift, share, delta = statistics
     if TRANSPOSED:
@@ -161,7 +162,7 @@ def attention_backward_query_kernel(
     PLAIN: tl.constexpr = numbers is not None or C.MASK == 0
     MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
     dq = tl.zeros([C.BLOCK_T, C.BLOCK_D], tl.float32)
-    for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+    for HIDES in tl.static_range(2):  # fully visible tiles, then partially visible ones
         if MASKED if HIDES else PLAIN:
             for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
                 number, upcoming = walked_tile(
@@ -183,18 +184,18 @@ def attention_backward_query_kernel(
     if call.query_lengths is not None:
         dq = tl.where((query < p.query_end)[:, None], dq, 0.0)
     dq_base = rows_of(dq_heads, p.b, p.h, p.begin)
-    # Behind a packed sequence lies the next.
+    # A packed sequence is followed by the next, which must not be overwritten.
     rows = p.query_end if C.PACKED else queries
     store_rows(dq_base, query, dq_heads.stride_t, column, dq * call.grad_scale, rows, C.D)
 
-    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
+    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can mask out NaN and inf.
     if C.CAUSAL or C.MASK != 0:
         if any_not_finite(dq):
             tl.debug_barrier()  # other threads stored the first result
             PIECE: tl.constexpr = 16
             CHUNK: tl.constexpr = 32 if C.BLOCK_D > 32 else C.BLOCK_D
             PIECES: tl.constexpr = C.BLOCK_S // PIECE
-            # In small pieces: this rare walk must not cost the common one registers.
+            # In small pieces, so that this rare loop does not need registers of the common one.
             for first_column in range(0, C.BLOCK_D, CHUNK):
                 some = first_column + tl.arange(0, CHUNK)
                 clean = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
@@ -211,7 +212,7 @@ def attention_backward_query_kernel(
                     inside = (key < p.end)[:, None] & (some < C.D)[None, :]
                     piece_at = k_base + key.to(tl.int64)[:, None] * k_heads.stride_t + some[None, :]
                     piece = tl.load(piece_at, mask=inside, other=0.0)
-                    # A visible key that is not finite has made dscores NaN already.
+                    # A visible key that is not finite has already made dscores NaN.
                     piece = tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), piece, 0.0)
                     clean = dot(narrow(dscores, piece), piece, clean, C.PRECISION)
                 clean_at = dq_base + query.to(tl.int64)[:, None] * dq_heads.stride_t + some[None, :]
@@ -283,8 +284,8 @@ def attention_backward_key_kernel(
             total = tl.load(counts + list_row * 2 + 1) * live
             list_at = list_row * 2 * capacity
         else:
-            # Tiles of queries on the diagonal come last in the walk and first in the tensor, where
-            # the one that has the last query is the last of all.
+            # Tiles on the diagonal come last in the loop, although they are first in the tensor. The
+            # tile with the last query is the last one in both.
             end_full = all_tiles
             if call.query_lengths is not None:
                 end_full = tl.minimum(query_end // C.BLOCK_T, all_tiles)
@@ -297,11 +298,11 @@ def attention_backward_key_kernel(
                 full = 0
         unmasked = full
         if LISTED and call.query_lengths is not None:
-            unmasked = full * 0  # tiles that the mask shows may lie beyond the last query
+            unmasked = full * 0  # tiles that are fully visible by the mask may have padding queries
         upcoming = 0
         if LISTED:
             upcoming = tile_number(0, full, 0, numbers, list_at, capacity)
-        for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+        for HIDES in tl.static_range(2):  # fully visible tiles, then partially visible ones
             if MASKED if HIDES else PLAIN:
                 for i in range(unmasked if HIDES else 0, total if HIDES else unmasked):
                     number, upcoming = walked_tile(
@@ -326,7 +327,7 @@ def attention_backward_key_kernel(
                     )  # fmt: skip
                     dv = dot(narrow(kept, do), do, dv, C.PRECISION)
                     dk = dot(narrow(dscores, q), q, dk, C.PRECISION)
-    # Hidden keys of this tile may hold anything, and only their own rows have it.
+    # Padding keys of this tile may have any values; they affect their own rows only, set to 0 here.
     seen = (key < end)[:, None]
     dk_base = rows_of(dk_heads, b, hk, key_begin)
     dv_base = rows_of(dv_heads, b, hk, key_begin)
@@ -335,7 +336,7 @@ def attention_backward_key_kernel(
     store_rows(dk_base, key, dk_heads.stride_t, column, dk, rows, C.D)
     store_rows(dv_base, key, dv_heads.stride_t, column_v, dv, rows, C.DV)
 
-    # Only a mask makes queries that see nothing.
+    # Only with a mask there are fully masked queries.
     if C.MASK != 0:
         if any_not_finite(dk) | any_not_finite(dv):
             tl.debug_barrier()  # other threads stored the first result
@@ -343,7 +344,7 @@ def attention_backward_key_kernel(
             WIDEST: tl.constexpr = C.BLOCK_D if C.BLOCK_D > C.BLOCK_DV else C.BLOCK_DV
             CHUNK: tl.constexpr = 32 if WIDEST > 32 else WIDEST
             pieces = tl.cdiv(query_end, PIECE)
-            # In small pieces: this rare walk must not cost the common one registers.
+            # In small pieces, so that this rare loop does not need registers of the common one.
             for first_column in range(0, WIDEST, CHUNK):
                 some = first_column + tl.arange(0, CHUNK)
                 dk_clean = tl.zeros([C.BLOCK_S, CHUNK], tl.float32)
@@ -354,7 +355,7 @@ def attention_backward_key_kernel(
                     row = (b * call.key_heads * call.group + h) * queries + query
                     inside = query < query_end
                     statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C)
-                    # Other than 0: a norm that is NaN belongs to a query that sees something.
+                    # Compared with 0, because a query that is not fully masked may have the norm NaN.
                     sees = (tl.load(norm_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
                     place = query.to(tl.int64)[:, None]
                     q_at = rows_of(q_heads, b, h, 0) + place * q_heads.stride_t
@@ -406,7 +407,7 @@ def attention_bias_kernel(
     own_b = rest % mask_batch
     split = rest // mask_batch
 
-    # What the walk runs over.
+    # Ranges of the loop.
     many_t = down if C.SUM_T else 1
     many_h = call.heads // mask_heads
     items = many_t * many_h * (batch // mask_batch)
@@ -456,7 +457,7 @@ def attention_bias_kernel(
 
 
 class Given(NamedTuple):
-    """What the backward is given: gradients, and what the forward saved."""
+    """Gradients of the results, and the statistics saved by the forward."""
 
     grad_output: Tensor
     grad_weights: Tensor | None
@@ -467,7 +468,7 @@ class Given(NamedTuple):
 def _query_gradient(
     problem: Problem, given: Given, output: Tensor, extra: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(dQ, delta)."""
+    """Computes dQ and delta."""
     q, k, v = problem.query, problem.key, problem.value
     batch, heads, queries, keys = problem.sizes
     grad_query = gradient_like(q, problem.packed)
@@ -489,7 +490,7 @@ def _query_gradient(
 
 
 def _key_gradients(problem: Problem, given: Given, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dK, dV)."""
+    """Computes dK and dV."""
     q, k, v = problem.query, problem.key, problem.value
     batch, _, queries, keys = problem.sizes
     grad_key = gradient_like(k, problem.packed)
@@ -513,7 +514,7 @@ def _key_gradients(problem: Problem, given: Given, delta: Tensor) -> tuple[Tenso
 def _mask_gradient(problem: Problem, given: Given, owner: Tensor, delta: Tensor) -> Tensor:
     q, k, v = problem.query, problem.key, problem.value
     batch, heads, queries, _ = problem.sizes
-    # The mask's own sizes count, not its strides: expanding it is autograd's business.
+    # Uses the mask's sizes, not its strides, because autograd differentiates an expand itself.
     shape = (*(1,) * (4 - owner.dim()), *owner.shape)
     if shape[3] == 1:
         # Rows of dS add up to 0.
@@ -567,8 +568,8 @@ def attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """The operator ``attention_backward``: gradients of query, key, value and the additive attn_mask.
 
-    ``output``, ``shift`` and ``norm`` are what the forward returned. ``grad_weights`` is the
-    gradient of the returned weights, and then ``weights`` are those.
+    ``output``, ``shift`` and ``norm`` are results of the forward. ``grad_weights`` is the gradient of
+    the returned weights; ``weights`` are required only with it.
     """
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, *packed
@@ -583,7 +584,7 @@ def attention_backward(
     grad_query, delta = _query_gradient(problem, given, output, extra)
     grad_key, grad_value = _key_gradients(problem, given, delta)
     if problem.sizes[3] == 1:
-        # The weight of an only key is constant; NaN stays NaN.
+        # With one key the weight is constant, so the gradients are 0; multiplied, so NaN stays NaN.
         grad_query.mul_(0.0)
         grad_key.mul_(0.0)
     grad_mask = None

@@ -1,14 +1,15 @@
 """Attention of one query per sequence (decoding), split over the keys.
 
-With T = 1 there is one row of work per head and the keys and values are read once: memory is the
-limit, and B x H rows are too few to fill the machine. So the keys of each (batch, key head) are split
-over several programs, the query heads that share them sit in one tile, and a second kernel merges the
-shares; a program that has all keys writes the result itself. The split is even over the keys that are
-really there (``key_lengths``), and how many there are depends on shapes only, so a CUDA graph can be
-replayed as the cache grows.
+With T = 1 each head has one row of scores, and keys and values are read once. So memory bandwidth is
+the limit, and B x H rows are too few to occupy the GPU. Therefore the keys of each (batch, key head)
+are split over several programs, the query heads that share them are in one tile, and a second kernel
+merges the partial results. If there is one split, the program writes the result itself.
 
-It is used where what a query may see is the same for all heads of a tile; then a hidden value is hidden
-from all of them and is simply read as 0, whatever it holds.
+The unpadded keys (``key_lengths``) are split evenly. The number of splits depends on shapes only, so a
+CUDA graph can be replayed as the cache grows.
+
+These kernels require that the mask is the same for all heads of a tile. Then a masked-out value is
+masked out for all of them, and it is read as 0, even if it is NaN or inf.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def attention_decode_kernel(
     v_heads,
     out_heads,
     mask,
-    out_ptr,  # (B, H, splits, DV) fp32: values of the share, not yet divided
+    out_ptr,  # (B, H, splits, DV) fp32: weighted values of a split, not yet divided by its sum
     max_ptr,  # (B, H, splits) fp32
     sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, shift and norm
     call,
     keys, stride_length, splits,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
-    WHOLE: tl.constexpr,  # one split, whose share is the result
+    WHOLE: tl.constexpr,  # there is one split, which writes the result
     C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -123,7 +124,7 @@ def attention_merge_kernel(
     factor = power(maxima, base, 1.0, NATURAL)
     norm = tl.sum(sums * factor, 0)
     some = tl.where(norm == 0.0, 1.0, norm)
-    # A share of keys that are all hidden has the factor 0 and finite values.
+    # A split whose keys are all masked out has the factor 0 and finite values.
     out = divide(tl.sum(shares * factor[:, None], 0), some)
     shift = tl.where(norm == 0.0, 0.0, base)
     if not NATURAL:
@@ -134,7 +135,7 @@ def attention_merge_kernel(
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether this is a call for the kernels of this file."""
+    """True if the kernels of this file support the call."""
     _, _, queries, _ = problem.sizes
     uniform = problem.mask.stride_h == 0 or problem.group == 1
     return (
@@ -148,7 +149,7 @@ def decodes(problem: Problem) -> bool:
 
 
 def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tensor) -> None:
-    """Fill ``output``, ``shift`` and ``norm`` as `attention.attention_forward` returns them."""
+    """Computes ``output``, ``shift`` and ``norm``, as returned by `attention.attention_forward`."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, _, keys = problem.sizes
     tile = config.attention_decode(problem.architecture, max(problem.head), problem.half)

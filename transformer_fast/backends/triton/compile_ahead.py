@@ -1,14 +1,14 @@
-"""Compile kernels for architectures that are not at hand, and read what the assembler made of them.
+"""Compiles kernels for any architecture without a GPU, and reports resources and instructions.
 
-The calls, each kernel, dtype and class of sizes once, are made with meta tensors through the same
-launchers as real ones, and their launches recorded, so a kernel is compiled here exactly as a call would
-compile it. No driver and no GPU are needed: Triton brings its own assembler.
+The calls cover each kernel, dtype and class of sizes once. They run with meta tensors through the
+launchers of real calls, and their launches are recorded. So a kernel is compiled exactly as in a real
+call. Neither driver nor GPU are needed, because Triton includes an assembler.
 
-``python -m transformer_fast.backends.triton.compile_ahead`` compiles these calls for
-each architecture and prints, per kernel, a line of JSON: what ``info --kernels`` shows, and the
-instructions that tell whether the assembler took the fast path. HGMMA and UTCHMMA are the matrix units
-of Hopper and Blackwell, HMMA those before, UTMALDG is the copy engine, LDG.128 and LDGSTS.128 are loads
-of 16 bytes a thread.
+``python -m transformer_fast.backends.triton.compile_ahead`` compiles these calls for each architecture
+and prints a line of JSON per kernel: the figures of ``info --kernels``, and counts of the instructions
+that show whether the assembler used the fast path. HGMMA and UTCHMMA are instructions of the matrix
+units of Hopper and Blackwell, HMMA of those before. UTMALDG is the copy engine. LDG.128 and LDGSTS.128
+are loads of 16 bytes per thread.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from .runtime import INTERPRETED, Launch, instead_of_launching
 
 HEADS = (64, 128, 256)
 COLUMNS = (512, 1024, 4096, 8192)
-#: Short rows, long ones, and such that do not start at multiples of 16 bytes.
+#: Short rows, long rows, and rows that do not start at multiples of 16 bytes.
 CLASSES = (1000, 32000, 50257)
 DTYPES = (torch.bfloat16, torch.float32)
-#: Shared memory one block may use, in bytes (CUDA programming guide, compute capabilities).
+#: Architecture -> shared memory limit of a block in bytes (CUDA programming guide).
 SHARED_LIMIT = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 _INSTRUCTIONS = {
@@ -62,7 +62,7 @@ _WAIT = r"\bDEPBAR\.LE SB0, (0x\w+)"
 
 
 class Case(NamedTuple):
-    """A call, by name, and what makes it."""
+    """A named call, and the function that makes it."""
 
     name: str
     run: Callable[[], Any]
@@ -163,8 +163,10 @@ def cases(
     columns: Iterable[int] = COLUMNS,
     classes: Iterable[int] = CLASSES,
 ) -> Iterator[Case]:
-    """Every call, for these sizes of heads, rows of a norm and classes of a loss; its kernels depend on
-    the architecture."""
+    """Yields all calls for these head sizes, norm sizes and numbers of classes.
+
+    The kernels of a call depend on the architecture.
+    """
     for dtype in dtypes:
         kind = str(dtype).removeprefix("torch.")
         for head in heads:
@@ -188,7 +190,7 @@ def cases(
 
 
 def launches(case: Case, architecture: int) -> list[Launch]:
-    """The launches of a call on an architecture."""
+    """Returns the launches of a call on an architecture."""
     found: list[Launch] = []
     with config.use_architecture(architecture), instead_of_launching(found.append):
         case.run()
@@ -196,7 +198,7 @@ def launches(case: Case, architecture: int) -> list[Launch]:
 
 
 def warm(case: Case, architecture: int) -> int:
-    """Compile what a call launches into Triton's cache, for the current GPU; how many kernels."""
+    """Compiles the kernels of a call for the current GPU, into Triton's cache; returns their number."""
     return len(
         {
             launch.kernel.warmup(
@@ -210,12 +212,12 @@ def warm(case: Case, architecture: int) -> int:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler reports of one kernel on one architecture."""
+    """The assembler's report on one kernel for one architecture."""
 
     kernel: str
     architecture: int
     registers: int
-    #: Bytes of stack per thread: what did not fit in registers.
+    #: Bytes of stack per thread, for values that did not fit in registers.
     spilled: int
     shared: int
     warps: int
@@ -229,7 +231,7 @@ class Compiled:
 
 @cache
 def _binder(kernel: Any, architecture: int) -> tuple[Any, GPUTarget, Callable[..., Any]]:
-    """What Triton itself derives types, constants and divisibilities of arguments with."""
+    """Returns Triton's own backend, target and binder, which derive types and specializations."""
     target = GPUTarget("cuda", architecture, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -237,7 +239,7 @@ def _binder(kernel: Any, architecture: int) -> tuple[Any, GPUTarget, Callable[..
 
 
 def _told(tool: Any, option: str, cubin: bytes) -> str:
-    """What a tool of NVIDIA's prints about a binary."""
+    """Runs a tool of NVIDIA on a binary and returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -246,7 +248,7 @@ def _told(tool: Any, option: str, cubin: bytes) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as the assembler wrote them into the binary."""
+    """Returns registers and stack bytes per thread, as recorded in the binary by the assembler."""
     text = _told(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if match is None:
@@ -255,12 +257,12 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The machine code (SASS) of a compiled kernel."""
+    """Returns the machine code (SASS) of a compiled kernel."""
     return _told(triton.knobs.nvidia.nvdisasm, "-c", cubin)
 
 
 def compile_binary(launch: Launch, architecture: int) -> Any:
-    """What Triton makes of a recorded launch: a CompiledKernel, with ``asm["ptx"]`` and the others."""
+    """Compiles a recorded launch to a CompiledKernel, which has ``asm["ptx"]`` and other stages."""
     if INTERPRETED:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     backend, target, bind = _binder(launch.kernel, architecture)
@@ -272,7 +274,7 @@ def compile_binary(launch: Launch, architecture: int) -> Any:
 
 
 def compile_launch(launch: Launch, architecture: int) -> Compiled:
-    """Compile one recorded launch for ``architecture`` (80, 86, 90, 100 or 120)."""
+    """Compiles one recorded launch for ``architecture`` (80, 86, 90, 100 or 120)."""
     binary = compile_binary(launch, architecture)
     cubin = binary.asm["cubin"]
     registers, spilled = _resources(cubin)
@@ -289,7 +291,7 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
 
 
 def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[str, Any]]:
-    """One record per kernel of the calls and kernels that the expressions match."""
+    """Yields one record per kernel, of the calls and kernels that match the regular expressions."""
     for architecture in architectures:
         for case in cases():
             if not re.search(match, case.name):
@@ -303,9 +305,9 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                     "call": case.name,
                     **{name: value for name, value in vars(compiled).items() if name != "cubin"},
                     "fits": compiled.fits,
-                    # Of Hopper's matrix instructions: columns (N) of what one makes.
+                    # Columns (N) of the result of Hopper's matrix instructions.
                     "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
-                    # Groups of asynchronous loads that waits leave in flight.
+                    # Numbers of asynchronous load groups that stay in flight at waits.
                     "in_flight": sorted({int(n, 16) for n in re.findall(_WAIT, code)}),
                     "instructions": {
                         name: len(re.findall(pattern, code))

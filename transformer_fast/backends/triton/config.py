@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages, from tables keyed by architecture and shape class.
 
-Nothing is tuned at call time. The interpreter has its own entry: small tiles, so that small test
-cases still take several of them.
+Nothing is tuned at call time. The interpreter has its own entry, with small tiles, so that small test
+cases still have several of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ...dispatch import compute_capability
 from . import FEW_ROWS, table_for
 from .runtime import INTERPRETED, next_power_of_2
 
-#: Queries and keys of a tile of attention in the interpreter; tests make it smaller for more tiles.
+#: (queries, keys) of an attention tile in the interpreter; tests reduce it to have more tiles.
 interpreter_tile = (32, 32)
 
-#: Products of up to so many rows are torch's (cuBLAS); tests set it to have each way.
+#: Products of up to this many rows call PyTorch (cuBLAS); tests set it to cover both paths.
 few_rows = FEW_ROWS
 
 _forced: int | None = None
@@ -31,7 +31,7 @@ _forced: int | None = None
 
 @contextmanager
 def use_architecture(architecture: int) -> Iterator[None]:
-    """Within the block tables are read for ``architecture``, whatever the device."""
+    """Context manager in which tables are read for ``architecture`` instead of the device's."""
     global _forced
     before, _forced = _forced, architecture
     try:
@@ -47,7 +47,7 @@ def _table_of(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """The table's key for ``device``; 0 stands for the interpreter."""
+    """Returns the table key of ``device``; 0 is the interpreter."""
     if _forced is not None:
         return _forced
     if device.type != "cuda":
@@ -65,8 +65,11 @@ class RowTile(NamedTuple):
 
 @cache
 def layer_norm_forward(columns: int) -> RowTile:
-    """32 elements a thread: a warp holds 1024, and 32 such warps on a multiprocessor keep 64 KB of
-    loads in flight, several times what hides the latency of memory."""
+    """Returns the tile with 32 elements per thread.
+
+    So a warp has 1024 elements, and 32 such warps on a multiprocessor have 64 KB of loads in flight.
+    That is several times what is needed to hide the memory latency.
+    """
     block = max(16, next_power_of_2(columns))
     if INTERPRETED:
         return RowTile(4, block, 1)
@@ -75,8 +78,11 @@ def layer_norm_forward(columns: int) -> RowTile:
 
 @cache
 def layer_norm_backward(columns: int, item: int) -> RowTile:
-    """8 elements a thread, so that x, dy and two sums stay in registers, and few programs, because
-    each leaves a share of dweight and dbias to write and add; loads run several chunks ahead."""
+    """Returns the tile with 8 elements per thread, so that x, dy and two sums fit in registers.
+
+    There are few programs, because each writes a partial dweight and dbias, which are added later. So
+    loads are pipelined several chunks ahead.
+    """
     block = max(16, next_power_of_2(columns))
     if INTERPRETED:
         return RowTile(4, block, 1)
@@ -87,7 +93,10 @@ def layer_norm_backward(columns: int, item: int) -> RowTile:
 
 @cache
 def cross_entropy(columns: int) -> RowTile:
-    """16 elements a thread, each with its logit and two sums in registers; longer rows in blocks."""
+    """Returns the tile with 16 elements per thread; each has a logit and two sums in registers.
+
+    Longer rows are processed in blocks.
+    """
     block = min(4096, max(16, next_power_of_2(columns)))
     if INTERPRETED:
         return RowTile(4, max(min(64, block), block // 8), 1)
@@ -102,8 +111,11 @@ class AttentionTile(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Tiles for head sizes up to ``head``: half types, the same where registers are scarce (dropout,
-    additive masks), fp32."""
+    """Attention tiles for head sizes up to ``head``.
+
+    ``half``: bf16 and fp16. ``heavy``: the same with dropout or an additive mask, which need more
+    registers. ``float``: fp32.
+    """
 
     head: int
     half: AttentionTile
@@ -184,7 +196,7 @@ _ATTENTION = _parsed(_TABLES)
 
 
 def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    """The tile of a kernel of `_ATTENTION`."""
+    """Returns the tile of a kernel of `_ATTENTION`."""
     if architecture == 0:
         return AttentionTile(*interpreter_tile, 4, 1)
     # Consumer Blackwell has the instructions and the shared memory of consumer Ampere.
@@ -196,7 +208,7 @@ def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool
 
 
 def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
-    """Queries and keys that one code of a mask covers: what the tiles of all kernels are made of."""
+    """Returns (queries, keys) that one mask code covers; the tiles of all kernels are multiples."""
     tiles = [
         attention(kernel, architecture, head, half, heavy)
         for kernel in ("attention_forward", "attention_backward_query", "attention_backward_key")
@@ -208,9 +220,14 @@ def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, in
 def use_block_lists(
     architecture: int, places: int, mask_places: int, queries: int, tiles: int
 ) -> bool:
-    """Whether to look at a mask of ``mask_places`` for tiles that ``places`` scores may skip.
+    """True if it pays to search a mask for fully masked tiles that the kernels can skip.
 
-    It costs two launches and one more reading of the mask, so the mask should be shared.
+    The search costs two launches and reads the mask once more, so the mask should be shared by several
+    heads or batches.
+
+    Args:
+        places: number of scores. mask_places: number of elements of the mask.
+        queries: T. tiles: number of tiles in a row of scores.
     """
     if architecture == 0:
         return tiles > 1
@@ -219,7 +236,7 @@ def use_block_lists(
 
 class DecodeTile(NamedTuple):
     keys: int
-    each: int  # keys that make a program worth its start
+    each: int  # least keys per program, so that it is worth its launch
     warps: int
     stages: int
 
@@ -246,15 +263,15 @@ class ProductTile(NamedTuple):
 def matmul(
     architecture: int, rows: int, columns: int, half: bool, describable: bool = True
 ) -> ProductTile:
-    """``describable``: whether tensor descriptors can load both matrices."""
+    """Returns the tile of a product; ``describable``: tensor descriptors can load both matrices."""
     if architecture == 0:
         return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
     if not half:
         return ProductTile(64, 64, 32, 8, 8, 3, slices=2)
     if architecture == 90 and describable and -(-rows // 128) * -(-columns // 256) >= 2 * 132:
-        # Matrix instructions of 256 columns read less shared memory for each product. Smaller results
-        # would leave some of the 132 multiprocessors without a tile for much of the time, and without
-        # descriptors pointers would take the registers.
+        # Matrix instructions with 256 columns read less shared memory per product. For smaller results
+        # some of the 132 multiprocessors would idle much of the time, and without descriptors the
+        # pointers would need too many registers.
         return ProductTile(128, 256, 64, 8, 8, 3, True, 8)
     if architecture in (90, 100):
         return ProductTile(128, 128, 64, 8, 8, 4, True, 4)
@@ -264,7 +281,10 @@ def matmul(
 
 
 def epilogue(rows: int) -> ProductTile:
-    """Of a product that cuBLAS made: 8 elements a thread of few rows, which make few programs."""
+    """Returns the tile of the epilogue of a cuBLAS product.
+
+    Few rows have 8 elements per thread, so that there are more programs.
+    """
     return ProductTile(16 if rows <= 16 else 64, 64, 0, 0, 4, 1)
 
 
@@ -278,11 +298,10 @@ _KINDS: dict[str, Callable[..., Tile]] = {
 
 
 def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
-    """What is worth a try in place of the tiles that ``name``, a kernel of `_ATTENTION` or a function
-    of this module, has for a call.
+    """Returns candidate tiles for tuning ``name``: a kernel of `_ATTENTION`, or a function here.
 
-    Of attention and products: whatever any architecture has; of the others: less and more of each.
-    ``columns``: of a row, for those that depend on it.
+    For attention and products these are the tiles of all architectures, for others smaller and larger
+    ones than the current. ``columns``: row size, for tiles that depend on it.
     """
     found: list[Tile] = []
     if name in _ATTENTION:
@@ -306,12 +325,12 @@ def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
 
 @contextmanager
 def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
-    """Within the block ``name``, as in `alternatives`, has the tile of these numbers for all calls."""
+    """Context manager in which ``name``, as in `alternatives`, has this tile for all calls."""
     tile, function = _KINDS[name](*numbers), globals().get(name)
     table = _ATTENTION.get(name, {})
     before = dict(table)
     if isinstance(tile, AttentionTile):
-        # In the table itself, since the granule of masks depends on it.
+        # Changes the table itself, because `attention_granule` depends on it, too.
         table.update(dict.fromkeys(table, (_Row(256, tile, tile, tile),)))
     else:
         globals()[name] = lambda *_: tile

@@ -3,14 +3,13 @@
     loss[n] = (1 - s) * (lse[n] - x[n, target[n]]) + s * (lse[n] - mean over v of x[n, v])
     dx[n, v] = grad[n] * (exp(x[n, v] - lse[n]) - (1 - s) * (v == target[n]) - s / V)
 
-x, dx: (N, V) with any strides; target: (N,); loss, grad: (N,) fp32; lse, the logarithm of the sum of
-a row's exponentials, is kept as the sum of two fp32: rounded to one, an lse of 100 would cost the
-probabilities 6 bits. Elements are computed with in fp32. A row whose target is ignore_index is not
-read.
+x, dx: (N, V) with any strides; target: (N,); loss, grad: (N,) fp32. The log-sum-exp lse of a row is
+saved as the sum of two fp32 numbers, because rounding an lse of 100 to one would cost the
+probabilities 6 bits. All arithmetic is in fp32. A row whose target is ignore_index is not read.
 
-Forward: a program walks over its rows once, block by block, and rescales its sums of exponentials
-whenever the maximum grows; long rows have a program each, of short ones it takes several. Backward:
-a program per block. No atomics: results are the same in every run.
+Forward: a program reads its rows once, block by block, and rescales the sums of exponentials whenever
+the maximum grows. A long row has a program of its own; short rows share one. Backward: a program per
+block. No atomics, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .runtime import ceil_div, launch
 
 
 class Logits(NamedTuple):
-    """What the loss is of."""
+    """Logits and targets of a loss."""
 
     data: Any  # (N, V)
     stride_row: Any
@@ -39,7 +38,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def _target(x, row, rows, ignore_index):
-    """(classes, whether a row counts)."""
+    """Returns the target classes, and whether each row counts (is inside and not ignored)."""
     at = x.target + row * x.stride_target
     target = tl.load(at, mask=row < rows, other=0).to(tl.int64)
     return target, (row < rows) & (target != ignore_index)
@@ -49,7 +48,7 @@ def _target(x, row, rows, ignore_index):
 def cross_entropy_forward_kernel(
     x,
     loss_ptr,  # (N,) fp32
-    known_ptr,  # (N, 2) fp32: lse, and what is lost of it in fp32
+    known_ptr,  # (N, 2) fp32: lse rounded to fp32, and its rounding error
     rows,
     columns,
     ignore_index,
@@ -62,11 +61,11 @@ def cross_entropy_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     target, counted = _target(x, row, rows, ignore_index)
     x_row = x.data + row * x.stride_row
-    # A target that is no class makes the loss NaN; there is nobody to raise an exception to.
+    # A target that is not a class gives the loss NaN, because a kernel cannot raise an exception.
     is_class = counted & (target >= 0) & (target < columns)
     x_target = tl.load(x_row + target * x.stride_column, mask=is_class, other=float("nan"))
     x_target = x_target.to(tl.float32)
-    # Logits are summed as distances from the target's, so that none of the sum is lost far from 0.
+    # Sums the differences from the target's logit, because logits far from 0 would lose precision.
     origin = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
     maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     exponentials = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -78,7 +77,7 @@ def cross_entropy_forward_kernel(
         at = x_row[:, None] + column.to(tl.int64)[None, :] * x.stride_column
         logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(maximum, tl.max(logit, 1))
-        # With nothing but -inf so far there is nothing to rescale, and -inf - -inf would be NaN.
+        # While all logits are -inf the shift is 0, because -inf - -inf would be NaN.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         exponentials *= tl.exp(maximum - shift)[:, None]
         exponentials += tl.exp(logit - shift[:, None])
@@ -118,7 +117,7 @@ def cross_entropy_backward_kernel(
     column = (program % blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column = column.to(tl.int64)
     target, counted = _target(x, row, rows, ignore_index)
-    # Of ignored rows grad, known and logits count as 0: the product is 0 times something finite.
+    # Grad, lse and logits of ignored rows are read as 0, so their gradient is 0 times a finite number.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
     high = tl.load(known_ptr + 2 * row, mask=counted, other=0.0)
     low = tl.load(known_ptr + 2 * row + 1, mask=counted, other=0.0)
@@ -139,9 +138,9 @@ def _logits(input: Tensor, target: Tensor) -> Logits:
 def cross_entropy_forward(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(losses, known): (N,) and, for the backward, (N, 2), both in fp32.
+    """Returns losses (N,), and the log-sum-exp (N, 2) saved for backward, both in fp32.
 
-    A target that is neither a class nor ``ignore_index`` makes its loss NaN.
+    A target that is neither a class nor ``ignore_index`` gives the loss NaN.
     """
     rows, columns = input.shape
     losses = torch.empty(rows, dtype=torch.float32, device=input.device)
@@ -175,7 +174,7 @@ def cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Gradient of input, contiguous."""
+    """Returns the gradient of input, contiguous."""
     rows, columns = input.shape
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     tile = config.cross_entropy(columns)

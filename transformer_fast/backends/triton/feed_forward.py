@@ -1,11 +1,12 @@
 """Position-wise feed-forward network: dropout(activation(x W1^T + b1)) W2^T + b2.
 
-input (..., M), weight1 (F, M), bias1 (F,), weight2 (N, F), bias2 (N,). Two products with their
-epilogues. Kept for the backward is one (rows, F) tensor: the hidden values for relu, whose derivative
-they tell, and what the activation was applied to for the others, from which the backward makes the
-hidden values again on its way. There the derivative, the dropout and the sums for bias1 sit in the
-epilogue of grad_output @ W2; the products that no epilogue follows go to torch (cuBLAS), and so do all
-of few rows (see `matmul`).
+input (..., M), weight1 (F, M), bias1 (F,), weight2 (N, F), bias2 (N,). The forward is two products
+with epilogues.
+
+Saved for backward is one (rows, F) tensor. For relu it is the hidden values, which determine the
+derivative. For other activations it is the pre-activation, from which the backward recomputes the
+hidden values. Derivative, dropout and the sums for bias1 are in the epilogue of grad_output @ W2.
+Products without an epilogue call PyTorch (cuBLAS), and so do all products of few rows (see `matmul`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def forward(
     seed: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`functional.feed_forward.TRAINING`."""
+    """Implements `functional.feed_forward.TRAINING`."""
     first = matmul(
         as_matrix(input),
         weight1.t(),
@@ -68,7 +69,7 @@ def backward(
     want_weight2: bool,
     want_bias2: bool,
 ) -> tuple[Tensor | None, ...]:
-    """`functional.feed_forward.BACKWARD`."""
+    """Implements `functional.feed_forward.BACKWARD`."""
     grad = as_matrix(grad)
     saved = as_matrix(kept).contiguous()
     result = matmul(

@@ -3,13 +3,13 @@
     sum = residual + dropout(input),   y = (sum - mean) * rstd * weight + bias
 
 x, residual, y, sum: (N, C), C the size of ``normalized_shape``; weight, bias: (C,); mean, rstd:
-(N,) fp32, saved for the backward. Everything between load and store is fp32; statistics take two
-passes over registers, one over memory.
+(N,) fp32, saved for backward. All arithmetic is in fp32. Statistics take two passes over registers,
+but only one over memory.
 
-Forward: a program takes several short rows (one warp holds 1024 elements, so up to C = 1024 no
-reduction leaves its warp). Backward: a fixed number of programs walk over the rows, read x and dy
-once and keep their shares of dweight and dbias in registers; a second, small kernel adds the
-shares up. No atomics: results are the same in every run.
+Forward: a program has several short rows. One warp has 1024 elements, so up to C = 1024 reductions
+are within a warp. Backward: a fixed number of programs loop over the rows, read x and dy once, and
+accumulate partial dweight and dbias in registers; a second, small kernel adds the partial sums. No
+atomics, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Constants(NamedTuple):
     BLOCK_ROWS: int
     BLOCK_COLUMNS: int
     DROPOUT_COLUMNS: int  # 0: no dropout
-    STAGES: int  # chunks under way at once
+    STAGES: int  # pipeline stages: chunks whose loads are in flight
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _load(x, row, column, inside):
 def _keep(seed, rows, limit, C: tl.constexpr):
     if C.DROPOUT_COLUMNS == C.COLUMNS:
         return keep_tile(seed, rows, 0, limit, C.BLOCK_COLUMNS)
-    # normalized_shape has several dimensions; dropout counts columns of the last one only.
+    # normalized_shape has several dimensions, but columns of dropout are those of the last one only.
     flat = rows[:, None] * C.COLUMNS + tl.arange(0, C.BLOCK_COLUMNS)[None, :]
     return keep_elements(seed, flat // C.DROPOUT_COLUMNS, flat % C.DROPOUT_COLUMNS, limit)
 
@@ -91,7 +91,7 @@ def layer_norm_forward_kernel(
     if residual_rows.data is not None:
         residual = _load(residual_rows, row, column, inside)
         x += residual.to(tl.float32)
-        # The statistics are those of the sum that is returned, and that the backward reads.
+        # The statistics are those of the rounded sum, which is returned and read by the backward.
         rounded = narrow(x, residual)
         tl.store(sum_ptr + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -129,8 +129,8 @@ def layer_norm_backward_kernel(
     rstd_ptr,  # (N,) fp32
     seed_ptr,  # () int64 or None
     dx_ptr,  # (N, C): gradient of x (of residual)
-    dinput_ptr,  # (N, C) or None: gradient of input, behind the dropout
-    partial_ptr,  # (2, programs, C) fp32 or None: shares of dweight and dbias
+    dinput_ptr,  # (N, C) or None: gradient of input, before the dropout
+    partial_ptr,  # (2, programs, C) fp32 or None: partial sums of dweight and dbias
     rows,
     limit,
     keep_scale,
@@ -165,7 +165,7 @@ def layer_norm_backward_kernel(
         slope = tl.sum(dxhat * xhat, 1)
         if C.KIND < ANNOTATED:
             slope = divide(slope, C.COLUMNS * 1.0)
-        else:  # 0 where all of a row are equal, as PyTorch's std has it
+        else:  # 0 if all elements of a row are equal, as in the gradient of PyTorch's std
             terms = C.COLUMNS - 1.0 if C.KIND == ANNOTATED else C.COLUMNS * 1.0
             square = tl.sum(tl.where(inside, xhat * xhat, 0.0), 1)
             root = tl.sqrt_rn(square * terms)
@@ -218,7 +218,7 @@ def column_sum_kernel(
 
 
 def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
-    """Add (2, shares, columns) fp32 up over the shares, in a fixed order, into two vectors."""
+    """Adds up (2, shares, columns) fp32 over the shares, in a fixed order, into two vectors."""
     _, shares, columns = partial.shape
     block_shares, block_columns = 32, 32
     launch(
@@ -237,7 +237,7 @@ def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> 
 
 
 def _rows(tensor: Tensor | None, columns: int) -> Rows:
-    """A view wherever the strides allow."""
+    """Reshapes to (N, columns) with unit stride in columns; a view if the strides allow."""
     if tensor is None:
         return Rows(None, 0)
     if tensor.dim() != 2 or tensor.shape[1] != columns:
@@ -247,7 +247,7 @@ def _rows(tensor: Tensor | None, columns: int) -> Rows:
 
 
 def _options(tile: config.RowTile, columns: int, kind: int, dropout_columns: int) -> dict[str, Any]:
-    """How kernels on this tile are launched, and their `Constants`."""
+    """Returns the launch options of kernels with this tile, `Constants` included."""
     constants = Constants(columns, kind, tile.rows, tile.columns, dropout_columns, tile.stages)
     return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
@@ -269,7 +269,7 @@ def forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """`functional.layer_norm.TRAINING`; no sum without residual."""
+    """Implements `functional.layer_norm.TRAINING`; the sum is None without residual."""
     lead = input.dim() - dims
     columns = math.prod(input.shape[lead:])
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -318,7 +318,7 @@ def backward(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`functional.layer_norm.BACKWARD`; None for what is not wanted."""
+    """Implements `functional.layer_norm.BACKWARD`; gradients that are not requested are None."""
     shape = source.shape[-dims:]
     columns = math.prod(shape)
     grad_source = torch.empty_like(source, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """linear: activation(input @ weight.T + bias) + residual.
 
-input (..., K), weight (N, K), bias (N,), residual (..., N). The products of the backward that no
-epilogue follows go to torch (cuBLAS); there is nothing to gain there. So does the forward's product of
+input (..., K), weight (N, K), bias (N,), residual (..., N). Backward products without an epilogue
+call PyTorch (cuBLAS), because a kernel of ours would not be faster. So does the forward product of
 few rows; see `matmul`.
 """
 
@@ -15,7 +15,7 @@ from .runtime import with_unit_stride
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """(..., C) as (N, C) with unit stride in C; a view wherever the strides allow."""
+    """Reshapes (..., C) to (N, C) with unit stride in C; a view if the strides allow."""
     return with_unit_stride(tensor.reshape(-1, tensor.shape[-1]))
 
 
@@ -27,7 +27,7 @@ def forward(
     activation: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`functional.linear.TRAINING`."""
+    """Implements `functional.linear.TRAINING`."""
     shape = (*input.shape[:-1], weight.shape[0])
     if residual is not None:
         residual = residual.reshape(-1, shape[-1]).contiguous()
@@ -54,7 +54,7 @@ def backward(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`functional.linear.BACKWARD`."""
+    """Implements `functional.linear.BACKWARD`."""
     columns = weight.shape[0]
     grad = grad.reshape(-1, columns)
     x = input.reshape(-1, weight.shape[1])

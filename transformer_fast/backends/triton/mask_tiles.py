@@ -1,12 +1,12 @@
-"""Which tiles of a mask hold anything visible, so that the others are skipped.
+"""Finds the tiles of a mask that are not fully masked, so that attention skips the others.
 
-Two small kernels. The first reads the mask once and writes one code per granule of GM x GN places:
-nothing visible, something, everything (for an additive mask: everything and nothing added). The
-second turns codes, causality and key lengths into a list of tile numbers per row (or column) of
-tiles, the fully visible ones apart, which attention then walks without a branch in its loop.
+Two small kernels do this. The first reads the mask once and writes one code per granule of GM x GN
+elements: nothing visible (0), something (1), everything (2; for an additive mask: all zeros). The
+second computes a list of tile numbers per row (or column) of tiles from codes, causality and key
+lengths, with fully visible tiles separate. Attention walks over the list without a branch in its loop.
 
-Both run in every call. Nothing is kept for the next one: a mask that NumPy, a collective of
-torch.distributed or a replayed CUDA graph has written to looks the same from the host as before.
+Both run in every call. Lists are not cached, because the host cannot see whether NumPy, a collective
+of torch.distributed or a replayed CUDA graph has written to the mask.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
 
 
 class TileLists(NamedTuple):
-    """Per row of tiles: counts (fully visible, all visible) and tile numbers (fully visible from
-    0 on, the others from ``capacity`` on). Strides count rows of tiles."""
+    """Lists of visible tiles, one per row of tiles.
+
+    ``counts``: (rows of tiles, 2), numbers of fully visible and of all visible tiles. ``numbers``:
+    (rows of tiles, 2 * capacity), fully visible tiles from 0 on, the others from ``capacity`` on.
+    Strides are in rows of tiles.
+    """
 
     counts: Tensor | None
     numbers: Tensor | None
@@ -40,7 +44,7 @@ NO_LISTS = TileLists(None, None, 0, 0, 0)
 
 
 def prepare_mask(mask: Tensor | None) -> Mask:
-    """``mask`` (up to four dimensions, broadcastable) without the dimensions it does not depend on."""
+    """Returns the kernels' `Mask`, with size 1 in dimensions that the mask does not depend on."""
     if mask is None:
         return Mask(None, 0, 0, 0, 0)
     while mask.dim() < 4:
@@ -56,7 +60,7 @@ def prepare_mask(mask: Tensor | None) -> Mask:
 
 
 def kind_of(mask: Mask) -> int:
-    """What the kernels call it."""
+    """Returns the kernels' code for the kind of the mask."""
     if mask.data is None:
         return NO_MASK
     return BOOL_MASK if mask.data.dtype == torch.uint8 else FLOAT_MASK
@@ -144,7 +148,7 @@ def tile_list_kernel(
         for i in tl.static_range(FACTOR_T):
             for j in tl.static_range(FACTOR_S):
                 gt, gs = tile_t * FACTOR_T + i, tile_s * FACTOR_S + j
-                # A dimension that the mask does not depend on has one granule, and stride 0.
+                # A dimension that the mask does not depend on has one granule and stride 0.
                 inside = (other < others) & ((gt < granules_t) | (stride_t == 0))
                 inside = inside & ((gs < granules_s) | (stride_s == 0))
                 code = tl.load(base + gt * stride_t + gs * stride_s, mask=inside, other=0).to(
@@ -200,7 +204,7 @@ def tile_lists(
     block: tuple[int, int],
     by_keys: bool,
 ) -> TileLists:
-    """The lists of visible tiles of ``block`` = (queries, keys) places for sizes (B, H, T, S)."""
+    """Returns the lists of visible tiles, of size ``block`` (queries, keys), for (B, H, T, S)."""
     codes = _codes(mask, granule)
     if by_keys:
         lengths = None

@@ -1,21 +1,22 @@
-"""The matrix product behind `linear` and `feed_forward`, with what follows it in its epilogue.
+"""The matrix product of `linear` and `feed_forward`, with the following operations in its epilogue.
 
 Forward:  z = A @ B + bias,  C = dropout(activation(z)) + residual
 Backward: C = dropout(A @ B) * activation'(saved), and the sums of its columns
 
-A (M, K) and B (K, N) through their strides, so B may be a weight (N, K) seen from the side. The sum
-over K is fp32, and so is the epilogue; it is rounded once. Programs are ordered in groups of rows, so
-that those running together share tiles of B in L2.
+A (M, K) and B (K, N) have any strides, so B may be a transposed weight (N, K). The sum over K and the
+epilogue are in fp32, and the result is rounded once. Programs are ordered in groups of rows, so that
+concurrent ones share tiles of B in L2.
 
-Two kernels: one loads through pointers and takes everything; the other, for Hopper and later, loads
-through tensor descriptors (the copy engine computes addresses and fills borders with zeros) and is
-persistent: as many programs as multiprocessors, each walking over output tiles, so that the loads of
-the next tile run under the epilogue of this one.
+There are two kernels. One loads through pointers and supports all tensors. The other, for Hopper and
+later, loads through tensor descriptors: the copy engine computes addresses and fills borders with
+zeros. It is persistent, with as many programs as multiprocessors, each of which loops over output
+tiles. So the loads of the next tile overlap with the epilogue of the current one.
 
-Up to `config.few_rows` rows the product and its bias are torch's (cuBLAS), and one kernel does the rest
-of the epilogue, if there is one. So few rows are bound by the time to read B: that wants programs that
-share the sum over K, of numbers that depend on every size and on the GPU. cuBLAS has kernels for each
-and chooses among them; fusing saves the write and the read of a few rows, which stay in L2.
+Up to `config.few_rows` rows PyTorch (cuBLAS) computes product and bias, and one kernel the rest of the
+epilogue, if there is any. With so few rows the time to read B is the limit. A fast kernel then splits
+the sum over K among programs, in numbers that depend on every size and on the GPU; cuBLAS has kernels
+for all of these and selects among them. Fusion would save only the write and the read of a few rows,
+which stay in L2.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .runtime import ceil_div, constant, dot_precision, launch, multiprocessors
 
 
 class Operands(NamedTuple):
-    """What the epilogue reads and writes; None: it does not."""
+    """Tensors that the epilogue reads and writes; None if it does not."""
 
     bias: Any  # (N,)
     residual: Any  # (M, N) contiguous
@@ -58,8 +59,8 @@ class Constants(NamedTuple):
     BACKWARD: bool
     SLICES: int
     PRECISION: str
-    SIDEWAYS: bool = False  # B is described as (N, K)
-    RAGGED: bool = False  # K is no multiple of BLOCK_K
+    SIDEWAYS: bool = False  # the descriptor of B is that of (N, K)
+    RAGGED: bool = False  # K is not a multiple of BLOCK_K
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def _epilogue_slice(total, tile_m, m, first_n, to, rows, columns, limit, C: tl.c
 def _epilogue(
     total, tile_m, m, first_n, to, rows, columns, limit, SLICES: tl.constexpr, C: tl.constexpr
 ):
-    """The epilogue in slices of columns, one after the other: all at once would not fit in registers."""
+    """Runs the epilogue in slices of columns, because the whole would not fit in registers."""
     if SLICES == 1:
         _epilogue_slice(total, tile_m, m, first_n, to, rows, columns, limit, C)
     else:
@@ -132,7 +133,7 @@ def matmul_kernel(
     m = tile_m * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     n = tile_n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     k = tl.arange(0, C.BLOCK_K)
-    # Beyond the border row 0 is read: its products end in places that are not stored.
+    # Beyond the border row or column 0 is read; products of those are not stored.
     row = tl.where(m < rows, m, 0).to(tl.int64)
     column = tl.where(n < columns, n, 0).to(tl.int64)
     a = a_ptr + row[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
@@ -193,7 +194,7 @@ def epilogue_kernel(
 
 
 class Epilogue(NamedTuple):
-    """What follows the product; see the head of this file."""
+    """Operations that follow the product; see the module's docstring."""
 
     activation: int = NONE
     bias: Tensor | None = None
@@ -208,7 +209,7 @@ class Epilogue(NamedTuple):
 
     @property
     def heavy(self) -> bool:
-        """Whether it needs registers beyond those of a bias and a relu."""
+        """True if it needs more registers than a bias and a relu do."""
         return self.backward or self.dropout.active or self.activation not in (NONE, RELU)
 
     @property
@@ -216,7 +217,7 @@ class Epilogue(NamedTuple):
         return self.residual is None and not self.heavy and self.activation == NONE
 
     def operands(self, output: Tensor, down: int, **before: Tensor | None) -> Operands:
-        """What a kernel is given that fills ``output`` by ``down`` rows of tiles."""
+        """Returns the operands of a kernel that computes ``output`` in ``down`` rows of tiles."""
         sums = None
         if self.make_sums:
             sizes = (down, output.shape[1])
@@ -233,7 +234,7 @@ class Epilogue(NamedTuple):
         )
 
     def options(self, tile: config.ProductTile, **more: Any) -> dict[str, Any]:
-        """How kernels on this tile are launched, and their `Constants`."""
+        """Returns the launch options of kernels with this tile, `Constants` included."""
         constants = Constants(
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
@@ -267,7 +268,7 @@ def _describable(tensor: Tensor) -> bool:
 
 
 def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
-    """``a`` (M, K) @ ``b`` (K, N) and the epilogue; sizes are at least 1."""
+    """Computes ``a`` (M, K) @ ``b`` (K, N) and the epilogue; all sizes must be at least 1."""
     rows, depth = a.shape
     columns = b.shape[1]
     if rows <= config.few_rows:
@@ -311,7 +312,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
 
 
 def follow(product: Tensor, epilogue: Epilogue) -> Result:
-    """What the epilogue does after the bias, to a contiguous ``product`` (M, N) that has it."""
+    """Applies the epilogue, except for its bias, to a contiguous ``product`` (M, N)."""
     z = product if epilogue.save_z else None
     if epilogue.only_bias:
         return Result(product, z, None, None)
@@ -333,7 +334,7 @@ def follow(product: Tensor, epilogue: Epilogue) -> Result:
 
 
 def _result(to: Operands) -> Result:
-    sums = to.sums  # of each row of tiles
+    sums = to.sums  # (rows of tiles, N)
     if sums is not None:
         sums = sums[0] if sums.shape[0] == 1 else sums.sum(0)
     return Result(to.output, to.z, to.hidden, sums)

@@ -1,6 +1,7 @@
-"""Triton's overloads of the operators (``torch.ops.transformer_fast.<op>.triton``), and what the
-dispatcher runs. Triton is imported by the first call, not here. But for norms the operators take no
-empty tensors: the functions give those calls to the reference.
+"""Triton's overloads of the operators (``torch.ops.transformer_fast.<op>.triton``).
+
+Also has the functions that the dispatcher calls. Triton is imported by the first call, not here. Only
+the norms' operators support empty tensors; for the others these functions call the reference.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
-    """Adds this backend's overload of the operator.
+    """Registers this backend's overload of the operator.
 
-    Where the implementation gives None the operator gives `absent` of its first argument; who calls it
-    by ``operator.of["triton"]`` may get either. While launches are taken (`runtime.instead_of_launching`)
-    the implementation itself is called, for torch would answer meta tensors with the fake.
+    If the implementation returns None for a result, the overload returns `absent` of its first
+    argument; ``operator.of["triton"]`` may return either. While launches are recorded
+    (`runtime.instead_of_launching`), it calls the implementation directly, because for meta tensors
+    PyTorch would call the fake implementation.
     """
     overload = operator.define("triton")
     planned = plans.Planned(implementation)
@@ -50,11 +52,11 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
     def call(*arguments: Any) -> Any:
         if _is_compiling():
             return overload(*arguments)
-        # PyTorch leaves defaults at the end out, too, and plans are kept by what it hands over.
+        # PyTorch, too, omits trailing defaults, and plans are keyed by the arguments that it passes.
         while len(arguments) > required and arguments[-1] is None:
             arguments = arguments[:-1]
         if call_cache.quiet():
-            # PyTorch's way to an operator in Python takes longer than all else.
+            # PyTorch's dispatch to a Python operator would take longer than everything else.
             result = planned.replay(arguments)
             if result is not NotImplemented:
                 return result
@@ -67,12 +69,12 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
 
 
 def absent(like: Tensor) -> Tensor:
-    """Stands for a result that was not asked for."""
+    """Returns the placeholder of a result that was not requested: an empty tensor."""
     return like.new_empty((0,))
 
 
 def _later(module: str, function: str) -> Callable[..., Any]:
-    """A function of a module that imports Triton."""
+    """Returns a function that imports the module, and with it Triton, at the first call."""
 
     def run(*arguments: Any) -> Any:
         return getattr(importlib.import_module("." + module, _PACKAGE), function)(*arguments)
@@ -102,7 +104,7 @@ attention = attention_on("triton", query_lengths=True)
 def _unless_empty(
     run: Callable[..., Tensor], reference: Callable[..., Tensor], *places: int
 ) -> Callable[..., Tensor]:
-    """``run``, or the reference where one of the arguments at these places is empty."""
+    """Wraps ``run`` so that it calls the reference if an argument at ``places`` is empty."""
 
     def either(*arguments: Any) -> Tensor:
         empty = 0 in [arguments[place].numel() for place in places]

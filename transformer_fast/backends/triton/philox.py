@@ -1,6 +1,6 @@
 """Dropout flags from Philox4x32-10, keyed by (seed, element position).
 
-The pattern is that of ``reference/dropout.py``: one call gives numbers of 16 bits for eight columns.
+The pattern is that of ``reference/dropout.py``: one Philox call yields 16-bit numbers for 8 columns.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -18,7 +18,7 @@ from ...reference.dropout import threshold
 
 
 class Dropout(NamedTuple):
-    """Dropout as kernels take it: keep iff number > limit, kept values are multiplied by scale."""
+    """Dropout arguments of kernels: keep if number > limit; kept values are multiplied by scale."""
 
     active: bool
     limit: int
@@ -27,7 +27,7 @@ class Dropout(NamedTuple):
 
 @lru_cache(256)
 def dropout_arguments(p: float) -> Dropout:
-    """``number >= threshold`` as ``number > limit``; no number of 16 bits is kept with p = 1."""
+    """Returns the arguments for p: ``number >= threshold`` as ``number > limit``; p = 1 drops all."""
     if p == 0.0:
         return Dropout(False, 0, 1.0)
     if p == 1.0:
@@ -36,7 +36,7 @@ def dropout_arguments(p: float) -> Dropout:
 
 
 def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """The seed as kernels read it; with p = 1 none is drawn, and any will do."""
+    """Returns the seed on ``device``; with p = 1 there is none, so it returns an arbitrary one."""
     if not dropout.active:
         return None
     if seed is None:
@@ -46,7 +46,8 @@ def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Ten
 
 @triton.jit
 def _words(seed, rows, groups):
-    """The four words of ``groups`` of eight columns in ``rows``, both int64 of one shape."""
+    """Returns the four words of the Philox call for ``groups`` (of 8 columns) and ``rows``, int64 of
+    the same shape."""
     c0 = groups.to(tl.uint32)
     c1 = (rows & 0xFFFFFFFF).to(tl.uint32)
     c2 = (rows >> 32).to(tl.uint32)
@@ -55,7 +56,7 @@ def _words(seed, rows, groups):
 
 @triton.jit
 def _keep_halves(word, limit):
-    """Flags of a word's two numbers along a new last dimension."""
+    """Returns the keep flags of the two 16-bit numbers in each word, along a new last dimension."""
     low = (word & 0xFFFF).to(tl.int32) > limit
     high = (word >> 16).to(tl.int32) > limit
     return tl.join(low.to(tl.int8), high.to(tl.int8))
@@ -63,13 +64,13 @@ def _keep_halves(word, limit):
 
 @triton.jit
 def keep_tile(seed, rows, first_column, limit, COLUMNS: tl.constexpr):
-    """Flags [R, COLUMNS] of the rows (int64 [R]) and of the columns from ``first_column`` on.
+    """Returns the keep flags [R, COLUMNS] of ``rows`` (int64 [R]) and columns from ``first_column``.
 
-    ``first_column`` and ``COLUMNS`` must be multiples of 8: one Philox call serves eight columns.
+    ``first_column`` and ``COLUMNS`` must be multiples of 8, because one Philox call serves 8 columns.
     """
     groups = (first_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.int64)[None, :]
     w0, w1, w2, w3 = _words(seed, rows[:, None] + groups * 0, groups + rows[:, None] * 0)
-    # Compared before they are interleaved: flags are a quarter of the words' size.
+    # Compared before interleaving, because flags have a quarter of the words' size.
     even = tl.join(_keep_halves(w0, limit), _keep_halves(w2, limit))
     odd = tl.join(_keep_halves(w1, limit), _keep_halves(w3, limit))
     # [R, groups, half, word // 2, word % 2]
@@ -79,7 +80,7 @@ def keep_tile(seed, rows, first_column, limit, COLUMNS: tl.constexpr):
 
 @triton.jit
 def keep_elements(seed, rows, columns, limit):
-    """Flags of elements at any (row, column), both int64 of one shape; one Philox call each."""
+    """Returns the keep flags of elements (row, column), int64 tensors; one Philox call each."""
     w0, w1, w2, w3 = _words(seed, rows, columns // 8)
     low = tl.where(columns % 8 < 4, w0, w2)
     high = tl.where(columns % 8 < 4, w1, w3)

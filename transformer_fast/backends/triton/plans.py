@@ -1,9 +1,9 @@
-"""Calls of launchers, replayed: what they allocate and launch, without what leads there.
+"""Replays calls of launchers: only their allocations and launches, without the Python code before.
 
-A launcher is Python that works out sizes, strides, tiles and constants, allocates results and
-launches kernels; PyTorch's ops may stand between. All of it depends on what `call_cache.describe` tells
-of its arguments and on nothing else. So when such a call is made the second time, a `Recorder` writes
-down what happens as the source of a Python function, which later calls run instead.
+A launcher is Python code that computes sizes, strides, tiles and constants, allocates results and
+launches kernels; it may call PyTorch ops, too. All of that depends only on what
+`call_cache.describe` returns for its arguments. When an equal call is made the second time, a
+`Recorder` records its steps as the source of a Python function. Later calls run that function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALLOCATIONS = frozenset(
         aten.new_empty_strided.default,
     }
 )
-#: What the interpreter runs is not replayed unless a test asks for it: tests change tiles by hand.
+#: True to replay calls in the interpreter, too. Off by default, because tests change tiles by hand.
 replays_interpreted = False
 
 
@@ -40,13 +40,13 @@ _now = _Now()
 
 
 def recorder() -> Recorder | None:
-    """What writes down the steps of the call that this thread is making, if anything does."""
+    """Returns the active recorder of this thread, or None."""
     found = _now.recorder
     return None if found is None or found.paused else found
 
 
 class Pointer:
-    """Stands among a step's arguments for the address of a tensor, or for any tensor there."""
+    """Placeholder for an argument of a step: the address of a tensor, or a tensor at that address."""
 
     __slots__ = ("address", "tensor")
 
@@ -55,7 +55,7 @@ class Pointer:
 
 
 class Live:
-    """Stands among a step's arguments for what a function of some gives at each replay."""
+    """Placeholder for an argument of a step that a function recomputes at every replay."""
 
     __slots__ = ("arguments", "function")
 
@@ -64,15 +64,15 @@ class Live:
 
 
 class Name(str):
-    """Stands among a step's arguments for what `Recorder.once` gave."""
+    """Placeholder for an argument of a step: the result of `Recorder.once`."""
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is allocated, computed and launched while it is the mode in force."""
+    """Dispatch mode that records allocations, PyTorch ops and launches."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         super().__init__()
-        #: False once something has happened that cannot be replayed.
+        #: False if a step cannot be replayed.
         self.complete = True
         self._lines: list[tuple[str | None, str]] = []
         self._names: dict[int, str] = {}
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
             self._allocate(result)
         elif isinstance(result, Tensor):
             if func is aten.detach.default and id(args[0]) in self._made:
-                # Under a mode PyTorch makes its factories' results in two steps.
+                # Under a dispatch mode factory functions are followed by a detach.
                 self._name(result, self._names[id(args[0])])
             elif id(result) in self._names:  # in place
                 self._line(None, self._text(Live(func, *args), kwargs))
@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
             name = self._bound("r", Live(func, *args), kwargs)
             self._unpack(name, result)
         else:
-            self.complete = False  # its data decide what follows
+            self.complete = False  # a value, on which later steps may depend
         return result
 
     @staticmethod
@@ -126,18 +126,18 @@ class Recorder(TorchDispatchMode):
         )
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Something that was done and is to be done at each replay."""
+        """Records a call that every replay makes."""
         self._line(None, self._text(Live(function, *arguments)))
 
     def once(self, name: str, function: Callable[..., Any], *arguments: Any) -> Name:
-        """The result of a function that is called once in each replay, by a name of its own."""
+        """Records a function that every replay calls once; returns a placeholder of its result."""
         if name not in self._used:
             self._used.add(name)
             self._line(None, f"{name} = {self._text(Live(function, *arguments))}")
         return Name(name)
 
     def function(self, count: int, result: Any) -> Callable[..., Any] | None:
-        """What was written down, as a function of ``count`` arguments; None if it is not complete."""
+        """Returns the recorded steps as a function of ``count`` arguments; None if not complete."""
         told = self._text(result)
         if not self.complete:
             return None
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             name = self._names.get(id(other))
             if name is None or other.dtype != dtype or other.device != result.device:
                 continue
-            # The fewer arguments there are to read, the sooner PyTorch is done.
+            # `empty_like` has the fewest arguments to parse, so it is the fastest.
             self.paused = True
             alike = other.shape == result.shape and torch.empty_like(other).stride() == strides
             self.paused = False
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         self._made.add(id(result))
 
     def _name(self, tensor: Tensor, name: str) -> None:
-        self._alive.append(tensor)  # as long as ids are names
+        self._alive.append(tensor)  # keeps its id unique
         self._names[id(tensor)] = name
 
     def _unpack(self, name: str, result: Sequence[Any]) -> None:
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         return name
 
     def _text(self, value: Any, kwargs: dict[str, Any] | None = None) -> str:
-        """The expression that gives ``value`` at a replay."""
+        """Returns the source of an expression for ``value`` in the replay."""
         if isinstance(value, Live):
             given = [self._text(one) for one in value.arguments]
             given += [f"{k}={self._text(v)}" for k, v in (kwargs or {}).items()]
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             if name is None and id(value) in self._views:
                 name = self._names[id(value)] = self._views[id(value)][1]()
             if name is None:
-                self.complete = False  # it lives on between calls, or was made unseen
+                self.complete = False  # it outlives the call, or its creation was not recorded
                 return "None"
             self._used.add(name)
             return name
@@ -236,8 +236,8 @@ class Recorder(TorchDispatchMode):
 
 
 def record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(the result of a call, what replays it or None)."""
-    # One tensor given twice has two names, for the next call may give two.
+    """Calls the function; returns its result, and a function that replays the call, or None."""
+    # A tensor that is passed twice gets two names, because the next call may pass two tensors.
     given: list[Any] = []
     for value in arguments:
         twice = isinstance(value, Tensor) and any(value is other for other in given)
@@ -252,7 +252,7 @@ def record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[An
 
 
 _SEEN, _NEVER = object(), object()
-#: Told by `runtime` when it is imported: whether a plan may be used now, and what runs it on a device.
+#: Set by `runtime` when it is imported: returns True if plans may be replayed now.
 allowed: Callable[[], bool] = lambda: False  # noqa: E731
 
 
@@ -264,7 +264,7 @@ def _on(device: int, plan: Callable[..., Any], arguments: tuple[Any, ...]) -> An
 
 
 class Replayed:
-    """A function that is recorded when it is called first, and replayed. All its calls are alike."""
+    """A function that is recorded in its first call and then replayed; all calls must be equal."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -281,7 +281,7 @@ class Replayed:
 
 
 class Planned:
-    """A function whose calls are recorded when they are made for the second time, and replayed."""
+    """A function whose calls are recorded the second time, and replayed from then on."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -304,7 +304,7 @@ class Planned:
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
-        """The result of a call that can be replayed, or `NotImplemented`."""
+        """Replays the call if it is recorded, else returns `NotImplemented`."""
         if not allowed():
             return NotImplemented
         known = self.store.get(call_cache.describe(arguments))

@@ -1,6 +1,6 @@
-"""How every Triton kernel of this package is launched, and what it needs to know of the machine.
+"""Launches the Triton kernels of this package; properties of the device that launchers need.
 
-Importing this imports triton but asks nothing of a driver.
+Importing this imports triton, but does not call the driver.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import plans
 
-#: Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import).
+#: True if kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 class Launch(NamedTuple):
-    """One kernel launch: what `launch` was asked for."""
+    """One kernel launch: the arguments of `launch`."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -39,10 +39,10 @@ _instead: Callable[[Launch], None] | None = None
 
 @contextmanager
 def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
-    """Within the block every launch is given to ``take``, and nothing else happens.
+    """Context manager in which every launch is passed to ``take`` instead of being run.
 
-    The launchers can then be called with meta tensors, which is how kernels are compiled ahead of
-    time exactly as they would be called.
+    Launchers can then be called with meta tensors. That is how kernels are compiled ahead of time with
+    exactly the arguments of real calls.
     """
     global _instead
     before, _instead = _instead, take
@@ -53,13 +53,15 @@ def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def recording() -> bool:
-    """Whether launches are taken by somebody else instead of run here."""
+    """True inside `instead_of_launching`."""
     return _instead is not None
 
 
 class _Constant(str):
-    """A record in one constant parameter: a string, so that Triton hashes and compares it as fast as a
-    number, whose attributes are constants."""
+    """A record of constants as one constant parameter; its attributes are the constants.
+
+    It is a string, so that Triton hashes and compares it as fast as a number.
+    """
 
     record: Any
 
@@ -69,7 +71,7 @@ class _Constant(str):
 
 @cache
 def constant(record: Any) -> Any:
-    """A record of compile-time constants, as a kernel takes it."""
+    """Returns a record of compile-time constants as a kernel parameter."""
     if INTERPRETED:
         return record
     made = _Constant(record)
@@ -78,7 +80,7 @@ def constant(record: Any) -> Any:
 
 
 def _first(argument: Any) -> Tensor:
-    """The tensor that an argument of a launch is, describes, or has first."""
+    """Returns the tensor of a launch argument: itself, its descriptor's, or its first member's."""
     while isinstance(argument, tuple):
         argument = argument[0]
     return argument.base if isinstance(argument, TensorDescriptor) else argument
@@ -92,10 +94,12 @@ def launch(
     stages: int,
     **constants: Any,
 ) -> None:
-    """Run ``kernel`` on the current stream of the first tensor's device.
+    """Runs ``kernel`` on the current stream of the first tensor's device.
 
-    ``args``: tensors, descriptors of tensors, numbers, records of those and of None; first a tensor.
-    ``constants``: the kernel's last parameters, in its order or not.
+    Args:
+        args: tensors, tensor descriptors, numbers, and records of those and of None. The first one has
+            to be, describe or contain a tensor.
+        constants: the kernel's last parameters, by name.
     """
     if _instead is not None:
         _instead(Launch(kernel, grid, args, constants, warps, stages))
@@ -120,7 +124,7 @@ def _launch(
 ) -> None:
     recorder = plans.recorder()
     if recorder is not None:
-        recorder.paused = True  # the interpreter computes with tensors of its own
+        recorder.paused = True  # the interpreter calls PyTorch ops, which must not be recorded
     try:
         compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
     finally:
@@ -132,7 +136,7 @@ def _launch(
         options = {"num_warps": warps, "num_stages": stages, **constants}
         recorder.step(partial(kernel[grid], **options), *args)
         return
-    # What `compiled[grid]` does in Triton 3.6 and 3.7 when no hook is set.
+    # The same as `compiled[grid]` in Triton 3.6 and 3.7 without hooks.
     active = triton.runtime.driver.active
     stream = recorder.once("stream", active.get_current_stream, active.get_current_device())
     recorder.step(
@@ -142,7 +146,10 @@ def _launch(
 
 
 def _replayed(argument: Any) -> Any:
-    """How an argument of a launch is made at a replay: an address saves Triton asking the driver."""
+    """Returns the placeholder of a launch argument in a replay.
+
+    Tensors are passed as addresses, so that Triton need not call the driver for them.
+    """
     if isinstance(argument, Tensor):
         return plans.Pointer(argument)
     if isinstance(argument, tuple):
@@ -154,14 +161,14 @@ def _replayed(argument: Any) -> Any:
 
 
 def _descriptor(rest: dict[str, Any], base: Tensor) -> TensorDescriptor:
-    """A descriptor like one that has been checked, of another tensor."""
+    """Returns a descriptor of another tensor with the fields of one that has been checked."""
     made = object.__new__(TensorDescriptor)
     vars(made).update(rest, base=base)
     return made
 
 
 def _allowed() -> bool:
-    """Whether launches may be replayed: nobody takes them, and no hook of Triton's looks at them."""
+    """True if launches may be replayed: they are not recorded, and Triton has no launch hooks."""
     return (
         _instead is None
         and (not INTERPRETED or plans.replays_interpreted)
@@ -176,21 +183,21 @@ plans.allowed = _allowed
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; small off the GPU, so that loops are exercised."""
+    """Returns the number of streaming multiprocessors; 2 without a GPU, so that tests cover loops."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 2
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """``input_precision`` of a dot: TF32 only for fp32 and only where torch's switch allows it."""
+    """Returns ``input_precision`` of a dot: TF32 only for fp32, and only if PyTorch allows it."""
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
 
 
 def ceil_div(n: int, d: int) -> int:
-    """ceil(n / d). On the host, where `triton.cdiv` costs as much as allocating a tensor."""
+    """Returns ceil(n / d) on the host, where `triton.cdiv` costs as much as allocating a tensor."""
     return -(-n // d)
 
 
@@ -199,5 +206,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
-    """``tensor``, copied only if its last dimension is strided."""
+    """Returns the tensor, as a copy if its last dimension is strided."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()

@@ -1,7 +1,8 @@
-"""Triton as on a GPU, but for the compiler and the driver: nothing is compiled and nothing runs.
+"""Stubs for Triton's compiler and driver: calls run as on a GPU, but compile and launch nothing.
 
-What is left is what a call costs on the host, and what it would compile and launch. For processes of
-their own without a GPU: Triton keeps what it believes to have compiled.
+They serve to measure the host's cost of a call, and to record what it would compile and launch.
+Requires a process without a GPU. The stub's binaries enter Triton's kernel cache; do not use the
+process for anything else.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from . import kernels
 
 
 class Machine:
-    """A GPU of compute capability 9.0 whose launches are only written down."""
+    """A fake GPU of compute capability 9.0 that only records launches."""
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []
-        #: (binary, grid, stream, arguments) of each launch; None: they are not wanted.
+        #: (binary, grid, stream, arguments) of each launch; None: launches are not recorded.
         self.launches: list[tuple[Any, ...]] | None = []
         self.stream = 7
-        #: The dispatcher's kernels as they were outside of the block, and as they are within.
+        #: The dispatcher's kernel records outside of a `stubbed` block, and inside.
         self.kernels: tuple[Any, Any] = (None, None)
 
     def take(self) -> list[tuple[Any, ...]]:
-        """The launches since this was asked last."""
+        """Returns the launches since the previous call, and forgets them."""
         assert self.launches is not None
         found, self.launches = self.launches, []
         return found
@@ -76,9 +77,10 @@ _installed: Machine | None = None
 
 @contextmanager
 def stubbed() -> Iterator[Machine]:
-    """Within the block Triton's kernels take CPU tensors, named or not, and do nothing.
+    """Context manager in which Triton kernels accept CPU tensors and do nothing.
 
-    What is remembered of calls in one block is known in the next.
+    The dispatcher selects them without naming the backend. Calls cached in one block are found in the
+    next one, too.
 
     Raises:
         RuntimeError: there is a GPU, or Triton's interpreter is on.
@@ -94,7 +96,7 @@ def stubbed() -> Iterator[Machine]:
     before = dict(state.kernels), dict(state.usable)
     try:
         if _installed.kernels[0] == before:
-            # The very same records as before: what is remembered of calls goes by them.
+            # Reuse the same kernel records, because cached calls refer to them.
             found, usable = _installed.kernels[1]
             state.kernels.update(found)
             state.usable.update(usable)

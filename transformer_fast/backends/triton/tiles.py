@@ -1,12 +1,14 @@
-"""What the attention kernels share: tile loads, dots, scores and which places are visible.
+"""Common code of the attention kernels: tile loads, scores, visibility, online softmax, tile lists.
 
-A place (t, s) is visible if s is below the key length, if causal s <= t, if a bool mask is True and
-if an additive mask is not -inf there. Hidden scores are -inf.
+A score (t, s) is visible if s is below the key length, s <= t if causal, a bool mask is True there,
+and an additive mask is not -inf there. Other scores are -inf.
 
-Scores come in one of two units. Natural ones are scaled and have the mask added, so that finfo.min in
-a mask stays finite; they serve additive masks, scales <= 0 and fp32. The others are bare products of q
-and k; the scale the kernels are given then holds log2(e) too, is positive, and is applied together
-with the subtraction of the maximum.
+Scores are in one of two units:
+
+- Natural scores are scaled and have the mask added, so finfo.min in a mask stays finite. They are
+  used for additive masks, scales <= 0 and fp32.
+- Other scores are the products q @ k. Then the kernels' scale is positive and includes log2(e), and it
+  is applied together with the subtraction of the maximum.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ BOOL_MASK = 1
 FLOAT_MASK = 2
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
 
-#: Parameters that change from batch to batch and decide about no instruction that counts: their
-#: values (1, multiples of 16) shall not ask for variants of a kernel. Strides are not among them:
-#: loads are wide only if rows are known to start at multiples of 16 bytes. Nor are they members of a
-#: record, which Triton specializes all.
+#: Parameters for which Triton must not specialize kernels by value (1, multiples of 16). They change
+#: from batch to batch, and specialization would not make the code faster. Strides of tensors are
+#: specialized, because wide loads require that rows start at multiples of 16 bytes. These parameters
+#: are not in a record, because Triton specializes all members of a record.
 PER_BATCH = (
     "queries", "keys", "splits", "capacity", "stride_list_b", "stride_list_h", "stride_length",
     "stride_query_length", "limit",
 )  # fmt: skip
 
 
-#: Of kernels that write rows of ``keys`` places.
+#: The same for kernels that write rows of ``keys`` elements, whose alignment matters.
 PER_BATCH_BUT_KEYS = tuple(name for name in PER_BATCH if name != "keys")
 
 
@@ -51,7 +53,7 @@ class Heads(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A mask as the kernels take it; strides are 0 in dimensions it does not depend on."""
+    """A mask as a kernel argument; strides are 0 in dimensions that the mask does not depend on."""
 
     data: Any  # (1 or B, 1 or H, 1 or T, 1 or S), uint8 or floating; None: no mask
     stride_b: Any
@@ -61,7 +63,7 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all kernels of a call are given, besides its tensors and `Sizes`."""
+    """Arguments of all kernels of a call, besides tensors and `Sizes`."""
 
     lengths: Any  # (B,) or None; PACKED: (B + 1,), offsets into tensors of (1, H, rows, D)
     query_lengths: Any
@@ -75,14 +77,14 @@ class Call(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The parameters of `PER_BATCH`, which kernels put together."""
+    """The parameters of `PER_BATCH`, put together by the kernels."""
 
     queries: Any
     keys: Any
     stride_length: Any
     stride_query_length: Any
-    stride_list_b: Any  # PACKED: rows of queries
-    stride_list_h: Any  # PACKED: rows of keys
+    stride_list_b: Any  # PACKED: number of query rows
+    stride_list_h: Any  # PACKED: number of key rows
     capacity: Any
     limit: Any
 
@@ -103,34 +105,34 @@ class Constants(NamedTuple):
     NATURAL: bool
     PRECISION: str
     PACKED: bool
-    BOUNDED: bool = True  # the last tile of the walk may not be whole
-    RAGGED_KEYS: bool = False  # keys is no multiple of BLOCK_S, where a mask has no entries
-    SUM_T: bool = False  # the gradient of a mask that does not depend on the query
+    BOUNDED: bool = True  # the last tile of the loop may be partial
+    RAGGED_KEYS: bool = False  # there is a mask, and keys is not a multiple of BLOCK_S
+    SUM_T: bool = False  # gradient of a mask that does not depend on the query: sum over queries
 
 
 class Program(NamedTuple):
-    """What a program that has a tile of queries works on."""
+    """The work of a program that has a tile of queries."""
 
     b: Any
     h: Any
     query: Any
-    row: Any  # of statistics and dropout
-    begin: Any  # rows where a packed sequence begins
+    row: Any  # rows in the statistics and in the dropout pattern
+    begin: Any  # PACKED: first query row of the sequence
     key_begin: Any
     query_end: Any
     end: Any
     seed: Any
-    full: Any  # tiles of keys that are visible to all queries
-    total: Any  # and to any
+    full: Any  # number of key tiles that are fully visible to all queries
+    total: Any  # number of key tiles that are visible to any query
     upcoming: Any  # see `walked_tile`
-    list_at: Any  # where its list begins, if there are lists
+    list_at: Any  # offset of its list, if there are lists
 
 
 @triton.jit
 def query_program(lists, call, sizes, C: tl.constexpr):
     tiles = tl.cdiv(sizes.queries, C.BLOCK_T)
     program = tl.program_id(0)
-    # With causal the last queries have the most work: they start first.
+    # With causal the last queries have the most work, so they start first.
     tile = program % tiles
     if C.CAUSAL:
         tile = tiles - 1 - tile
@@ -178,7 +180,7 @@ def query_program(lists, call, sizes, C: tl.constexpr):
 
 @triton.jit
 def rows_of(x, b, h, begin):
-    """Where the rows of a head are, from row ``begin`` on."""
+    """Returns the pointer to row ``begin`` of a head."""
     return x.data + b * x.stride_b + h * x.stride_h + begin * x.stride_t
 
 
@@ -186,7 +188,7 @@ def rows_of(x, b, h, begin):
 def load_rows(
     base, rows, stride, columns, row_limit, COLUMN_LIMIT: tl.constexpr, CHECK_ROWS: tl.constexpr
 ):
-    """Tile [R, C]; rows at or beyond ``row_limit`` and columns beyond COLUMN_LIMIT are 0."""
+    """Loads a tile [R, C]; rows >= ``row_limit`` and columns >= COLUMN_LIMIT are 0."""
     at = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     EVERY: tl.constexpr = columns.shape[0] == COLUMN_LIMIT
     if CHECK_ROWS:
@@ -208,11 +210,11 @@ def store_rows(base, rows, stride, columns, value, row_limit, COLUMN_LIMIT: tl.c
 
 @triton.jit
 def power(scores, base, scale, NATURAL: tl.constexpr):
-    """The exponential of (scores - base), ``base`` being in the units that are saved; 1 at most.
+    """Returns exp(scores - base), at most 1; ``base`` is in the units of the saved statistics.
 
-    Other scores than natural ones still lack the scale here: multiplying and subtracting is one
-    instruction. It rounds once, but the base, a maximum, was rounded before, so that large scores
-    would come out above their own maximum: from 1e9 on beyond every number.
+    Scores other than natural ones are scaled here, because multiply and subtract is one instruction.
+    It rounds once, but the base, a maximum, has been rounded before. So large scores would exceed
+    their own maximum, and from 1e9 on the exponential would overflow: hence the limit of 1.
     """
     exponent = (scores - base) * _LOG2E if NATURAL else scores * scale - base
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -220,7 +222,7 @@ def power(scores, base, scale, NATURAL: tl.constexpr):
 
 @triton.jit
 def largest(scores, scale, NATURAL: tl.constexpr):
-    """Row maxima, in the units that are saved."""
+    """Returns the row maxima, in the units of the saved statistics."""
     if NATURAL:
         return tl.max(scores, 1)
     return tl.max(scores, 1) * scale
@@ -230,11 +232,11 @@ def largest(scores, scale, NATURAL: tl.constexpr):
 def online_softmax(
     scores, row_max, row_sum, accumulator, value, scale, HIDES: tl.constexpr, keep, C: tl.constexpr
 ):
-    """(row_max, row_sum, accumulator) after a tile of scores, of which ``keep``, if any, is kept."""
+    """Returns (row_max, row_sum, accumulator) after a tile; ``keep``: dropout flags or None."""
     new_max = tl.maximum(row_max, largest(scores, scale, C.NATURAL))
     base = new_max
     if HIDES:
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        # If all scores of a row were masked out so far: -inf - -inf would be NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = power(scores, base[:, None], scale, C.NATURAL)
     shrink = power(row_max, base, 1.0, C.NATURAL)
@@ -247,9 +249,9 @@ def online_softmax(
 
 @triton.jit
 def load_share(norm_ptr, row, inside):
-    """What the exponential of natural scores is still to be multiplied by."""
+    """Returns 1 / norm, by which the exponentials of natural scores have to be multiplied."""
     norm = tl.load(norm_ptr + row, mask=inside, other=0.0)
-    # Rows that see nothing have the norm 0 and no weights.
+    # Fully masked rows have the norm 0; their weights are 0.
     return tl.where(norm == 0.0, 0.0, divide(1.0, tl.where(norm == 0.0, 1.0, norm)))
 
 
@@ -258,13 +260,13 @@ def visible_scores(
     qk, queries, keys, scale, key_end, mask, b, h, query_limit, key_limit, BOUNDED: tl.constexpr,
     BOUND_QUERIES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
+    """Returns (scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
 
-    Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. BOUNDED is False where
-    all keys are below ``key_end``. With BOUND_QUERIES what is beyond the last query counts as hidden:
-    for sums over queries.
+    Supports [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. BOUNDED: False if all keys
+    are below ``key_end``. BOUND_QUERIES: scores beyond the last query are masked out, for sums over
+    queries.
     """
-    # The comparison with itself is a True of the right shape, which costs nothing.
+    # The comparison with itself gives True in the right shape, at no cost.
     visible = keys == keys
     if BOUNDED:
         visible = keys < key_end
@@ -295,17 +297,17 @@ def visible_scores(
 
 @triton.jit
 def sequence_end(length_ptr, stride, batch, places):
-    """How many places of a sequence are real: all, or its length, kept between 0 and ``places``."""
+    """Returns the length of a sequence without padding, clamped to 0 and ``places``."""
     return sequence(length_ptr, stride, batch, places, 0, False)[1]
 
 
 @triton.jit
 def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
-    """(row of a sequence's first place, how many of its places are real).
+    """Returns (first row of a sequence, its length without padding).
 
-    PACKED: sequences lie one behind the other in one tensor of so many ``rows``, and instead of lengths
-    there is where each begins and, behind the last, where that ends; what of a sequence lies outside of
-    the tensor is left out. Otherwise each has rows of its own, from 0.
+    PACKED: sequences are concatenated in a tensor of ``rows`` rows, and ``length_ptr`` has the start
+    row of each and the end row of the last. Parts of a sequence outside of the tensor are ignored.
+    Otherwise the first row is 0.
     """
     begin = 0
     end = places
@@ -321,9 +323,9 @@ def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
 
 @triton.jit
 def tile_number(i, full, first, numbers, list_at, capacity):
-    """Number of the i-th visible tile: fully visible ones first, then the others.
+    """Returns the number of the i-th visible tile: fully visible ones come first, then the others.
 
-    Without lists the tiles are first, first + 1, ...
+    Without lists the numbers are first, first + 1, ...
     """
     if numbers is not None:
         return tl.load(numbers + list_at + tl.where(i < full, i, capacity + i - full))
@@ -332,10 +334,11 @@ def tile_number(i, full, first, numbers, list_at, capacity):
 
 @triton.jit
 def walked_tile(i, upcoming, full, total, first, numbers, list_at, capacity):
-    """(`tile_number` of i, that of the tile behind it), in a walk over all ``total`` tiles.
+    """Returns (`tile_number` of i, that of the next tile), in a loop over all ``total`` tiles.
 
-    ``upcoming`` is what this gave as the second for the tile before. A number that is read in the very
-    step that loads its tile costs the pipeline half its stages, as loads whose place other loads tell.
+    ``upcoming`` is the second result of the previous iteration. If a number were read in the iteration
+    that loads its tile, the address of one load would depend on another load, and the pipeline would
+    have half as many stages.
     """
     number = first + i
     if numbers is not None:
@@ -347,5 +350,5 @@ def walked_tile(i, upcoming, full, total, first, numbers, list_at, capacity):
 
 @triton.jit
 def any_not_finite(x):
-    """Whether any element is NaN or infinite."""
+    """Returns True if any element is NaN or infinite."""
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, None) > 0
