@@ -1,4 +1,4 @@
-"""Plain PyTorch written out for our models."""
+"""Reference models in plain PyTorch for the models of this library, and small models to test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_fast import models
 PAD, START, END = 0, 1, 2
 
 
-#: Of `small`, one or some.
+#: Options of `small`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "paper": {},
     "pre-norm": {"norm_first": True},
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def small(kind: Any = models.Transformer, **options: Any) -> Any:
-    """A small model in evaluation mode, none of its parameters zero."""
+    """Returns a small model in evaluation mode; no parameter is zero."""
     arguments: dict[str, Any] = {
         "d_model": 16,
         "nhead": 2,
@@ -58,7 +58,7 @@ def small(kind: Any = models.Transformer, **options: Any) -> Any:
         for parameter in model.parameters():
             if (
                 parameter.dim() == 1
-            ):  # biases start as zeros, norms as ones: that would hide mistakes
+            ):  # the initial biases (0) and norm weights (1) would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
@@ -66,11 +66,12 @@ def small(kind: Any = models.Transformer, **options: Any) -> Any:
 small_language_model = functools.partial(small, models.LanguageModel)
 
 
-def lively(model: Any, towards_end: float = 0.0) -> Any:
-    """The model with its logits' mean over random tokens taken away.
+def varied(model: Any, towards_end: float = 0.0) -> Any:
+    """Subtracts the logits' mean over random tokens from the output bias; returns the model.
 
-    What varies with the tokens then decides, where random models say one thing over and over.
-    ``towards_end`` standard deviations are added to the end token's logit.
+    The logits then depend mostly on the tokens; other random models generate the same token over
+    and over. ``towards_end``: number of standard deviations that are added to the end token's
+    logit.
     """
     vocab_size = model.output.weight.shape[0]
     target = torch.randint(0, vocab_size, (40, 12))
@@ -86,21 +87,21 @@ def lively(model: Any, towards_end: float = 0.0) -> Any:
 
 @torch.no_grad()
 def recomputed(next_logits: Callable[[Tensor], Tensor], target: Tensor, steps: int) -> Tensor:
-    """Greedy decoding that computes everything anew at each step."""
+    """Greedy decoding without a cache: each step recomputes everything."""
     for _ in range(steps):
         target = torch.cat((target, next_logits(target).argmax(-1, keepdim=True)), 1)
     return target
 
 
 def tokens(vocab_size: int, lengths: list[int], width: int | None = None) -> Tensor:
-    """Random tokens above the special ones, padded at the end."""
+    """Returns random tokens above the special ones, padded at the end."""
     width = max(lengths) if width is None else width
     drawn = torch.randint(3, vocab_size, (len(lengths), width))
     return drawn.masked_fill(torch.arange(width) >= torch.tensor(lengths)[:, None], PAD)
 
 
 class PlainAnnotatedNorm(torch.nn.Module):
-    """The Annotated Transformer's formula."""
+    """The norm of the Annotated Transformer, by its formula."""
 
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class PlainAnnotatedNorm(torch.nn.Module):
 
 
 def plain_stack(half: Any, options: dict[str, Any], layers: int, crossed: bool) -> torch.nn.Module:
-    """torch.nn's own stack with the weights of ours."""
+    """Returns the equivalent torch.nn stack with the same weights."""
     eps = options["layer_norm_eps"]
 
     def norm() -> torch.nn.Module:
@@ -185,7 +186,7 @@ def plain_forward(
     memory_mask: Tensor | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """`Transformer.forward` by torch.nn's own modules, with masks expanded the usual way."""
+    """Computes `Transformer.forward` with torch.nn modules and fully expanded masks."""
     c = model.config
     encoder = plain_stack(model.encoder, c, c["num_encoder_layers"], False).to(dtype)
     decoder = plain_stack(model.decoder, c, c["num_decoder_layers"], True).to(dtype)
@@ -194,7 +195,8 @@ def plain_forward(
     target_hidden = (target == PAD)[:, None, :].expand(-1, length, -1)
     if is_causal:
         target_hidden = target_hidden | torch.ones(length, length, dtype=torch.bool).triu(1)
-    # Pads would otherwise see nothing in torch, where that is NaN; nobody looks at them.
+    # PyTorch returns NaN for rows in which every key is masked; results at padded positions are not
+    # compared.
     heads = c["nhead"]
 
     def per_head(hidden: Tensor, queries: int, mask: Tensor | None) -> Tensor:

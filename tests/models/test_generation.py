@@ -1,5 +1,8 @@
-"""Greedy decoding, sampling and beam search: token for token what recomputing everything gives, of
-our models and of those of torch.nn's own modules."""
+"""Greedy decoding, sampling and beam search: the same tokens as recomputing everything at each
+step.
+
+Tested with the models of this library and with those of torch.nn modules.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from models_checks import (
     PAD,
     START,
     in_double,
-    lively,
     recomputed,
     small,
     small_language_model,
     tokens,
+    varied,
 )
 from module_checks import check_budget
 from torch import Tensor
@@ -36,7 +39,7 @@ LENGTHS = [7, 3, 5, 1, 6]
 
 
 def plain_greedy(model: models.Transformer, source: Tensor, limit: int) -> list[list[int]]:
-    """One source at a time, without its padding, everything computed again at each step."""
+    """Greedy decoding of one source at a time, without its padding and without a cache."""
     found = []
     for row in source:
         alone = row[row != PAD][None]
@@ -51,7 +54,7 @@ def plain_greedy(model: models.Transformer, source: Tensor, limit: int) -> list[
 
 
 def rows(found: models.Generated) -> list[list[int]]:
-    """The tokens without padding, which is checked to be padding."""
+    """Returns the tokens without padding; asserts that the rest is padding."""
     for row, length in zip(found.tokens, found.lengths, strict=True):
         assert (row[length:] == PAD).all()
     assert found.tokens.shape[1] == found.lengths.max()
@@ -59,10 +62,10 @@ def rows(found: models.Generated) -> list[list[int]]:
     return [row[:length].tolist() for row, length in pairs]
 
 
-# With one vocabulary a pad may be generated, which is hidden where all is computed again.
+# Not with a shared vocabulary: it can generate a pad token, which recomputing would mask.
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "shared" not in name])
-def test_greedy_is_recomputing_everything(name: str) -> None:
-    model = lively(small(**OPTIONS[name]))
+def test_greedy_equals_recomputing_everything(name: str) -> None:
+    model = varied(small(**OPTIONS[name]))
     source = tokens(23, [7, 3, 1])
     expected = plain_greedy(model, source, 12)
     assert len({token for row in expected for token in row}) > 1
@@ -70,7 +73,7 @@ def test_greedy_is_recomputing_everything(name: str) -> None:
     assert rows(model.generate(source, max_new_tokens=12, use_cache=False)) == expected
 
 
-def test_sequences_end_at_different_lengths_and_leave_the_batch(
+def test_finished_sequences_leave_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[int] = []
@@ -81,7 +84,7 @@ def test_sequences_end_at_different_lengths_and_leave_the_batch(
         right(self, sources)
 
     monkeypatch.setattr(CachedDecoder, "keep", keep)
-    model = lively(small(norm_first=True), 0.5)
+    model = varied(small(norm_first=True), 0.5)
     source = tokens(23, [7, 3, 5, 1, 6, 2, 4, 7, 7, 3])
     found = model.generate(source, max_new_tokens=15)
     assert rows(found) == plain_greedy(model, source, 15)
@@ -90,9 +93,9 @@ def test_sequences_end_at_different_lengths_and_leave_the_batch(
     assert kept == sorted(kept, reverse=True)
 
 
-@pytest.mark.parametrize("holes", [False, True], ids=["padding behind", "padding anywhere"])
-def test_padding_of_the_source(holes: bool) -> None:
-    model = lively(small(positions=None))
+@pytest.mark.parametrize("holes", [False, True], ids=["padding at the end", "padding anywhere"])
+def test_padded_sources(holes: bool) -> None:
+    model = varied(small(positions=None))
     source = tokens(23, [7, 3, 5])
     if holes:
         source = torch.stack([row[torch.randperm(7)] for row in source])
@@ -104,10 +107,10 @@ def test_padding_of_the_source(holes: bool) -> None:
     assert torch.equal(found.tokens, again.tokens)
 
 
-def test_limits_and_defaults() -> None:
+def test_maximum_lengths_and_defaults() -> None:
     model = small(max_len=30)
     source = tokens(23, [4, 4])
-    assert model.generate(source, end_token=-1).tokens.shape == (2, 30)  # positions 0 ... 29
+    assert model.generate(source, end_token=-1).tokens.shape == (2, 30)  # positions 0 to 29
     assert model.generate(source, max_new_tokens=1).tokens.shape == (2, 1)
     wide = small(max_len=100)
     assert wide.generate(source, end_token=-1).tokens.shape == (2, 54)
@@ -116,7 +119,7 @@ def test_limits_and_defaults() -> None:
 
 
 def test_another_end_token() -> None:
-    model = lively(small())
+    model = varied(small())
     source = tokens(23, LENGTHS)
     free = model.generate(source, max_new_tokens=12, end_token=-1)
     end = int(free.tokens[0, 3])
@@ -128,7 +131,7 @@ def test_another_end_token() -> None:
 
 
 def test_prefix() -> None:
-    model = lively(small())
+    model = varied(small())
     source = tokens(23, LENGTHS)
     free = model.generate(source, max_new_tokens=12, end_token=-1).tokens
     prefix = torch.cat((torch.full((5, 1), START), free[:, :4]), 1)
@@ -138,14 +141,14 @@ def test_prefix() -> None:
 
 
 def test_streaming_gives_the_same_tokens() -> None:
-    model = lively(small(), 1.0)
+    model = varied(small(), 1.0)
     source = tokens(23, LENGTHS)
     found = model.generate(source, max_new_tokens=20)
     columns = list(model.stream(source, max_new_tokens=20))
     assert torch.equal(torch.stack(columns, 1), found.tokens)
     iterator = model.stream(source, max_new_tokens=20)
     first = next(iterator)
-    assert torch.is_grad_enabled()  # not switched off between the steps
+    assert torch.is_grad_enabled()  # unchanged between the steps
     assert torch.equal(first, found.tokens[:, 0])
     assert list(model.stream(source[:0])) == []
 
@@ -153,8 +156,8 @@ def test_streaming_gives_the_same_tokens() -> None:
 @pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_decoder_only(options: dict[str, Any], use_cache: bool) -> None:
-    """Prompts of different lengths in one batch, each as if it were alone."""
-    model = lively(small_language_model(**options), 1.0)
+    """Prompts of different lengths in one batch give the same tokens as each prompt alone."""
+    model = varied(small_language_model(**options), 1.0)
     lengths = torch.tensor([4, 1, 6, 3, 6])
     prompts = tokens(19, lengths.tolist(), 8)
     expected = []
@@ -175,8 +178,8 @@ def test_decoder_only(options: dict[str, Any], use_cache: bool) -> None:
         assert shown[: len(tokens_of_row)].tolist() == tokens_of_row
 
 
-def test_training_mode_is_left_alone_and_has_no_part() -> None:
-    model = lively(small(dropout=0.5))
+def test_training_mode_is_ignored_and_kept() -> None:
+    model = varied(small(dropout=0.5))
     source = tokens(23, LENGTHS)
     expected = model.generate(source, max_new_tokens=9)
     model.train()
@@ -200,8 +203,8 @@ def test_source_and_weights_are_not_modified() -> None:
 
 
 @pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3)])
-def test_on_the_reference_and_in_inference_mode(method: Any) -> None:
-    model = lively(small())
+def test_reference_backend_and_inference_mode(method: Any) -> None:
+    model = varied(small())
     source = tokens(23, LENGTHS)
     expected = model.generate(source, method, max_new_tokens=9)
     with use_backend("reference"):
@@ -210,9 +213,9 @@ def test_on_the_reference_and_in_inference_mode(method: Any) -> None:
         assert torch.equal(model.generate(source, method, max_new_tokens=9).tokens, expected.tokens)
 
 
-def test_hooked_layers_are_called() -> None:
-    """A hook must see what it asked for, so there is no cache then."""
-    model = lively(small())
+def test_layers_with_hooks_are_called_without_a_cache() -> None:
+    """The cached decoder bypasses the layers, so that hooks would not run."""
+    model = varied(small())
     source = tokens(23, LENGTHS)
     expected = model.generate(source, max_new_tokens=6)
     with models.attention_weights(model, "decoder.*.multihead_attn") as weights:
@@ -236,7 +239,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3)])
 def test_autocast(method: Any) -> None:
-    """Matrix products in bf16, as recomputing has them; logits agree as far as bf16 does."""
+    """Matrix products run in bfloat16; logits equal those of recomputing up to bfloat16
+    rounding."""
     model = small(norm_first=True)
     source, target = tokens(23, LENGTHS), tokens(19, [6] * 5)
     memory, padding = model.encode(source).detach(), source == PAD
@@ -260,8 +264,8 @@ def step_decoder(model: Any, memory: Tensor, padding: Tensor, cached: bool = Tru
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_logits_of_steps_are_those_of_forward(cached: bool) -> None:
-    """Closer than tokens can tell: a wrong scale or a lost key would show."""
+def test_step_logits_equal_those_of_forward(cached: bool) -> None:
+    """More sensitive than comparing tokens: detects a wrong scale or a lost key."""
     model = small()
     source, target = tokens(23, LENGTHS), tokens(19, [9] * 5)
     memory, padding = model.encode(source), source == PAD
@@ -270,14 +274,14 @@ def test_logits_of_steps_are_those_of_forward(cached: bool) -> None:
         steps = step_decoder(model, memory, padding, cached)
         logits = [steps.start(target[:, :3])] + [steps.step(t) for t in target[:, 3:].unbind(1)]
         torch.testing.assert_close(torch.stack(logits, 1), expected[:, 2:])
-        # Rows that leave, and rows that change places.
+        # Some rows are removed, the others repeated and reordered.
         steps.keep(torch.tensor([4, 1]))
         steps.spread(2)
         steps.reorder(torch.tensor([1, 1, 2, 3]))
         more = steps.step(torch.tensor([5, 6, 7, 8]))
         longer = torch.cat((target[[4, 4, 1, 1]], torch.tensor([[5], [6], [7], [8]])), 1)
         torch.testing.assert_close(more, model(source[[4, 4, 1, 1]], longer)[:, -1])
-        # Of sequences that differ, some change places and a source leaves.
+        # The sequences differ now: they are reordered, and one source is removed.
         steps.reorder(torch.tensor([1, 0, 3, 3]))
         steps.keep(torch.tensor([1]))
         more = steps.step(torch.tensor([3, 9]))
@@ -301,7 +305,7 @@ def test_memory_is_not_copied_for_beams() -> None:
     assert all(x.shape[1] == 5 for x in after)
 
 
-def test_recomputing_needs_no_layer_of_ours() -> None:
+def test_custom_layers_are_recomputed() -> None:
     class Shifted(torch.nn.TransformerDecoderLayer):
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             return super().forward(*args, **kwargs) + 0.5
@@ -330,9 +334,9 @@ def test_recomputing_needs_no_layer_of_ours() -> None:
         models.generate(decoder, memory, use_cache=True, **arguments)
 
 
-def test_no_look_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU ended sequences are looked for every few steps only."""
-    model = lively(small(), 1.0)
+def test_infrequent_end_checks_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the search checks for finished sequences only every few steps."""
+    model = varied(small(), 1.0)
     source = tokens(23, LENGTHS)
     methods = (models.Greedy(), models.Sampling(seed=3), models.BeamSearch(3, n_best=2))
     expected = [model.generate(source, method, max_new_tokens=20) for method in methods]
@@ -346,25 +350,27 @@ def test_no_look_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 SIZES = [1, 7, 1023, 1024, 1025, 1087, 2048, 5003]
 
 
-HALF = [torch.bfloat16, torch.float16]
+LOW_PRECISION = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW_PRECISION])
 @pytest.mark.parametrize("size", SIZES)
 def test_best_is_argmax(size: int, dtype: torch.dtype) -> None:
     check_best(size, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
 @pytest.mark.parametrize("size", [7, 1087])
-def test_best_by_every_kernel(size: int, dtype: torch.dtype, float_isa: str) -> None:
+def test_best_is_argmax_on_every_instruction_set(
+    size: int, dtype: torch.dtype, float_isa: str
+) -> None:
     check_best(size, dtype)
 
 
 def check_best(size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(9, size).to(dtype)
     logits[0, -1] = logits[1, 0] = 100.0
-    logits[2] = 1.0  # of equals the first
+    logits[2] = 1.0  # the first of equal values
     logits[3, size // 2 :] = logits[3].max() + 1
     logits[4] = -torch.inf
     logits[5, -1] = torch.inf
@@ -392,7 +398,7 @@ def test_best_opcheck_and_errors() -> None:
 
 
 @pytest.mark.parametrize(("size", "k"), [(n, k) for n in SIZES for k in (1, 2, 4, 8) if k <= n])
-def test_top_is_topk(size: int, k: int) -> None:
+def test_top_equals_topk(size: int, k: int) -> None:
     logits = torch.randn(9, size)
     logits[0, -1] = logits[1, 0] = 100.0
     logits[2, -k:] = torch.arange(k) + 50.0
@@ -404,7 +410,7 @@ def test_top_is_topk(size: int, k: int) -> None:
 
 
 def distribution(method: models.Sampling, logits: Tensor, count: int = 20_000) -> Tensor:
-    """How often each token is drawn, for evenly spread draws: exact to 1 / count."""
+    """Returns the frequency of each token for evenly spaced draws: exact to 1 / count."""
     draws = (torch.arange(count) + 0.5) / count
     found = sampler(method, logits.shape[0])(logits.expand(count, -1), draws)
     return torch.bincount(found, minlength=logits.shape[0]) / count
@@ -429,7 +435,8 @@ def test_top_k() -> None:
     assert (all_of_them - logits.softmax(-1)).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("size", [12, 700])  # of 700 the most probable 256 are not enough
+# With 700 tokens, more than the 256 most probable ones are needed.
+@pytest.mark.parametrize("size", [12, 700])
 @pytest.mark.parametrize("top_k", [None, 9])
 def test_top_p(size: int, top_k: int | None) -> None:
     logits = torch.randn(size) * 0.3
@@ -438,7 +445,8 @@ def test_top_p(size: int, top_k: int | None) -> None:
         values = values.masked_fill(logits < logits.topk(top_k).values[-1], 0.0)
         values = values / values.sum()
     ordered, order = values.sort(descending=True)
-    count = int((ordered.cumsum(-1) < 0.8).sum()) + 1  # the first that reach 0.8
+    # The fewest tokens that reach probability 0.8.
+    count = int((ordered.cumsum(-1) < 0.8).sum()) + 1
     expected = torch.zeros(size)
     expected[order[:count]] = ordered[:count] / ordered[:count].sum()
     found = distribution(models.Sampling(top_k=top_k, top_p=0.8), logits)
@@ -446,7 +454,7 @@ def test_top_p(size: int, top_k: int | None) -> None:
     assert torch.equal(found > 0, expected > 0)
 
 
-def test_the_limits_of_sampling_are_greedy() -> None:
+def test_sampling_in_the_limit_is_greedy() -> None:
     model = small()
     source = tokens(23, [7, 3, 5])
     greedy = model.generate(source, max_new_tokens=10)
@@ -467,7 +475,7 @@ def test_impossible_tokens_are_never_drawn(logits: list[float]) -> None:
             assert int(sampler(method, 2)(row, torch.tensor([draw]))) == right
 
 
-def test_seeds() -> None:
+def test_seed_determines_the_samples() -> None:
     model = small()
     source = tokens(23, [7, 3, 5])
 
@@ -486,8 +494,8 @@ def test_seeds() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_samples_do_not_depend_on_who_leaves_the_batch() -> None:
-    model = lively(small(), 2.0)
+def test_samples_do_not_depend_on_finished_sequences() -> None:
+    model = varied(small(), 2.0)
     source = tokens(23, [7, 3, 5, 2, 6, 7, 1])
     method = models.Sampling(seed=4)
     found = model.generate(source, method, max_new_tokens=20)
@@ -501,7 +509,7 @@ Score = Callable[[list[int]], list[float]]
 
 
 def next_scores(model: models.Transformer, source: list[int]) -> Score:
-    """Log-probabilities of the next token after some tokens, everything computed again."""
+    """Returns a function: log-probabilities of the next token, without a cache."""
 
     @functools.cache
     def scores(so_far: tuple[int, ...]) -> list[float]:
@@ -519,7 +527,10 @@ def normalised(score: float, length: int, power: float) -> float:
 def plain_beam(
     scores: Score, beams: int, limit: int, power: float, early_stop: bool
 ) -> list[tuple[float, list[int]]]:
-    """Beam search with lists, one source, no bound: it stops where nothing is left to extend."""
+    """Beam search of one source with lists.
+
+    It has no bound on the scores: it stops when no hypothesis can be extended.
+    """
     live: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[tuple[float, list[int]]] = []
     for length in range(1, limit + 1):
@@ -565,24 +576,24 @@ def check(model: models.Transformer, method: models.BeamSearch, limit: int, **op
 @pytest.mark.parametrize("beams", [1, 2, 5])
 @pytest.mark.parametrize("power", [0.6, 0.0, 2.0, -0.7])
 @pytest.mark.parametrize("early_stop", [False, True])
-def test_beam_search_is_the_plain_one(beams: int, power: float, early_stop: bool) -> None:
-    model = lively(small(), 1.5)
+def test_beam_search_equals_the_plain_one(beams: int, power: float, early_stop: bool) -> None:
+    model = varied(small(), 1.5)
     check(model, models.BeamSearch(beams, power, early_stop, n_best=beams), 7)
 
 
-def test_with_norms_first_and_all_recomputed() -> None:
+def test_beam_search_with_pre_norm_and_without_cache() -> None:
     method = models.BeamSearch(4, n_best=3)
-    check(lively(small(norm_first=True), 1.0), method, 7)
-    check(lively(small(), 1.0), method, 7, use_cache=False)
+    check(varied(small(norm_first=True), 1.0), method, 7)
+    check(varied(small(), 1.0), method, 7, use_cache=False)
 
 
-def test_large_vocabulary() -> None:
-    """Where the best extensions are found block by block."""
-    check(lively(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
+def test_beam_search_with_a_large_vocabulary() -> None:
+    """The best extensions are found block by block then."""
+    check(varied(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
 
 
 def test_one_beam_is_greedy() -> None:
-    model = lively(small(), 1.0)
+    model = varied(small(), 1.0)
     source = tokens(23, [7, 3, 5, 1])
     greedy = model.generate(source, max_new_tokens=12)
     beam = model.generate(source, models.BeamSearch(1, early_stop=True), max_new_tokens=12)
@@ -591,8 +602,9 @@ def test_one_beam_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("power", [0.0, 0.6, 1.5])
-def test_wide_enough_it_finds_the_best_of_all_sequences(power: float) -> None:
-    """4 tokens have any probability, the end among them: 27 sequences of 3 go on to length 4."""
+def test_wide_beam_search_finds_the_best_sequences(power: float) -> None:
+    """4 tokens are possible, including the end: 27 sequences of length 3 are extended
+    to length 4."""
     limit, possible = 4, [END, 5, 6, 7]
     model = small(target_vocab_size=40)
     with torch.no_grad():
@@ -621,8 +633,8 @@ def test_wide_enough_it_finds_the_best_of_all_sequences(power: float) -> None:
             assert float(found.scores[i, place]) == pytest.approx(score, rel=1e-4)
 
 
-def test_beams_as_many_as_tokens_and_more_than_sequences() -> None:
-    """A vocabulary of 3: at the first step there are fewer extensions than beams."""
+def test_more_beams_than_extensions_in_the_first_step() -> None:
+    """With a vocabulary of 3, the first step has fewer extensions than beams."""
     model = small(target_vocab_size=3)
     source = tokens(23, [6, 2])
     found = model.generate(source, models.BeamSearch(3, n_best=3), max_new_tokens=1)
@@ -651,9 +663,9 @@ def test_missing_hypotheses_are_empty() -> None:
     assert found.scores.tolist() == [[0.0, -math.inf]] * 2
 
 
-def test_early_stop_stops_earlier() -> None:
+def test_early_stop_takes_fewer_steps() -> None:
     calls = []
-    model = lively(small(), 2.0)
+    model = varied(small(), 2.0)
     model.decoder.embedding.table.register_forward_hook(lambda *_: calls.append(1))
     source = tokens(23, [7, 3, 5, 1])
     for early_stop in (True, False):
@@ -663,8 +675,8 @@ def test_early_stop_stops_earlier() -> None:
     assert 0 < early < len(calls) - early - 2 < 40
 
 
-def test_beams_move_what_they_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and once all beams descend from one hypothesis only what is behind it is copied."""
+def test_reordering_copies_only_unshared_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions before the last common ancestor of all beams are not copied."""
     moved: list[tuple[int, int]] = []
     right = decoders.select_rows
 
@@ -688,8 +700,8 @@ def test_beams_move_what_they_do_not_share(monkeypatch: pytest.MonkeyPatch) -> N
         expected = [expected[i] for i in order]
         for layer in cache.flatten(0, 1):
             assert layer[:, 0, : place + 1, 0].tolist() == expected
-    # The first move makes all beams of each source share places 0 and 1, the second copies those to
-    # the other buffer too, and from then on they stay where they are.
+    # After the first move, all beams of a source share positions 0 and 1. The second move copies
+    # these to the other buffer too; later moves leave them in place.
     assert moved == [(0, 2), (0, 3), (2, 4), (2, 5)]
 
 
@@ -697,7 +709,7 @@ V, M = 19, 16
 
 
 class User(torch.nn.Module):
-    """What users write: torch.nn.Transformer between embeddings and a Linear."""
+    """A user's model: torch.nn.Transformer between embeddings and a Linear."""
 
     def __init__(self, transformer: type[torch.nn.Module], **options: Any) -> None:
         super().__init__()
@@ -758,7 +770,7 @@ def random_user(transformer: type[torch.nn.Module], **options: Any) -> User:
     ids=lambda options: ", ".join(options),
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
-def test_greedy_decoding_of_torchs_modules(transformer: Any, options: dict[str, Any]) -> None:
+def test_greedy_decoding_of_torch_nn_modules(transformer: Any, options: dict[str, Any]) -> None:
     user = random_user(transformer, **options)
     source = torch.randint(3, V, (4, 6))
     padding = torch.arange(6) >= torch.tensor([6, 2, 5, 1])[:, None]
@@ -766,7 +778,7 @@ def test_greedy_decoding_of_torchs_modules(transformer: Any, options: dict[str, 
         memory = user.encode(source, padding)
     start = torch.full((4, 1), START)
     target = recomputed(lambda target: user.next_logits(memory, padding, target), start, 12)
-    user.train()  # dropout has no part in it
+    user.train()  # generate disables dropout
     found = models.generate(
         user.transformer,
         memory,
@@ -789,7 +801,7 @@ def test_greedy_decoding_of_torchs_modules(transformer: Any, options: dict[str, 
     assert torch.equal(torch.stack(list(streamed), 1), found.tokens)
 
 
-def test_decoder_only_of_torchs_encoder() -> None:
+def test_torch_nn_encoder_as_a_decoder_only_model() -> None:
     user = random_user(torch.nn.Transformer, batch_first=True)
     stack = user.transformer.encoder
     arguments = user.arguments() | {"prefix": torch.tensor([[1, 5, 3], [1, 9, 4]])}
@@ -801,7 +813,7 @@ def test_decoder_only_of_torchs_encoder() -> None:
     assert (beams.scores < 0).all()
 
 
-def test_project_may_be_any_function() -> None:
+def test_project_can_be_any_function() -> None:
     user = random_user(torch.nn.Transformer, batch_first=True)
     memory = torch.randn(3, 5, M)
     arguments = user.arguments()
@@ -844,7 +856,7 @@ def _block(layers: Any) -> None:
         (_block, r"layers\.0\._ff_block is replaced"),
     ],
 )
-def test_what_cannot_have_a_cache_is_recomputed(change: Any, reason: str) -> None:
+def test_unsupported_layers_are_recomputed(change: Any, reason: str) -> None:
     user = random_user(torch.nn.Transformer, batch_first=True)
     change(user.transformer.decoder.layers)
     memory = torch.randn(2, 5, M)
@@ -881,7 +893,7 @@ def test_what_cannot_have_a_cache_is_recomputed(change: Any, reason: str) -> Non
         ({"prefix": V}, IndexError, "index out of range in self"),
     ],
 )
-def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_wrong_arguments_raise(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     user = random_user(torch.nn.Transformer, batch_first=True)
     arguments: dict[str, Any] = {
         "decoder": user.transformer,

@@ -1,7 +1,7 @@
-"""Decoding steps that are recorded and replayed, as CUDA graphs are: on the CPU, by a stand-in.
+"""Recorded and replayed decoding steps, tested on the CPU with an emulation of CUDA graphs.
 
-The stand-in keeps what a graph keeps: operators and the very tensors they had, results included. It
-refuses what cannot be captured, and what it records has no effect until it is replayed.
+Like a CUDA graph, the emulation keeps the operators and their exact tensors, including results. It
+raises for operators that cannot be captured. Recording has no effect on values until a replay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import OnDevice, name_of
-from models_checks import lively, small, small_language_model, tokens
+from models_checks import small, small_language_model, tokens, varied
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,7 +56,7 @@ class Recording(TorchDispatchMode):
     def undo(self) -> None:
         for value, old in self.before.values():
             value.copy_(old)
-        for x in self.made:  # whoever reads them before a replay is found out
+        for x in self.made:  # NaN reveals a read before the first replay
             if x.is_floating_point():
                 x.fill_(float("nan"))
 
@@ -68,7 +68,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """Takes the place of `cuda_graph.record`."""
+    """Replacement of `cuda_graph.record`."""
 
     def __init__(self) -> None:
         self.tried = self.recorded = self.replayed = 0
@@ -99,7 +99,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @contextlib.contextmanager
 def capturing(monkeypatch: pytest.MonkeyPatch, looks: int = 1):
-    """Within the block CPU tensors are decoded as those on a GPU are."""
+    """Within the block, CPU tensors take the decoding path of GPU tensors."""
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graph, "wanted", lambda x: True)
         patch.setattr(decoders, "bind_stack", lambda *given: None)
@@ -118,10 +118,12 @@ METHODS = {
 @pytest.mark.parametrize("looks", [1, 8])
 @pytest.mark.parametrize("towards_end", [-9.0, 0.5, 1.5])
 @pytest.mark.parametrize("method", METHODS)
-def test_same_tokens(method, towards_end, looks, recorder, monkeypatch):
-    """Of an encoder-decoder; sources of several lengths end one after the other, or never."""
+def test_encoder_decoder_generates_the_same_tokens(
+    method, towards_end, looks, recorder, monkeypatch
+):
+    """Sources of several lengths finish one after another, or not at all."""
     torch.manual_seed(1)
-    model = lively(small(norm_first=looks == 8), towards_end)
+    model = varied(small(norm_first=looks == 8), towards_end)
     source = tokens(23, [7, 3, 5, 1, 6])
     plain = model.generate(source, METHODS[method], max_new_tokens=20)
     with capturing(monkeypatch, looks):
@@ -130,16 +132,16 @@ def test_same_tokens(method, towards_end, looks, recorder, monkeypatch):
     assert torch.equal(found.lengths, plain.lengths)
     if towards_end < 0:
         assert plain.tokens.shape[-1] == 20
-        # For 4, 8, 16 and all 21 places, twice where beams move between two buffers.
+        # Graphs for 4, 8, 16 and all 21 positions; twice if beams alternate between two buffers.
         moves = isinstance(METHODS[method], models.BeamSearch)
         assert recorder.recorded == (7 if moves else 4)
         assert recorder.replayed >= 8
 
 
 @pytest.mark.parametrize("lengths", [None, [9, 2, 5]])
-def test_language_model(lengths, recorder, monkeypatch):
+def test_language_model_generates_the_same_tokens(lengths, recorder, monkeypatch):
     torch.manual_seed(2)
-    model = lively(small_language_model())
+    model = varied(small_language_model())
     prompt = torch.randint(3, 19, (3, 9))
     given = None if lengths is None else torch.tensor(lengths)
     plain = model.generate(prompt, max_new_tokens=25, prompt_lengths=given, end_token=-1)
@@ -151,20 +153,24 @@ def test_language_model(lengths, recorder, monkeypatch):
     assert recorder.replayed >= 30
 
 
-class Looks(torch.nn.Linear):
-    """A projection that looks at what it is given."""
+class ReadsValues(torch.nn.Linear):
+    """A projection that reads the values of its input, which a capture forbids."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.isfinite().all().item()
         return super().forward(x)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(recorder, monkeypatch):
+def test_steps_that_cannot_be_captured_run_eagerly(recorder, monkeypatch):
     torch.manual_seed(3)
     decoder = torch.nn.TransformerDecoder(
         torch.nn.TransformerDecoderLayer(16, 2, 24, batch_first=True), 2
     ).eval()
-    embedding, project, memory = torch.nn.Embedding(19, 16), Looks(16, 19), torch.randn(3, 5, 16)
+    embedding, project, memory = (
+        torch.nn.Embedding(19, 16),
+        ReadsValues(16, 19),
+        torch.randn(3, 5, 16),
+    )
 
     def run() -> models.Generated:
         return models.generate(
@@ -181,8 +187,8 @@ def test_what_cannot_be_recorded_runs_as_it_is(recorder, monkeypatch):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("crossed", [False, True])
-def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
-    """On meta tensors, which have the candidates of a GPU without proven kernels, and no values."""
+def test_device_steps_do_not_synchronise(crossed, norm_first, monkeypatch):
+    """Meta tensors have no values, and the backends of a GPU without validated kernels."""
     monkeypatch.setattr(cuda_graph, "wanted", lambda x: True)
     with torch.device("meta"), torch.no_grad():
         if crossed:
@@ -206,57 +212,57 @@ def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
 
 
 class Stream:
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
 
     def wait_stream(self, other: Any) -> None:
-        self.told.append("wait")
+        self.events.append("wait")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_recording_a_graph(fails, monkeypatch):
-    """What is asked of torch.cuda, and that a capture ends however it went."""
-    told: list[str] = []
+def test_record_always_ends_the_capture(fails, monkeypatch):
+    """Checks the order of calls to torch.cuda, also if the recorded function raises."""
+    events: list[str] = []
 
     class Graph:
         def capture_begin(self, capture_error_mode: str) -> None:
-            told.append(f"begin {capture_error_mode}")
+            events.append(f"begin {capture_error_mode}")
 
         def capture_end(self) -> None:
-            told.append("end")
+            events.append("end")
 
         def replay(self) -> None:
-            told.append("replay")
+            events.append("replay")
 
     def run() -> Tensor:
-        told.append("run")
+        events.append("run")
         if fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.zeros(3)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(told))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(told))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(events))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(events))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     begun = ["wait", "begin thread_local", "run", "end"]
     if fails:
         with pytest.raises(RuntimeError, match="not permitted"):
             cuda_graph.record(run)
-        assert told == begun
+        assert events == begun
         return
     replay = cuda_graph.record(run)
-    assert told == [*begun, "wait"]
+    assert events == [*begun, "wait"]
     assert replay() is replay()
-    assert told[5:] == ["replay", "replay"]
+    assert events[5:] == ["replay", "replay"]
 
 
-class OnAGpu(torch.Tensor):
+class FakeCudaTensor(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_only_where_it_is_switched_on(monkeypatch):
-    there = torch.zeros(2, 3).as_subclass(OnAGpu)
+def test_cuda_graphs_are_used_only_if_switched_on(monkeypatch):
+    there = torch.zeros(2, 3).as_subclass(FakeCudaTensor)
     assert not cuda_graph.wanted(there)
     monkeypatch.setattr(cuda_graph, "_switched_on", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

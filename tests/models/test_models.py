@@ -1,4 +1,4 @@
-"""models.Transformer and its parts against plain PyTorch, and what they refuse."""
+"""models.Transformer and its parts against plain PyTorch, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from transformer_fast import models, nn
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("example", [[7, 7, 7], [7, 3, 5]], ids=str)
-def test_traced_models_look_for_padding(example: list[int]) -> None:
-    """Though the example has none."""
+def test_traced_models_support_padding(example: list[int]) -> None:
+    """Also if the example input has no padding."""
     model, target = small().eval(), tokens(19, [6, 6, 6])
     traced = torch.jit.trace(model, (tokens(19, example), target), check_trace=False)
     for lengths in ([7, 3, 5], [7, 7, 7]):
@@ -42,21 +42,21 @@ def check_forward(model: models.Transformer, padded: bool, **args: Any) -> None:
     plain = plain_forward(model, source, target, torch.float32, **args)
     exact = plain_forward(model, source, target, torch.float64, **args)
     real = target != PAD
-    for grad in (True, False):  # without gradients other kernels may run
+    for grad in (True, False):  # other kernels may run without gradients
         with torch.set_grad_enabled(grad):
             check_budget(model(source, target, **args)[real], plain[real], exact[real])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("padded", [False, True])
-def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
+def test_forward_equals_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
     check_forward(small(**options), padded)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("given", [(), ("source",), ("target",), ("memory",), ("heads",)], ids=str)
-def test_masks_hide_besides_padding_and_causality(
+def test_masks_combine_with_padding_and_causality(
     given: tuple[str, ...], is_causal: bool, padded: bool
 ) -> None:
     sizes = {"source": (7, 7), "target": (6, 6), "memory": (6, 7), "heads": (6, 6, 6)}
@@ -65,12 +65,12 @@ def test_masks_hide_besides_padding_and_causality(
         for name in given
     }
     for mask in masks.values():
-        mask[..., 0] = False  # every query sees something, which torch wants
+        mask[..., 0] = False  # no row is fully masked: PyTorch would return NaN
     check_forward(small(), padded, **masks, is_causal=is_causal)
 
 
-def test_masks_of_a_decoder_only_model() -> None:
-    """A window of two tokens: what stands before it has no effect on one layer."""
+def test_window_mask_of_a_decoder_only_model() -> None:
+    """A window of two tokens: earlier tokens have no effect with a single layer."""
     model = small_language_model(num_layers=1)
     ids = tokens(19, [8])
     window = ~torch.ones(8, 8, dtype=torch.bool).triu(-1)
@@ -82,7 +82,7 @@ def test_masks_of_a_decoder_only_model() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"norm": "annotated"}])
-def test_gradients_are_those_of_plain_pytorch(options: dict[str, Any]) -> None:
+def test_gradients_equal_plain_pytorch(options: dict[str, Any]) -> None:
     model = small(target_vocab_size=None, tie_output=True, **options)
     source, target = tokens(23, [7, 3]), tokens(23, [4, 6])
     real = target != PAD
@@ -101,11 +101,11 @@ def test_gradients_are_those_of_plain_pytorch(options: dict[str, Any]) -> None:
     plain_forward(exact_model, source, target, torch.float64)[real].square().sum().backward()
     exact = exact_model.encoder.embedding.table.weight.grad
     assert exact is not None
-    # Look-ups of the pad token give the table no gradient; plain indexing above does.
+    # Embeddings of pad tokens give the table no gradient here; plain indexing above does.
     check_budget(got[1:], plain[1:], exact[1:])
 
 
-def test_the_parts_make_up_forward() -> None:
+def test_encode_decode_and_output_equal_forward() -> None:
     model = small()
     source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
     memory = model.encode(source)
@@ -123,14 +123,14 @@ def test_log_probabilities() -> None:
     assert half.log_probabilities(source, target).dtype == torch.float32
 
 
-def test_no_token_sees_a_later_one_or_padding() -> None:
+def test_results_do_not_depend_on_later_tokens_or_padding() -> None:
     model = small()
     source, target = tokens(23, [7, 4], 9), tokens(19, [6, 6])
     before = model(source, target)
     changed = target.clone()
     changed[:, 4:] = 3
     assert torch.equal(model(source, changed)[:, :4], before[:, :4])
-    # What stands at padding is nothing to the rest, nor is how much there is of it.
+    # Neither the tokens at padded positions nor the amount of padding affects other positions.
     longer = torch.cat((source, torch.zeros(2, 5, dtype=torch.int64)), 1)
     torch.testing.assert_close(model(longer, target), before)
     padding = source == PAD
@@ -138,7 +138,7 @@ def test_no_token_sees_a_later_one_or_padding() -> None:
     torch.testing.assert_close(model(other, target, source_padding=padding), before)
 
 
-def test_padding_may_stand_anywhere() -> None:
+def test_padding_at_any_position() -> None:
     model = small(positions=None)
     source, target = tokens(23, [4, 4]), tokens(19, [3, 3])
     apart = torch.zeros(2, 8, dtype=torch.int64)
@@ -155,7 +155,7 @@ def test_shared_and_tied_weights_are_one_parameter() -> None:
     assert model.output.weight is model.encoder.embedding.table.weight
 
 
-def test_config_and_weights_are_all_there_is_to_save(tmp_path: Path) -> None:
+def test_config_and_state_dict_restore_the_model(tmp_path: Path) -> None:
     model = small(norm_first=True, embedding_size=10, tie_output=True, norm="annotated")
     torch.save({"config": model.config, "weights": model.state_dict()}, tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -165,7 +165,7 @@ def test_config_and_weights_are_all_there_is_to_save(tmp_path: Path) -> None:
     assert torch.equal(again(source, target), model(source, target))
 
 
-def test_the_layers_are_ours() -> None:
+def test_layers_are_of_transformer_fast_nn() -> None:
     model = small()
     kinds = {type(layer) for half in (model.encoder, model.decoder) for layer in half.stack.layers}
     assert kinds == {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
@@ -194,7 +194,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_built_on_meta_and_made_real_it_has_its_positions() -> None:
+def test_positions_are_computed_after_to_empty() -> None:
     model = small(device="meta").to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, models.SinusoidalPositions):
@@ -205,9 +205,9 @@ def test_built_on_meta_and_made_real_it_has_its_positions() -> None:
     assert torch.equal(model(source, target), like(source, target))
 
 
-# What Dynamo does with an autograd.Function, it warns about itself.
+# Dynamo itself triggers this warning when it handles an autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_without_a_break() -> None:
+def test_compiles_without_graph_breaks() -> None:
     model = small(num_encoder_layers=1, num_decoder_layers=1)
     source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -235,7 +235,7 @@ def test_learned_positions_are_trained() -> None:
 
 
 def test_encoder_alone() -> None:
-    """Encoder-only: a classifier that takes the mean over real tokens."""
+    """An encoder-only classifier that averages over real tokens."""
     options = {
         "d_model": 16, "nhead": 2, "dim_feedforward": 24, "activation": "gelu",
         "layer_norm_eps": 1e-5, "norm_first": True, "norm": "layer_norm", "bias": True,
@@ -268,7 +268,7 @@ def test_decoder_only() -> None:
     assert torch.equal(again(ids), model(ids))
 
 
-def test_attention_weights_of_chosen_layers_only() -> None:
+def test_attention_weights_of_selected_layers() -> None:
     model = small()
     source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
     before = model(source, target)
@@ -289,7 +289,7 @@ def test_attention_weights_of_chosen_layers_only() -> None:
     assert torch.equal(model(source, target), before)
 
 
-def test_attention_weights_by_hand() -> None:
+def test_attention_weights_equal_plain_pytorch() -> None:
     model = small()
     target, memory = tokens(19, [6, 6]), torch.randn(2, 5, 16)
     with models.attention_weights(model, "decoder.stack.layers.0.self_attn") as weights:
@@ -305,7 +305,7 @@ def test_attention_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_attention_weights_of_torchs_own_modules(grad: bool) -> None:
+def test_attention_weights_of_torch_nn_modules(grad: bool) -> None:
     theirs = torch.nn.Transformer(16, 2, 1, 1, 24, batch_first=True).eval()
     source, target = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
     with torch.set_grad_enabled(grad), models.attention_weights(theirs) as weights:
@@ -317,7 +317,7 @@ def test_attention_weights_of_torchs_own_modules(grad: bool) -> None:
     }
 
 
-def test_attention_weights_give_the_caller_what_it_asked_for() -> None:
+def test_attention_weights_keep_the_calls_own_results() -> None:
     attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
     x = torch.randn(2, 5, 16)
     with models.attention_weights(attention) as weights:
@@ -329,7 +329,7 @@ def test_attention_weights_give_the_caller_what_it_asked_for() -> None:
     assert each.shape == (2, 2, 5, 5)
 
 
-def test_attention_weights_of_no_such_layer() -> None:
+def test_attention_weights_of_unknown_layers_raise() -> None:
     with (
         pytest.raises(ValueError, match=r"no attention of the model fits 'layer9\.\*'; it has enc"),
         models.attention_weights(small(), "layer9.*"),
@@ -341,7 +341,7 @@ SOURCE, TARGET = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 6]])
 
 
 def called(**options: Any) -> Any:
-    """Calls a small model with these arguments in place of good ones."""
+    """Calls a small model, with these arguments instead of valid ones."""
     return small()(**{"source": SOURCE, "target": TARGET, **options})
 
 
@@ -440,12 +440,12 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("call", "error", "words"), WRONG, ids=lambda x: x if type(x) is str else ""
 )
-def test_what_is_refused(call: Any, error: type[Exception], words: str) -> None:
+def test_wrong_arguments_raise(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
 
 
-def test_beam_search_refuses_what_it_cannot_do() -> None:
+def test_unsupported_beam_search_raises() -> None:
     model = small_language_model()
     prompt = torch.tensor([[3, 4], [5, 6]])
     with pytest.raises(ValueError, match="beam search needs prompts of one length"):
@@ -456,7 +456,7 @@ def test_beam_search_refuses_what_it_cannot_do() -> None:
         model.stream(prompt, models.BeamSearch(2), max_new_tokens=2)
 
 
-def test_nothing_is_changed_by_an_error() -> None:
+def test_errors_change_no_state() -> None:
     model = small().train()
     source = SOURCE.clone()
     with pytest.raises(ValueError, match="beams must be at most"):

@@ -1,6 +1,6 @@
-"""The pages in examples/: each runs, and its model gives what the tutorial's own code gives.
+"""The pages of examples/: each runs, and its model gives the same results as the tutorial's code.
 
-The tutorials' models are written out here in plain PyTorch, in the shape those tutorials have.
+The tutorials' models are rewritten here in plain PyTorch, with the same structure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models_checks import in_double, lively, recomputed, small, small_language_model, tokens
+from models_checks import in_double, recomputed, small, small_language_model, tokens, varied
 from module_checks import check_budget
 from torch import Tensor, nn
 
@@ -44,7 +44,10 @@ def randomised(model: nn.Module) -> Any:
 
 
 def check(ours: nn.Module, theirs: nn.Module, load: Any, call: Callable[[Any], Tensor]) -> None:
-    """The loaded model's outputs against the tutorial's, whose error against fp64 is the ruler."""
+    """Compares the loaded model's outputs with the tutorial's; the budget is the tutorial's error.
+
+    That error is measured against float64.
+    """
     load(ours.eval(), theirs.state_dict())
     with torch.no_grad():
         expected = call(theirs)
@@ -75,9 +78,9 @@ def test_the_annotated_transformer() -> None:
     )
 
 
-def test_the_annotated_transformers_greedy_decode() -> None:
+def test_greedy_decode_of_the_annotated_transformer() -> None:
     ours = tutorials.annotated_transformer(23, 11, N=2, d_model=16, d_ff=24, h=2).eval()
-    lively(randomised(ours))
+    varied(randomised(ours))
     source = tokens(23, [7])
     start = torch.zeros(1, 1, dtype=torch.int64)
     ys = recomputed(lambda ys: ours.log_probabilities(source, ys)[:, -1], start, 9)
@@ -86,12 +89,12 @@ def test_the_annotated_transformers_greedy_decode() -> None:
 
 
 @pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3), models.Sampling(seed=1)])
-def test_searches_of_a_model_written_by_hand(method: Any) -> None:
-    """Its tokens are those of our model with its weights."""
+def test_generation_of_a_hand_written_model(method: Any) -> None:
+    """Generates the same tokens as this library's model with the same weights."""
     ours = tutorials.annotated_transformer(23, 11, N=2, d_model=16, d_ff=24, h=2)
     theirs = randomised(Annotated(23, 11, 2, 16, 24, 2))
     models.load_weights(ours, theirs.state_dict())
-    lively(ours)
+    varied(ours)
     theirs.generator.proj.load_state_dict(ours.output.state_dict())
     theirs.train()
     theirs.src_embed.append(nn.Dropout())
@@ -112,8 +115,9 @@ def test_searches_of_a_model_written_by_hand(method: Any) -> None:
     assert theirs.training
 
 
-def test_a_model_written_by_hand_of_another_form() -> None:
-    """Without encode, decode and generator, and with masks (B, 1, 1, S) and (1, 1, T, T)."""
+def test_hand_written_model_with_other_methods_and_masks() -> None:
+    """The model has no encode, decode and generator; its masks are (B, 1, 1, S) and (1,
+    1, T, T)."""
     theirs = randomised(FourLinearsTransformer(13, 11, 16, 2, 2, 24))
 
     def encode(source: Tensor, mask: Tensor) -> Tensor:
@@ -128,7 +132,8 @@ def test_a_model_written_by_hand_of_another_form() -> None:
     )
     source, ys = torch.randint(1, 13, (2, 6)), torch.ones(2, 1, dtype=torch.int64)
     with torch.no_grad():
-        theirs.fc.weight[0], theirs.fc.bias[0] = 0, -99  # 0 would be padding for the model itself
+        # The model itself treats token 0 as padding.
+        theirs.fc.weight[0], theirs.fc.bias[0] = 0, -99
     ys = recomputed(lambda ys: theirs(source, ys)[:, -1], ys, 7)
     assert torch.equal(adapter.generate(source, max_new_tokens=7).tokens, ys[:, 1:])
     adapter.pad_token, source[1] = 3, 3
@@ -138,7 +143,7 @@ def test_a_model_written_by_hand_of_another_form() -> None:
         models.HandWritten(theirs, start_token=1, end_token=2)
 
 
-def test_weights_of_modules_written_by_hand() -> None:
+def test_attention_weights_of_hand_written_modules() -> None:
     theirs = randomised(Annotated(13, 11, 2, 16, 24, 2))
     ours = tutorials.annotated_transformer(13, 11, N=2, d_model=16, d_ff=24, h=2).eval()
     models.load_weights(ours, theirs.state_dict())
@@ -157,7 +162,7 @@ def test_weights_of_modules_written_by_hand() -> None:
         torch.testing.assert_close(one, right)
         assert not one.requires_grad
     theirs.log_probabilities(source[:1], target[:1])
-    assert found["decoder.layers.0.src_attn"].shape[0] == 2  # hooks are gone
+    assert found["decoder.layers.0.src_attn"].shape[0] == 2  # hooks are removed
     attention_weights_of_all = models.attention_weights(theirs, read=read)
     with pytest.raises(ValueError, match="names must say which"), attention_weights_of_all:
         pass
@@ -167,7 +172,7 @@ def test_weights_of_modules_written_by_hand() -> None:
 
 
 class FourLinears(by_hand.MultiHeadedAttention):
-    """Takes masks (B, 1, 1, S) and (B, 1, T, T)."""
+    """Accepts masks (B, 1, 1, S) and (B, 1, T, T)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         nn.Module.__init__(self)
@@ -308,7 +313,7 @@ def test_packed_projection() -> None:
 
 
 class Written(NamedTuple):
-    """What a tutorial calls the parts of an encoder-decoder, and of each layer."""
+    """A tutorial's names for the parts of an encoder-decoder, and of each layer."""
 
     encoder_layers: str
     decoder_layers: str
@@ -316,7 +321,7 @@ class Written(NamedTuple):
     projections: str
     network: str
     norms: str
-    #: The norms behind the stacks, the embeddings, the last Linear.
+    #: Names of the final norms, the embeddings and the last Linear.
     others: str
     norm: str
     buffer: str
@@ -411,7 +416,7 @@ GPT = {
 
 
 def as_written(state: dict[str, Tensor], tutorial: str) -> dict[str, Tensor]:
-    """Our state_dict under the names of a tutorial."""
+    """Renames this library's state_dict to the names of a tutorial."""
     written = WRITTEN[tutorial]
     names, norm = written.names(), dict(zip(("weight", "bias"), written.norm.split(), strict=True))
     found = {written.buffer: torch.ones(1)}
@@ -426,7 +431,7 @@ def as_written(state: dict[str, Tensor], tutorial: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tutorial", WRITTEN)
-def test_names_of_tutorials(tutorial: str) -> None:
+def test_tutorial_state_dicts_load(tutorial: str) -> None:
     saved, model = (small(norm_first=True, norm="annotated") for _ in range(2))
     theirs = as_written(saved.state_dict(), tutorial)
     assert not set(theirs) & set(saved.state_dict())
@@ -435,7 +440,7 @@ def test_names_of_tutorials(tutorial: str) -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_names_of_gpt() -> None:
+def test_gpt_state_dicts_load() -> None:
     saved, model = (small_language_model(norm_first=True, positions="learned") for _ in range(2))
     theirs = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     for name, value in saved.state_dict().items():
@@ -447,8 +452,8 @@ def test_names_of_gpt() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_weights_that_are_one_or_that_are_missing() -> None:
-    """One table of embeddings, norms of one number, Linears without biases."""
+def test_shared_and_missing_weights_load() -> None:
+    """One embedding table, norms with scalar weights, Linears without biases."""
     saved = small(target_vocab_size=None, norm_first=True)
     theirs = as_written(saved.state_dict(), "w_q and w_o")
     del theirs["tgt_embed.embedding.weight"], theirs["projection_layer.proj.bias"]
@@ -465,8 +470,8 @@ def test_weights_that_are_one_or_that_are_missing() -> None:
     assert model.decoder.stack.norm.weight.tolist() == [pytest.approx(0.7)] * 16
 
 
-def test_unknown_names_are_told_by_their_parts() -> None:
-    """Short, with a ``names`` that can be copied."""
+def test_unknown_names_raise_a_short_error() -> None:
+    """The message names only the unknown parts, and suggests a ``names`` argument that works."""
     saved, model = small(norm_first=True), small(norm_first=True)
     theirs = as_written(saved.state_dict(), "wq and dense")
     renamed = {
@@ -487,7 +492,7 @@ def test_unknown_names_are_told_by_their_parts() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_weights_that_cannot_be_loaded() -> None:
+def test_wrong_state_dicts_raise_and_change_nothing() -> None:
     model = small(norm_first=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = as_written(before, "wq and dense")
@@ -524,7 +529,7 @@ def test_weights_that_cannot_be_loaded() -> None:
 
 
 class TorchSeq2Seq(nn.Module):
-    """The page's model with torch.nn's modules, called as the tutorials call them."""
+    """The model of the example page, made of torch.nn modules, called as in the tutorials."""
 
     def __init__(self, like: Any) -> None:
         super().__init__()
@@ -556,7 +561,8 @@ class TorchSeq2Seq(nn.Module):
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_translation_with_torch_nn() -> None:
     ours = randomised(translation.Seq2SeqTransformer(2, 16, 2, 23, 19, 24))
-    theirs = randomised(TorchSeq2Seq(ours)).train()  # no dropout, and no fast path
+    # Training mode avoids the fast path; dropout is 0.
+    theirs = randomised(TorchSeq2Seq(ours)).train()
     source = tokens(23, [7, 7]).T.contiguous()
     source[4:, 1] = translation.PAD
     target = tokens(19, [5, 5]).T

@@ -490,7 +490,7 @@ def test_pickles_of_earlier_versions_find_their_classes() -> None:
         pickle.loads(b"ctransformer_fast.nn.no_such_module\nLinear\n.")
 
 
-#: Classes of torch.nn whose ``forward`` others replace, to add something to every instance.
+#: Classes of torch.nn whose ``forward`` other libraries replace, to change every instance.
 PATCHED = (
     "Linear", "LayerNorm", "RMSNorm", "Embedding", "CrossEntropyLoss", "Dropout", "ReLU", "GELU",
     "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder",
@@ -499,7 +499,10 @@ PATCHED = (
 
 
 def patched_models(library: Any) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
-    """Small modules, and a layer whose activation is a module, which hold all of `PATCHED`."""
+    """Returns small models that together contain every class of `PATCHED`.
+
+    Layers with activation modules are among them.
+    """
     x, tokens = torch.randn(2, 5, 32), torch.tensor([[1, 2]])
     layers = [
         library.TransformerEncoderLayer(32, 4, 48, activation=kind(), batch_first=True)
@@ -515,11 +518,13 @@ def patched_models(library: Any) -> list[tuple[torch.nn.Module, tuple[torch.Tens
 
 
 @pytest.mark.parametrize("name", PATCHED)
-def test_a_forward_replaced_on_torchs_class_runs(
+def test_forward_replaced_on_a_torch_nn_class_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a replacement that looks like the original. Ours may call it for more modules:
-    out_proj."""
+    """The replacement has the original's name and signature.
+
+    This library may call it for more modules than PyTorch does: for out_proj.
+    """
     kind, calls = getattr(torch.nn, name), 0
     original = kind.forward
 

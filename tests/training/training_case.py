@@ -1,4 +1,4 @@
-"""A small task: reverse a sequence. What the tests here train, alone or in several processes."""
+"""A small task, reversing a sequence, which the training tests use in one or several processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_trainer(
 
 
 def torchrun(script: Path, arguments: list[str]) -> None:
-    """Two processes that run it with the environment that torchrun gives."""
+    """Runs the script in two processes, with the environment variables of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,8 +75,8 @@ def torchrun(script: Path, arguments: list[str]) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
