@@ -1,4 +1,4 @@
-"""What all tests share: fixed random numbers, and a process that every test leaves as it was."""
+"""Shared fixtures: fixed random numbers, and a check that every test leaves the process unchanged."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# Threads that wait sleep: where several processes share the cores, spinning takes the others' time.
-# OpenMP asks once, when torch is loaded.
+# Waiting threads sleep: where several processes share the cores, spinning threads take time from
+# the others. OpenMP reads the variable once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Compiled graphs that Inductor finds on the disk may be of another version: it does not see that what
-# an operator returns has changed.
+# Inductor's graphs on disk may be outdated: their key does not include the code of our operators.
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
@@ -26,46 +25,47 @@ from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.functional import _operator
 
-# Triton asks when it is first imported whether to interpret; what other tests import (transformers)
-# imports it too.
+# Triton reads TRITON_INTERPRET at its first import. Modules that other tests import, such as
+# transformers, import Triton too.
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
-sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # models by hand
+sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # hand-written models
 import interpreted
 import simt_build
 from harness import BACKENDS, CUBLAS, FLOAT_ISAS, ISAS, Backend, in_use
 
-# A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
+# A shell starts background jobs with SIGINT ignored, and tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
 
-# Most calls here are too small for a second thread. Tests of what depends on threads set them.
+# Most calls here are too small for a second thread. Tests of threading set the number themselves.
 torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if torch.cuda.is_available():  # drivers and compilers warn of what is theirs
+    if torch.cuda.is_available():  # drivers and compilers emit warnings that are not ours
         config.addinivalue_line("filterwarnings", "default")
 
 
 if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton/test_triton_[!h]*.py"]
 
-#: Percentage of a test's cases on these backends that run in `make test`: they run on emulators.
+#: Percentage of a test's cases on these backends that run in `make test`; their emulators are slow.
 _EMULATED = {"triton": 4, "cuda": 15}
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `thorough` the cases that `sampled` leaves to `make test-all`, and all instruction sets
-    between the lowest and the best.
+    """Marks cases as `thorough`, which only `make test-all` runs.
 
-    The first case of every test and backend stays. The golden ratio spreads the others evenly over
-    every parameter, whatever its period in the order of cases.
+    These are the cases beyond the percentage of a test's `sampled` mark, and all instruction sets
+    between the lowest and the best. The first case of every test and backend always runs. The
+    golden ratio spreads the others evenly over every parameter, whatever its period in the order of
+    cases.
     """
     cases: Counter[tuple[str, str]] = Counter()
     for item in items:
@@ -88,10 +88,10 @@ def _names_isa(value: object) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """An illegal access spoils its process for CUDA, and every later test would be blamed for it.
+    """Ends a process in which CUDA has failed with an illegal access.
 
-    So such a process ends. Under pytest-xdist the test counts as failed and another process takes
-    the rest.
+    Every later test in that process would fail for that reason. Under pytest-xdist the current test
+    counts as failed, and another process runs the rest.
     """
     if not torch.cuda.is_initialized():
         return
@@ -106,7 +106,7 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_random_numbers() -> None:
-    # What torch.manual_seed does, less a stack trace kept for each kind of device that is not here.
+    # Like torch.manual_seed, which also records a stack trace per device type that is missing here.
     torch.default_generator.manual_seed(20170612)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(20170612)
@@ -114,8 +114,9 @@ def fixed_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def process_left_alone() -> Iterator[None]:
-    """A backend or flag that a test forgets to put back would decide later tests; kernels that it
-    registers go."""
+    """Fails if a test changes the backend or a global flag, which would affect later tests; removes
+    the kernels that the test registered.
+    """
 
     def flags() -> tuple[object, ...]:
         state = dispatch._state.backend, dispatch._state.strict
@@ -131,14 +132,14 @@ def process_left_alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_calls_on_kernels() -> Iterator[None]:
-    """Most calls here are so small that the dispatcher would leave them to PyTorch."""
+    """Disables the small-size fallback: most calls here are so small that PyTorch would run them."""
     with fast_path.handed_over(on=False):
         yield
 
 
 @pytest.fixture
 def small_calls(small_calls_on_kernels: None) -> Iterator[None]:
-    """Small calls go where they go for everybody else."""
+    """Enables the small-size fallback, the default of users."""
     with fast_path.handed_over(on=True, short=True):
         yield
 
@@ -150,7 +151,7 @@ def generator() -> torch.Generator:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """The test may set the number of threads."""
+    """Restores the number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -170,13 +171,13 @@ def _in_use(isa: str) -> Iterator[str]:
 
 @pytest.fixture(params=ISAS or ["none"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this machine has, in use."""
+    """Runs the test on each instruction set of this machine."""
     yield from _in_use(request.param)
 
 
 @pytest.fixture(params=FLOAT_ISAS or ["none"])
 def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Those with builds of the fp32 kernels of their own."""
+    """Instruction sets with their own builds of the fp32 kernels."""
     yield from _in_use(request.param)
 
 
@@ -187,8 +188,11 @@ def amx() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def operators() -> str:
-    """The device whose tensors the operators ``cuda_*`` take: the GPU where there is one and the library
-    was built, and else the CPU, for the SIMT machine compiled from the same sources."""
+    """The device of the tensors that the ``cuda_*`` operators take.
+
+    It is the GPU if there is one and the library was built. Otherwise it is the CPU, for which the
+    SIMT machine is compiled from the same sources.
+    """
     if simt_build.ON_GPU:
         return "cuda"
     if _native.cuda_why_not is None:
@@ -199,7 +203,7 @@ def operators() -> str:
     cuda_backend.define_operators()
     from torch.utils.flop_counter import flop_registry  # imports Triton
 
-    # One more overload changes the hash of a packet, under which the registry keeps it.
+    # The new overload changes the packet's hash, which is the key in the registry.
     formulas = [*flop_registry.items()]
     flop_registry.clear()
     flop_registry.update(formulas)
@@ -209,7 +213,7 @@ def operators() -> str:
 
 @pytest.fixture
 def cuda(operators: str) -> str:
-    """The same; the dispatcher knows of them while the test runs."""
+    """The device of `operators`, with the CUDA kernels registered in the dispatcher."""
     for kernel in cuda_backend.kernels(operators, None):
         dispatch.register(kernel)
     return operators
@@ -217,31 +221,35 @@ def cuda(operators: str) -> str:
 
 @pytest.fixture
 def triton() -> str:
-    """Where Triton's kernels run; the dispatcher knows of the interpreter while the test runs."""
+    """The device of the Triton kernels, which are registered in the dispatcher, also as
+    interpreted.
+    """
     if interpreted.WHY_NOT is not None:
         pytest.skip(interpreted.WHY_NOT)
     for kernel in triton_backend.kernels(interpreted=interpreted.DEVICE == "cpu"):
         dispatch.register(kernel)
-    call_cache.forget()  # tests change tiles by hand
+    call_cache.forget()  # tests set tiles directly
     return interpreted.DEVICE
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """Where kernels of the backend that the test's folder is named after run: `cuda` or `triton`."""
+    """The device of the kernels that the test's folder is named after: the fixture `cuda` or
+    `triton`.
+    """
     where: str = request.getfixturevalue(request.path.parent.name)
     return where
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 x 16 in Triton's interpreter, so that small calls take many."""
+    """Sets tiles of 16 x 16 in Triton's interpreter, so that small calls have many tiles."""
     monkeypatch.setattr("transformer_fast.backends.triton.config.interpreter_tile", (16, 16))
 
 
 @pytest.fixture(params=BACKENDS, ids=str)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """Each that has kernels of its own, ready to run."""
+    """Runs the test on each of our backends and instruction sets."""
     one = request.param
     if one.name != "cpu" and "libasan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("`make sanitize` is for the native module")

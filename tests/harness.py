@@ -1,4 +1,4 @@
-"""What tests share: the kernels that can run here, what runs them, and processes."""
+"""Shared test helpers: the kernels that can run here, how to run and check them, and subprocesses."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from transformer_fast.testing import (
 )
 from transformer_fast.testing.oracle import as_results
 
-#: Those that an fp64 oracle can check.
+#: The dtypes whose error an fp64 oracle can measure.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Values of the widest vector in each instruction set.
+#: Instruction sets of this machine, narrowest vectors first.
 ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
-#: Those with builds of the fp32 kernels of their own; and each dtype on those that have its.
+#: Instruction sets with their own builds of the fp32 kernels, and all pairs (dtype, instruction
+#: set) that select different builds.
 FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512"))
 BUILDS = [(d, isa) for d in DTYPES for isa in (FLOAT_ISAS if d == torch.float32 else ISAS)]
 
 
-#: Cases of attention in which nearly every probability is 0 or 1. Gradients of queries and keys are
-#: then small differences of dO V and dO O, of which a kernel that keeps O in a half type knows but
-#: eps |dO| |O|, as Triton's and PyTorch's do: they do not stay within the budget there. The CPU's
-#: kernels sum such differences up key by key.
+#: Attention cases in which nearly every probability is 0 or 1. Gradients of queries and keys are then
+#: small differences of dO V and dO O. A kernel that stores O in low precision has an error of
+#: eps |dO| |O| in dO O, as Triton's and PyTorch's have, and exceeds the budget there. The CPU kernels
+#: sum these differences key by key.
 SATURATED = frozenset(
     (
         "scores of deviation 100",
@@ -55,7 +56,7 @@ SATURATED = frozenset(
 
 
 class Target(NamedTuple):
-    """A kernel, on one dtype and (for the CPU's kernels) one instruction set."""
+    """A kernel, for one dtype and, for CPU kernels, one instruction set."""
 
     kernel: Kernel
     dtype: torch.dtype
@@ -89,7 +90,7 @@ def _cannot_run_here(kernel: Kernel) -> str | None:
 
 
 def kernels(op: str | None = None) -> list[Kernel]:
-    """All but the references."""
+    """Returns all kernels except the reference."""
     ops = dispatch.OPS if op is None else (op,)
     return [k for name in ops for k in dispatch.kernels(name) if k.backend != "reference"]
 
@@ -100,9 +101,10 @@ def kernel_of(op: str, backend: str = "cpu") -> Kernel:
 
 
 class Backend(NamedTuple):
-    """Kernels of our own as they can run here: without a GPU on what stands in for one.
+    """One of our backends as it can run here: without a GPU, on its emulator.
 
-    ``way``: the CPU's instruction set, where not the one in use; of Triton's products whose they are.
+    ``way``: for the CPU, an instruction set other than the one in use; for Triton, the library of
+    the matrix products.
     """
 
     name: str
@@ -122,14 +124,14 @@ class Backend(NamedTuple):
         return any(kernel.backend == self.name for kernel in dispatch.kernels(op))
 
 
-#: For the fixture `backend`.
+#: Parameters of the fixture `backend`.
 CPU, TRITON, CUDA = Backend("cpu"), Backend("triton"), Backend("cuda")
 CUBLAS = Backend("triton", "products of cuBLAS")
 BACKENDS = [*(Backend("cpu", isa) for isa in ISAS), TRITON, CUDA]
 
 
 def each_op(backends: Sequence[Backend]) -> pytest.MarkDecorator:
-    """Each op on each backend that has it."""
+    """Parametrizes a test by op and backend, for the backends that support the op."""
     found = [
         pytest.param(op, one, id=f"{op}-{one}") for op in OPS for one in backends if one.has(op)
     ]
@@ -140,7 +142,9 @@ EVERY_KERNEL = each_op((CPU, TRITON, CUDA))
 
 
 def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
-    """What `parametrize` takes; a kernel that cannot run here is one skip with its reason."""
+    """Returns parameters for `parametrize`; a kernel that cannot run here is one skip with its
+    reason.
+    """
     found = []
     for kernel in kernels(op):
         reason = _cannot_run_here(kernel)
@@ -157,7 +161,7 @@ def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
 
 
 def targets_and_cases(**options: Any) -> list[Any]:
-    """Every target with every case of the op table that its kernel accepts."""
+    """Returns every target with every case of the op table that its kernel supports."""
     found = []
     for param in targets(**options):
         (target,) = param.values
@@ -172,7 +176,7 @@ def targets_and_cases(**options: Any) -> list[Any]:
 
 @functools.cache
 def drawn(op: str, case: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of a case, drawn once."""
+    """Returns the arguments of a case, which are drawn only once."""
     generator = torch.Generator().manual_seed(0)
     arguments: tuple[Any, ...] = OPS[op].case(case).build(dtype, "cpu", generator)
     return arguments
@@ -184,7 +188,7 @@ def on(target: Target, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def in_use(isa: str | None) -> Iterator[None]:
-    """Within the block kernels run on this instruction set, if it names one."""
+    """Context manager that selects an instruction set; None keeps the current one."""
     if isa is None:
         yield
         return
@@ -198,7 +202,7 @@ def in_use(isa: str | None) -> Iterator[None]:
 
 
 def run(target: Target, arguments: tuple[Any, ...]) -> Any:
-    """The kernel's result, on its instruction set, in memory that started as NaN."""
+    """Runs the kernel on the target's instruction set, with new memory filled with NaN."""
     with in_use(target.isa), torch.no_grad(), nan_memory():
         return target.kernel.run(*arguments)
 
@@ -206,20 +210,22 @@ def run(target: Target, arguments: tuple[Any, ...]) -> Any:
 def check_target(
     target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
 ) -> None:
-    """Runs the target among NaN, off alignment, and holds it to the budget."""
+    """Checks the target against the error budget, with misaligned inputs that are surrounded by
+    NaN.
+    """
     results = as_results(run(target, on(target, embed_all_in_nan(arguments, offset))))
-    # The truth is the CPU's, wherever the kernel runs.
+    # The truth is computed on the CPU, whatever the device of the kernel.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
 
 
-#: Gives calls of an op in a dtype, by name.
+#: Takes a dtype; yields calls of an op as (name, arguments).
 Build = Callable[[torch.dtype], Iterable[tuple[str, tuple[Any, ...]]]]
 
 
 def check_calls(
     target: Target, build: Build, offsets: Sequence[int] = (1,), *, gradients: bool = False
 ) -> None:
-    """Holds the results (or the gradients) of each call to the budget; skips if all are refused."""
+    """Checks results (or gradients) of each call against the budget; skips if no call is supported."""
     refused, accepted = None, 0
     for name, arguments in build(target.dtype):
         wanted = require_grad(target.op, arguments) if gradients else arguments
@@ -239,7 +245,7 @@ def check_calls(
 
 
 def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = True) -> None:
-    """Holds results on the way to gradients, and those (if wanted), to the budget."""
+    """Checks the results of the training path, and optionally the gradients, against the budget."""
     called = require_grad(kernel.op, arguments)
     if reasons := why_not(kernel, call_of(kernel.op, called)):
         pytest.skip("; ".join(reasons))
@@ -258,7 +264,7 @@ def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = 
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """NaN equals NaN."""
+    """True if both trees have bitwise equal tensors; NaN equals NaN."""
 
     def bits(tree: Any) -> list[Any]:
         leaves = [x.detach() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
@@ -269,7 +275,9 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def check_threads(call: Callable[[], Any], counts: Sequence[int] = (1, 2, 3)) -> None:
-    """The same bits with any number of threads, which the fixture `threads` puts back."""
+    """Checks that results are bitwise equal for all thread counts; the fixture `threads` resets
+    them.
+    """
     found = []
     for count in counts:
         torch.set_num_threads(count)
@@ -278,7 +286,7 @@ def check_threads(call: Callable[[], Any], counts: Sequence[int] = (1, 2, 3)) ->
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
-    """Runs ``work(number)`` in so many of Python's threads at once."""
+    """Runs ``work(number)`` in ``count`` Python threads at once."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -287,7 +295,7 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Sees the operators that run within the block."""
+    """Dispatch mode that passes each operator within the block to `see`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -295,12 +303,12 @@ class Watch(TorchDispatchMode):
         return result
 
     def see(self, func: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        """With what was given by position."""
+        """``arguments``: the positional ones."""
         raise NotImplementedError
 
 
 class Operators(Watch):
-    """Which operators run within the block."""
+    """Records the operators that run within the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +327,9 @@ class Operators(Watch):
 
 
 class Recorder(Watch):
-    """Keeps each call of our operators; of calls that differ in numbers only, the first."""
+    """Records one call of our operators per kind: calls that differ only in values or sizes are
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,8 +346,9 @@ class Recorder(Watch):
 
 
 def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) -> list[Any]:
-    """So many calls of our operators, and their arguments, of those that the kernel makes in these
-    calls: without gradients, for all of them, and for one."""
+    """Returns up to ``most`` (operator, arguments) pairs that the kernel calls for ``calls``:
+    without gradients, with all gradients, and with one.
+    """
     with Recorder() as found:
         for arguments in calls:
             given = require_grad(kernel.op, arguments)
@@ -358,7 +369,7 @@ def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) 
 def check_one_graph(
     op: str, run: Any, arguments: tuple[Any, ...], backend: str = "aot_eager"
 ) -> None:
-    """Compiled whole, a call has the same results and gradients."""
+    """Checks that one compiled graph of the whole call has the same results and gradients."""
 
     def total(*given: Any) -> torch.Tensor:
         results = as_results(run(*given))
@@ -376,7 +387,7 @@ def check_one_graph(
 
 
 class OnDevice(Operators):
-    """As on a GPU: raises where the host would wait for it, or where something is not on meta."""
+    """Imitates a GPU: raises where the host would synchronize, or if a tensor is not on meta."""
 
     WAIT = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "lift_fresh")
 
@@ -389,16 +400,16 @@ class OnDevice(Operators):
 
 
 def name_of(func: Any) -> str:
-    """An operator's, without its overload."""
+    """Returns an operator's name, without its overload."""
     return str(func._schema.name.rpartition("::")[2])
 
 
 def python(
     *arguments: object, status: int | None = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, in this folder, where Triton does not interpret.
+    """Runs Python in a subprocess, in the project's root, without Triton's interpreter.
 
-    ``status``: what it must end with; None: anything.
+    ``status``: required exit status; None: any.
     """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

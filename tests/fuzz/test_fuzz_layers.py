@@ -1,4 +1,4 @@
-"""Fused layers and decoding steps, by way of the public modules, against PyTorch's own in fp64."""
+"""Random calls of fused layers and decoding steps of the public modules, against PyTorch's in fp64."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, nan_memory
 pytestmark = pytest.mark.sampled(10)
 
 CALLS = MORE // 20 or 20
-#: Of PyTorch's layer, where ours does not pass beside fewer.
+#: Runs of PyTorch's layer whose worst error counts, if ours exceeds the budget of fewer runs.
 CALLS_OF_TORCH = 64
 
 
 class Drawn(NamedTuple):
-    """Torch's layer or stack of layers, and what it is called with (batch first)."""
+    """A layer or stack of PyTorch, and the arguments of a call (batch first)."""
 
     module: torch.nn.Module
     x: Tensor
     memory: Tensor | None
     causal: bool
-    #: bool, True where hidden, or added; (T, T).
+    #: (T, T): bool, True = masked, or float and added.
     mask: Tensor | None
-    #: bool, True where there is padding, of x and of the memory.
+    #: Padding of x and of the memory: bool, True = padding.
     padding: Tensor | None
     memory_padding: Tensor | None
 
 
 def lengths_as_padding(numbers: Numbers, batch: int, length: int) -> Tensor:
-    """At least one place of each row is real."""
+    """Returns a padding mask in which each row has at least one token."""
     lengths = 1 + numbers.integers(batch, end=length)
     return torch.arange(length) >= lengths[:, None]
 
@@ -70,7 +70,7 @@ def layers(draw: Any, dtype: torch.dtype, decoding: bool = False) -> Drawn:
             spread = 1.0 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
             shift = 1.0 if name.endswith("weight") and parameter.dim() == 1 else 0.0
             parameter.copy_(numbers.normal(*parameter.shape, scale=spread, shift=shift))
-            # Scores of which some are large.
+            # Make some scores large.
             if name.endswith("in_proj_weight") and draw(st.integers(0, 3)) == 3:
                 parameter *= 3.0
     x = numbers.normal(batch, length, width, scale=draw(st.sampled_from((1.0, 0.1, 5.0))))
@@ -79,7 +79,7 @@ def layers(draw: Any, dtype: torch.dtype, decoding: bool = False) -> Drawn:
     mask = padding = None
     if not decoding and not causal and draw(st.booleans()):
         mask = numbers.bools(length, length, true=0.4)
-        mask.fill_diagonal_(False)  # what a row gives that sees nothing is where torch differs
+        mask.fill_diagonal_(False)  # PyTorch differs from ours in fully masked rows
         if draw(st.booleans()):
             mask = torch.where(mask, -math.inf, numbers.normal(length, length))
     if not decoding and draw(st.integers(0, 2)) == 2:
@@ -107,7 +107,7 @@ def called(module: torch.nn.Module, drawn: Drawn, x: Tensor, memory: Tensor | No
 
 
 def run(module: torch.nn.Module, drawn: Drawn, start: Tensor | None) -> list[Tensor]:
-    """The result without padding, or, with `start`, the gradients by name."""
+    """Returns the unpadded results or, with ``start`` as their gradient, the gradients by name."""
     real = slice(None) if drawn.padding is None else ~drawn.padding
     if start is None:
         with torch.no_grad():
@@ -119,17 +119,19 @@ def run(module: torch.nn.Module, drawn: Drawn, start: Tensor | None) -> list[Ten
 
 
 def truth(drawn: Drawn, start: Tensor | None) -> list[Tensor]:
-    """What PyTorch's module gives in fp64."""
+    """Returns the results of PyTorch's module in fp64."""
     exact = cast(drawn._replace(module=None), torch.float64)
     with fast_path(False):
         return run(copied(drawn.module).double(), exact, None if start is None else start.double())
 
 
 def error_of_torch(drawn: Drawn, start: Tensor | None, true: list[Tensor], calls: int) -> float:
-    """The worst of several calls: on such small tensors one is a matter of luck."""
+    """Returns the worst error of several runs: on such small tensors one run's error is a matter of
+    luck.
+    """
     generator = torch.Generator().manual_seed(0)
     module, worst = copied(drawn.module), 0.0
-    # In inference PyTorch's fast path takes what is not 0 in a mask for hidden.
+    # In inference PyTorch's fast path treats all nonzero elements of a mask as masked.
     added = drawn.mask is not None and drawn.mask.is_floating_point()
     for draw in range(calls):
         moved = drawn
@@ -173,19 +175,19 @@ def check(drawn: Drawn, grad: bool) -> None:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_layers(dtype: torch.dtype, grad: bool) -> None:
+def test_random_layers_are_within_the_budget(dtype: torch.dtype, grad: bool) -> None:
     @settings(max_examples=CALLS, derandomize=not MORE, phases=[Phase.generate])
     @given(layers(dtype))
     def check_drawn(drawn: Drawn) -> None:
         if grad:
-            drawn.module.activation = torch.nn.functional.gelu  # ReLU's slope jumps
+            drawn.module.activation = torch.nn.functional.gelu  # the derivative of ReLU jumps
         check(drawn, grad)
 
     check_drawn()
 
 
 class Recorder:
-    """Embeds tokens for a decoder, and keeps what goes in and what comes out at each step."""
+    """A decoder's embedding and projection; records their inputs and outputs at each step."""
 
     def __init__(self, table: Tensor, weight: Tensor) -> None:
         self.table, self.weight = table, weight
@@ -202,7 +204,7 @@ class Recorder:
 
 
 def check_decoding(drawn: Drawn, layers: int, steps: int) -> None:
-    """Each step of greedy decoding, against the whole prefix run anew."""
+    """Compares each step of greedy decoding with a run over the whole prefix."""
     parts = [copy.deepcopy(drawn.module.eval()) for _ in range(layers)]
     numbers = Numbers(drawn.x.dtype, layers)
     with torch.no_grad():
@@ -244,7 +246,7 @@ def check_decoding(drawn: Drawn, layers: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_decoding(dtype: torch.dtype) -> None:
+def test_decoding_steps_match_the_whole_prefix(dtype: torch.dtype) -> None:
     @settings(max_examples=max(1, CALLS // 2), derandomize=not MORE, phases=[Phase.generate])
     @given(layers(dtype, decoding=True), st.integers(1, 3), st.sampled_from((1, 2, 5, 18)))
     def check_drawn(drawn: Drawn, layers: int, steps: int) -> None:

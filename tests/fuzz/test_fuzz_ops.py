@@ -1,9 +1,9 @@
-"""Every op of the op table on calls drawn at random, against its definition in NumPy and fp64
-(``defined`` of its row in `ops`), on every instruction set of this machine.
+"""Every op on random calls against its definition in NumPy and fp64, on every instruction set.
 
-The ordinary run draws the same few thousand calls each time. ``TRANSFORMER_FAST_FUZZ=50000`` draws
-so many in all, others in each run; ``--hypothesis-seed`` repeats one. The oracle is tested by known
-random words, by differences and by planted bugs.
+The definitions are `Row.defined` of the package `ops`. The ordinary run draws the same few thousand
+calls each time. ``TRANSFORMER_FAST_FUZZ=50000`` draws 50000 calls in all, and different ones in
+each run; ``--hypothesis-seed`` repeats a run. The oracle is itself tested: by known random words,
+by finite differences and by planted bugs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from transformer_fast.testing.parity import named, relative_error
 ISAS: tuple[str | None, ...] = harness.ISAS or (None,)
 MORE = int(os.environ.get("TRANSFORMER_FAST_FUZZ", "0"))
 CALLS = MORE or 2100
-#: Attention has the most ways to go wrong. Others share what it leaves.
+#: Share of the calls per op: attention has the most code paths. Other ops share the rest.
 SHARES = {"attention": 0.5, "linear": 0.12, "feed_forward": 0.1}
 
 
@@ -72,7 +72,7 @@ def _defined(op: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call
 
 
 def _tensor(array: Any, like: torch.dtype) -> Tensor:
-    """Finite numbers beyond what the dtype holds are infinite in it."""
+    """Converts to the dtype; finite values beyond its range become infinite."""
     if like != torch.float64:
         largest = torch.finfo(like).max * (1 + torch.finfo(like).eps / 4)
         with np.errstate(invalid="ignore"):
@@ -93,7 +93,7 @@ def gradient_oracle(
 ) -> dict[str, Tensor]:
     results, back = _defined(op, arguments)
     dtype = arguments[0].dtype
-    if "cross_entropy" in op:  # its losses are fp32 at least
+    if "cross_entropy" in op:  # the losses are at least fp32
         dtype = torch.promote_types(dtype, torch.float32)
     starts = [
         None if x is None else exact(upstream(torch.empty(x.shape, dtype=dtype), number))
@@ -101,8 +101,8 @@ def gradient_oracle(
     ]
     if from_rounded is not None and op == "attention":
         generator = np.random.default_rng(from_rounded)
-        # Half types are computed in fp32, too, and rounded once. What is in the middle between two of
-        # their numbers, as a mean of two values often is, becomes either.
+        # Low precision is also computed in fp32, and rounded once. A result halfway between two
+        # values of the dtype, as a mean of two values often is, may be rounded either way.
         half = dtype in (torch.float16, torch.bfloat16)
         wide = (x.float() if isinstance(x, Tensor) and x.dtype == dtype else x for x in arguments)
         with torch.no_grad():
@@ -133,12 +133,12 @@ def _rounding(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 def _about(x: Any, generator: np.random.Generator) -> Any:
-    """x, off by some units of fp32's rounding."""
+    """Returns x with a relative error of a few units of fp32's rounding."""
     return x * (1.0 + torch.finfo(torch.float32).eps * generator.integers(-4, 5, x.shape))
 
 
 class _OneByOne(torch.autograd.Function):
-    """a @ b as a loop over the terms gives it; a library's product adds up several partial sums."""
+    """a @ b as a loop over the terms; a library's product adds several partial sums."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
@@ -161,11 +161,11 @@ def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
 
 
 class OneByOne(TorchFunctionMode):
-    """Products and sums of rows in fp32 add their terms one by one.
+    """Computes fp32 products and row sums term by term.
 
-    Exponentials have a factor, which a softmax cancels: where scores are equal, all of them would be
-    1 and their sums exact. In calls of half types they are rounded to the type, which is how matrix
-    units take them.
+    Exponentials are multiplied by a factor, which cancels in a softmax. Without it, equal scores
+    would give exponentials of 1 and exact sums. In low-precision calls they are rounded to that
+    dtype, as the factors of a matrix unit are.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -190,13 +190,14 @@ class OneByOne(TorchFunctionMode):
 
 
 class Orders:
-    """The reference with what it adds up in orders of the generator's, its results in their own.
+    """The reference with random summation orders; its results keep their own order.
 
-    Sums are the same, rounded differently. Whoever adds up, scores of some hundreds have an error of
-    1e-5 in fp32; a row's weights hang on two or three of them, and a call's largest error on two or
-    three rows. So do slopes of activations on products of large terms, and what is left of the
-    differences in a gradient. Which order is the better one is luck, and the reference has only one.
-    Half of the orders are loops, whose errors are up to four times those of a library's products.
+    Sums are equal up to rounding. In fp32 any order has an error of 1e-5 in scores of some
+    hundreds. Two or three scores determine a row's weights, and two or three rows determine the
+    largest error of a call. The same holds for derivatives of activations at products with large
+    terms, and for gradients that are small differences. Which order is more exact is luck, and the
+    reference has only one. Half of the orders are loops, whose errors are up to four times those of
+    a library's products.
     """
 
     def __init__(self, op: str, seed: int, dtype: torch.dtype | None = None) -> None:
@@ -215,8 +216,8 @@ class Orders:
         return torch.arange(n) if fixed else torch.randperm(n, generator=self.generator)
 
 
-#: What passes beside the reference in its own order passes beside the worst of any others. They are
-#: asked only for what does not, and are so many.
+#: Number of other summation orders. They are tried only if a result exceeds the budget of the
+#: reference's own order, and the worst of them then counts.
 ORDERS = 63
 
 
@@ -234,19 +235,19 @@ def result_truth(op: str, arguments: tuple[Any, ...], orders: int) -> Truth:
 def gradient_truth(
     op: str, arguments: tuple[Any, ...], names: tuple[str, ...], orders: int
 ) -> Truth:
-    """What is known about the gradients; those of attention and of losses may be differences.
+    """Returns the `Truth` about gradients; those of attention and losses may be small differences.
 
-    The mean of the slopes over a row's weights W is dO O + dW W. Where one key has almost all of a
-    row, that takes away almost all of its slope, and a rounding of O is much of what is left. Where
-    values are equal it takes away all of dO V: the reference, which takes the mean of the slopes
-    themselves, has the same rounding on both sides. So what this formula gives where slopes and
-    means are summed up in fp32, from the reference's own results in fp32 and from rounded exact ones
-    in half types, and all else is exact counts as the reference's, where it is farther off. So does
-    what exact arithmetic makes of rounded probabilities where a loss's slopes are smaller than that:
-    with equal logits and a smoothing of 1 they vanish, in the reference by luck.
+    For weights W, the mean of dP over a row is dO O + dW W. If one key has almost all of a row, the
+    mean cancels almost all of its dP, and the rounding of O is much of the rest. If values are
+    equal, the mean cancels all of dO V. The reference averages dP itself, so both sides have the
+    same rounding. Therefore the formula counts as the reference if its error is larger, with dP and
+    its mean summed in fp32, and all else exact. Its inputs are the reference's own results in fp32,
+    or rounded exact results in low precision. Likewise for a loss: what exact arithmetic computes
+    from rounded probabilities counts if the gradients are smaller than that rounding. With equal
+    logits and a smoothing of 1 they vanish, in the reference by luck.
     """
     truth = truth_of_gradients(op, arguments, names, oracle=gradient_oracle)
-    # It may be given again.
+    # A copy: the original is cached and may be returned again.
     truth = Truth({**truth.expected}, truth.true, {**truth.units})
     loss = "cross_entropy" in op
     for seed in range(1 + orders if op == "attention" else int(loss)):
@@ -270,7 +271,7 @@ def _far(got: Tensor, true: Tensor) -> float:
 
 
 class Wrong(AssertionError):  # noqa: N818 - a verdict, not a fault of the test
-    """A result beyond the error budget, and where it came from."""
+    """A result beyond the error budget, with the kernel that computed it."""
 
 
 def _use(isa: str | None) -> None:
@@ -279,7 +280,7 @@ def _use(isa: str | None) -> None:
 
 
 def kernels_of(op: str) -> list[tuple[Kernel, str | None]]:
-    """The native kernels on each instruction set of this machine."""
+    """Returns the native kernels with each instruction set of this machine."""
     return [
         (kernel, isa)
         for kernel in dispatch.kernels(op)
@@ -289,7 +290,7 @@ def kernels_of(op: str) -> list[tuple[Kernel, str | None]]:
 
 
 def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] | None) -> None:
-    """The reference in fp64 is the definition, as far as the dtype of the call can tell."""
+    """Checks the fp64 reference against the definition, up to the rounding of the call's dtype."""
     reference = OPS[op].reference
     dtype = arguments[0].dtype
     wide = tuple(
@@ -300,8 +301,8 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
         results = as_results(reference(*wide))
     defined = oracle(op, wide)
     pairs = list(zip(OPS[op].results, results, defined, strict=True))
-    # Where everything cancels (the loss of a certain target), fp64 has its own rounding: of some
-    # hundreds of units where the slopes of scores of some hundreds do.
+    # If everything cancels (the loss of a certain target), fp64 has a rounding error of its own:
+    # some hundreds of units, if the scores are some hundreds.
     rounding = 4 * torch.finfo(torch.float64).eps * (1.0 + ROWS[op].terms(arguments, defined))
     if names:
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)
@@ -332,9 +333,10 @@ def check_kernels(
     offset: int = 1,
     kernels: list[tuple[Kernel, str | None]] | None = None,
 ) -> int:
-    """Results and gradients (of ``names``) of all kernels that take the call; how many did.
+    """Checks results and gradients (of ``names``) of all kernels that support the call.
 
-    Without gradients they run in `no_grad`, with them once more in the way that training has.
+    Inference runs in `no_grad`; with gradients, the training path runs as well. Returns the number
+    of runs.
     """
     arguments = embed_all_in_nan(arguments, offset)
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
@@ -400,17 +402,17 @@ def check_kernels(
     return ran
 
 
-#: NumPy has no callables of PyTorch's.
+#: NumPy cannot run PyTorch's callables.
 CASES = [(op, c.name) for op in OPS for c in OPS[op].cases if "callable" not in c.name]
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_the_reference_on_every_case(op: str, case: str) -> None:
+def test_the_reference_matches_the_definition_on_every_case(op: str, case: str) -> None:
     check_reference(op, harness.drawn(op, case, torch.float32), OPS[op].gradients_of)
 
 
 def edges(draw: Draw) -> dict[str, list[tuple[Any, ...]]]:
-    """What the op table's cases have not: sizes of nothing, and what is not a number."""
+    """Returns calls that the op table lacks: empty sizes, and NaN."""
 
     def product(rows: int, k: int, n: int, act: str | None = None) -> tuple[Any, ...]:
         return draw.normal(rows, k), draw.weight(n, k), draw.normal(n), act, None
@@ -427,7 +429,7 @@ def edges(draw: Draw) -> dict[str, list[tuple[Any, ...]]]:
         tensors = draw.normal(b, h, t, d), draw.normal(b, h, s, d), draw.normal(b, h, s, 3)
         return arrange(*tensors, causal=causal, mask=mask, weights=True)
 
-    # What the first calls leave is not to be read.
+    # The first calls leave values in scratch memory, which later calls must not read.
     products, networks = [product(300, 64, 128)], [network(300, 64, 128)]
     sizes = (0, 8, 5), (5, 0, 3), (5, 4, 0), (80, 0, 50), (300, 0, 3), (300, 4, 0), (0, 0, 0)
     products += [product(*each, act) for each in sizes for act in (None, "relu")]
@@ -450,9 +452,9 @@ def edges(draw: Draw) -> dict[str, list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", edges(Draw(torch.float32, "cpu", None)))
-def test_edges(op: str, dtype: torch.dtype) -> None:
+def test_edges_empty_sizes_and_nan(op: str, dtype: torch.dtype) -> None:
     for arguments in edges(Draw(dtype, "cpu", torch.Generator().manual_seed(0)))[op]:
-        # The slope at what is not a number is nobody's.
+        # Gradients at NaN inputs are unspecified.
         odd = any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in arguments)
         names = () if odd else OPS[op].gradients_of
         check_reference(op, arguments, names)
@@ -462,8 +464,8 @@ def test_edges(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", OPS)
-def test_drawn_calls(op: str, dtype: torch.dtype) -> None:
-    # Calls are not shrunk: it takes minutes, and the first one that fails tells as much.
+def test_random_calls_are_within_the_budget(op: str, dtype: torch.dtype) -> None:
+    # No shrinking: it takes minutes, and the first failing call is as informative.
     @settings(max_examples=share_of(op), derandomize=not MORE, phases=[Phase.generate])
     @given(ROWS[op].drawn(dtype))
     def check_drawn(drawn: Drawn) -> None:
@@ -473,7 +475,7 @@ def test_drawn_calls(op: str, dtype: torch.dtype) -> None:
     check_drawn()
 
 
-# The oracle --------------------------------------------------------------------------------------
+# Tests of the oracle ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -492,8 +494,8 @@ def test_drawn_calls(op: str, dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_philox_gives_the_known_words(key: Any, counter: Any, words: Any) -> None:
-    """Test vectors of Random123, the authors' own implementation."""
+def test_philox_matches_known_words(key: Any, counter: Any, words: Any) -> None:
+    """Test vectors of Random123, the implementation by the authors of Philox."""
     assert philox(key, np.array(counter, np.uint64)).tolist() == list(words)
 
 
@@ -502,15 +504,15 @@ def _call(op: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_slopes_of_activations(act: str) -> None:
-    z = np.linspace(-6.0, 6.0, 50)  # 0 is not among them
+def test_activation_derivatives_match_finite_differences(act: str) -> None:
+    z = np.linspace(-6.0, 6.0, 50)  # without 0
     step = 1e-6
     high, low = (activation(act, z + d)[0] for d in (step, -step))
     np.testing.assert_allclose(activation(act, z)[1], (high - low) / (2 * step), atol=1e-8)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_are_derivatives(op: str) -> None:
+def test_gradients_match_finite_differences(op: str) -> None:
     arguments = _call(op)
     results, back = _defined(op, arguments)
     generator = np.random.default_rng(0)
@@ -550,8 +552,8 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_planted_bug_is_found(op: str, bug: str) -> None:
-    """In a few dozen calls, whatever the op."""
+def test_planted_bugs_are_found(op: str, bug: str) -> None:
+    """Random calls find a bug in any op within a few dozen calls."""
     kernel = kernel_of(op, "reference")
 
     def run(*arguments: Any) -> Any:
@@ -573,7 +575,7 @@ def test_a_planted_bug_is_found(op: str, bug: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_other_orders_are_the_same_op(op: str) -> None:
+def test_other_orders_match_the_reference(op: str) -> None:
     arguments = _call(op)
     expected = gradients(op, OPS[op].reference, arguments)
     for seed in range(3):
@@ -589,7 +591,7 @@ def test_other_orders_are_the_same_op(op: str) -> None:
 
 
 def test_a_wrong_reference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The yardstick of the budget is checked, too."""
+    """The oracle also checks the reference, on which the budget is based."""
     right = reference.linear
     monkeypatch.setattr(reference, "linear", lambda *given: right(*given) * (1 + 1e-6))
     with pytest.raises(Wrong, match="not the definition"):

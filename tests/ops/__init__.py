@@ -1,11 +1,12 @@
-"""What tests know of each op beside the op table: `<op>.py` has its row, which all tables follow.
+"""Test data of each op beyond the op table: ``<op>.py`` has the op's `Row`, from which all tests
+draw.
 
-Here are the shape of a row, and what rows share: how calls are drawn at random, and numbers in NumPy.
+This module defines `Row` and what rows share: random calls, and helpers in NumPy.
 
-``defined`` of a row is the op from its definition, in NumPy and fp64: the oracle of the fuzz tests. It
-shares no code with the package. It returns the results and a function that takes their gradients and
-returns those of the arguments, worked out by hand; that they are the derivatives is tested by
-differences (fuzz/test_fuzz_ops.py). What stands at places that nothing may see is not computed with.
+``Row.defined`` computes the op by its definition, in NumPy and fp64, as the oracle of the fuzz
+tests. It shares no code with the package. It returns the results and a function that maps their
+gradients to those of the arguments. The gradients are derived by hand; fuzz/test_fuzz_ops.py checks
+them by finite differences. Values at masked positions never enter a computation.
 """
 
 from __future__ import annotations
@@ -36,38 +37,41 @@ def _no_terms(arguments: Arguments, results: tuple[Tensor | None, ...] = ()) -> 
 
 @dataclass(frozen=True)
 class Row:
-    """What tests know of an op that the op table does not."""
+    """Test data of an op that the op table does not have."""
 
-    #: Planted bugs: the case in which each is looked for, and the op with it.
+    #: Planted bugs: name -> (the case that has to find the bug, the op with the bug).
     bugs: dict[str, tuple[str, Callable[..., Any]]]
-    #: What is swept: the arguments when one of the call's sizes is n.
+    #: Swept sizes: name -> a function that returns the arguments with that size equal to n.
     sweeps: dict[str, Callable[[spec.Draw, int], Arguments]]
-    #: Few elements, for finite differences. The last call has gradients of all arguments that can.
+    #: Calls of few elements, for finite differences. The last one has all gradients that exist.
     small: Callable[[spec.Draw], list[Arguments]]
-    #: Work for several threads, split by rows, by columns and by heads.
+    #: Calls large enough for several threads, split by rows, by columns and by heads.
     large: Callable[[spec.Draw], list[Arguments]]
-    #: The fuzz's calls in a dtype.
+    #: Strategy for random calls in a dtype.
     drawn: Callable[[torch.dtype], st.SearchStrategy[Drawn]]
-    #: The definition in NumPy and fp64, see above: takes the reference's arguments.
+    #: The definition in NumPy and fp64, see above; takes the reference's arguments.
     defined: Callable[..., Any]
-    #: The reference with its sums in another order: takes an `Orders` of the fuzz, then the arguments.
+    #: The reference with another summation order; takes an `Orders` of the fuzz tests, then
+    #: arguments.
     in_order: Callable[..., Any]
-    #: The name of a case with as much as a call can have.
+    #: Name of a case with as many optional arguments as possible.
     sample: str
-    #: Calls like `large` that leave NaN in all scratch memory; None: those.
+    #: Calls like `large` that fill all scratch memory with NaN; None: those of `large`.
     filling: Callable[[spec.Draw], list[Arguments]] | None = None
-    #: Whether those of PyTorch's samples are held to PyTorch's; gradgradcheck has all.
+    #: If true, second derivatives on PyTorch's samples are compared with PyTorch's. gradgradcheck
+    #: covers all ops.
     second_derivatives: bool = True
-    #: By how much the terms of differences exceed the results, and the gradients, in fp64: takes the
-    #: arguments and the exact results.
+    #: Magnitude of the terms whose differences the results, and the gradients, are: the unit of
+    #: their rounding in fp64. Takes the arguments, and for results the exact results.
     terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
     gradient_terms: Callable[[Arguments], float] = _no_terms
 
 
 def wrong(op: str, then: Callable[..., Any] | None = None, **changes: Any) -> Callable[..., Any]:
-    """The reference with other arguments: values, or functions of the call, which has all by name.
+    """Returns the reference with changed arguments: values, or functions of the call's named
+    arguments.
 
-    ``then`` makes other results of the call and the right ones.
+    ``then`` takes the call and the right results, and returns others.
     """
 
     def run(*arguments: Any) -> Any:
@@ -82,7 +86,7 @@ def wrong(op: str, then: Callable[..., Any] | None = None, **changes: Any) -> Ca
 
 
 def some(n: int, least: int = 300) -> int:
-    """How many rows of n make enough elements for a fair ratio."""
+    """Returns the number of rows of n elements that are enough for a reliable error ratio."""
     return least // max(1, n) + 1
 
 
@@ -91,11 +95,11 @@ def at(x: Tensor | None, order: Tensor) -> Tensor | None:
 
 
 def size_of(x: Tensor) -> float:
-    """The largest finite absolute value."""
+    """Returns the largest finite absolute value."""
     return torch.where(x.isfinite(), x.abs(), 0.0).max().item() if x.numel() else 0.0
 
 
-# Calls drawn at random ---------------------------------------------------------------------------
+# Random calls -------------------------------------------------------------------------------------
 
 SMALL = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17)
 MIDDLE = (31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97)
@@ -104,7 +108,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 def exact(value: Any) -> Any:
-    """A tensor as NumPy's, in fp64 if it has floating-point numbers."""
+    """Returns a tensor as a NumPy array, in fp64 if it is floating-point; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -112,14 +116,16 @@ def exact(value: Any) -> Any:
 
 
 class Drawn(NamedTuple):
-    """A call of an op, and of which arguments gradients are checked (none: not at all)."""
+    """A call of an op, and the arguments whose gradients are checked (empty: none)."""
 
     arguments: tuple[Any, ...]
     names: tuple[str, ...]
     offset: int
 
     def __repr__(self) -> str:
-        """Shapes in place of elements: hypothesis warns of a long text, and that hides what failed."""
+        """Prints shapes instead of elements: hypothesis warns about long texts, which hides the
+        failure.
+        """
         told = [
             f"{str(one.dtype)[6:]}{list(one.shape)}" if isinstance(one, Tensor) else repr(one)
             for one in self.arguments
@@ -128,12 +134,12 @@ class Drawn(NamedTuple):
 
 
 VALUES = {"normal": 6, "small": 1, "large": 1, "equal rows": 1, "zeros": 1, "far": 1, "sparse": 1}
-# Not for bfloat16: the processor's own conversion to it (vcvtneps2bf16) makes them 0.
+# Not for bfloat16: the processor's own conversion to it (vcvtneps2bf16) flushes denormals to 0.
 DENORMAL = {**VALUES, "denormal": 1}
 
 
 class Numbers:
-    """Tensors of a dtype from a seed, in values and in strides that are drawn."""
+    """Random tensors of a dtype from a seed."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self.dtype = dtype
@@ -153,7 +159,9 @@ class Numbers:
         return choices[int(torch.randint(0, len(choices), (), generator=self.generator))]
 
     def of_kind(self, kind: str, *shape: int) -> Tensor:
-        """Values of a kind; what a sum of a few hundred of them squared still holds in the dtype."""
+        """Returns values of a kind; a sum of a few hundred of their squares does not overflow the
+        dtype.
+        """
         half = self.dtype == torch.float16
         if kind == "small":
             return self.normal(*shape, scale=1e-4 if half else 1e-12)
@@ -177,7 +185,7 @@ LAYOUTS = {"contiguous": 6, "transposed": 1, "steps": 1, "wide rows": 1, "flippe
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values in other strides."""
+    """Returns the same values with other strides."""
     if x.dim() == 0 or layout == "contiguous":
         return x
     if layout == "transposed" and x.dim() >= 2:
@@ -191,7 +199,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
     if layout == "flipped" and x.dim() >= 2:
-        # Dimensions in the opposite order in memory.
+        # Reverses the order of the dimensions in memory.
         order = tuple(reversed(range(x.dim())))
         return x.permute(order).contiguous().permute(order)
     if layout == "negated":
@@ -206,23 +214,23 @@ LEADING = [
 
 
 class Drawing(Numbers):
-    """Tensors in values and in strides that are drawn, too."""
+    """Random tensors whose kinds of values and strides hypothesis draws too."""
 
     def __init__(self, draw: Draw, dtype: torch.dtype) -> None:
         super().__init__(dtype, draw(st.integers(0, 2**32)))
         self.draw = draw
 
     def size(self, *groups: tuple[int, ...]) -> int:
-        """One of the sizes: small ones more often than middle ones, and so on."""
+        """Draws a size from groups of sizes; small sizes come more often than middle ones."""
         return self.draw(st.one_of(*(st.sampled_from(group) for group in groups)))  # type: ignore[no-any-return]
 
     def kind(self, table: dict[str, int]) -> str:
-        """A key, as often as its weight says."""
+        """Draws a key with the frequency given by its weight."""
         names = [name for name, weight in table.items() for _ in range(weight)]
         return self.draw(st.sampled_from(names))  # type: ignore[no-any-return]
 
     def lead(self, most: int) -> tuple[int, ...]:
-        """Leading dimensions of at most so many elements."""
+        """Draws leading dimensions with at most ``most`` elements."""
         shape: tuple[int, ...] = self.draw(st.sampled_from(LEADING))
         return shape if math.prod(shape) <= most else (3,)
 
@@ -233,11 +241,11 @@ class Drawing(Numbers):
         return laid_out(x, self.kind(LAYOUTS) if layout is None else layout)
 
 
-# Random numbers, as Salmon et al. 2011 define them -----------------------------------------------
+# Random numbers -----------------------------------------------------------------------------------
 
 
 def philox(key: tuple[int, int], counter: Array) -> Array:
-    """Philox4x32-10 of counters (..., 4), as Salmon et al. 2011 define it."""
+    """Philox4x32-10 of counters (..., 4), as defined by Salmon et al. 2011."""
     words = [counter[..., i].astype(np.uint64) for i in range(4)]
     low32 = np.uint64(0xFFFFFFFF)
     for turn in range(10):
@@ -254,7 +262,10 @@ def philox(key: tuple[int, int], counter: Array) -> Array:
 
 
 def numbers(seed: int, rows: Array, columns: int) -> Array:
-    """The random numbers below 2^16 of these rows: eight of a counter, whose first word counts them."""
+    """Returns random numbers below 2^16, (rows, columns), as dropout draws them.
+
+    Each Philox counter gives eight numbers; its first word counts along the row.
+    """
     counter = np.zeros((len(rows), -(-columns // 8), 4), np.uint64)
     counter[..., 0] = np.arange(counter.shape[1])[None, :]
     counter[..., 1] = (rows % 2**32)[:, None]
@@ -265,7 +276,7 @@ def numbers(seed: int, rows: Array, columns: int) -> Array:
 
 
 def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
-    """What dropout multiplies by: 0 or 1 / (1 - p) for each element."""
+    """Returns the factor of dropout for each element: 0 or 1 / (1 - p)."""
     if p == 0.0:
         return np.ones(shape)
     if p == 1.0:

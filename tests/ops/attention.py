@@ -1,4 +1,4 @@
-"""What tests know of attention."""
+"""Test data of attention; see `Row`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import LARGE, MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, kept, siz
 
 
 def _below(diagonal: Callable[[int, int], int]) -> Any:
-    """A bug of causality: the mask is triangular below this diagonal of (T, S)."""
+    """Returns a causality bug: the mask is triangular below this diagonal of (T, S)."""
 
     def mask(call: Any) -> Tensor:
         t, s = call.query.shape[-2], call.key.shape[-2]
@@ -93,7 +93,7 @@ def defined(
     p: float, seed: int | None, gqa: bool, need_weights: bool,
     query_lengths: Any = None,
 ) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Grads]]:  # fmt: skip
-    """(output, weights after dropout); the function takes the gradients of both."""
+    """Returns (output, weights after dropout), and the function that takes the gradients of both."""
     batch, heads, queries, size = q.shape
     keys, value_size = k.shape[2], v.shape[3]
     group = heads // k.shape[1] if gqa and k.shape[1] else 1
@@ -137,9 +137,12 @@ def defined(
         doutput: Array, dweights: Array | None,
         rounded: tuple[Array, Array | None, Any, Callable[[Array], Array]] | None = None,
     ) -> Grads:  # fmt: skip
-        """``rounded``: results, and an order of the value's channels: the slopes and their weighted
-        mean are to be taken from these in fp32, as Dao et al. 2022 do. And what becomes of P and dS
-        as factors of matrix units.
+        """Gradients of the arguments.
+
+        ``rounded``: (output, weights, order, rounding). dP and the weighted mean of its rows are
+        then computed in fp32, from these results and in this order of the value's channels, as in
+        Dao et al. 2022. ``rounding`` is applied to P and dS where they are factors of matrix
+        products.
         """
         dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
         ds = np.zeros(sees.shape)
@@ -178,13 +181,13 @@ def defined(
 
 
 def _slopes(doutput: Array, values: Array, output: Array, order: Any) -> tuple[Array, Array]:
-    """dO V^T and, for each row, dO O, summed up in fp32 in an order of their terms."""
+    """Returns dO V^T and, per row, dO O, summed in fp32 in the given order of channels."""
     do, v, o = (x[:, order].astype(np.float32) for x in (doutput, values, output))
     return (do @ v.T).astype(np.float64), (do * o).sum(axis=1, keepdims=True).astype(np.float64)
 
 
 def _weighted(weights: Array, values: Array, sees: Any) -> Array:
-    """weights @ values, of each row over the values that it sees only."""
+    """Returns weights @ values, where each row sums only the values that it may see."""
     wild = np.flatnonzero(~np.isfinite(values).all(axis=1))
     result: Array = weights @ np.where(np.isfinite(values), values, 0.0)
     for key in wild:
@@ -195,7 +198,7 @@ def _weighted(weights: Array, values: Array, sees: Any) -> Array:
     return result
 
 
-#: Shapes of masks over (B, H, T, S): which dimensions are not 1.
+#: Mask shapes: the dimensions of (B, H, T, S) that are not 1.
 MASK_SHAPES = ("BHTS", "TS", "BS", "BT", "HS", "HTS", "S", "B", "T", "BHS", "BTS")
 BOOL_MASKS = ("random", "dense", "sparse", "all", "nothing", "empty rows", "blocks")
 FLOAT_MASKS = ("normal", "hiding", "lowest", "zeros", "float of a bool", "large", "alibi", "rising")
@@ -266,7 +269,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     if kind.startswith("std"):
         q = q * float(kind[4:])
     elif kind == "rising keys":
-        # Scores grow along the keys, so that the first block of them has the smallest.
+        # Scores grow with the key index, so that the first key block has the smallest.
         direction = numbers.normal(d)
         slope = numbers.one_of(0.1, 0.5, 1.0)
         steps = (torch.arange(s, dtype=torch.float64) * slope / max(1, d) ** 0.5)[:, None]
@@ -304,7 +307,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
     weights = draw(st.integers(0, 2)) == 2
     if lengths is not None and draw(st.booleans()) and k.numel() and v.numel():
-        # Garbage behind the real keys.
+        # Fill the padding with garbage.
         beyond = (torch.arange(s) >= lengths[:, None])[:, None, :, None]
         k = torch.where(beyond, numbers.one_of(math.nan, math.inf), k)
         v = torch.where(beyond, numbers.one_of(math.nan, -math.inf), v)
@@ -317,9 +320,10 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     names: tuple[str, ...] = ()
     if draw(st.booleans()) and min(q.numel(), k.numel(), v.numel()) > 0:
         names = ("query", "key", "value")
-        # A mask in fp32 over half types has the gradient of scores that are no more exact than they.
-        # What is added to all of a row's scores changes nothing: its gradient is 0, and what comes
-        # out is the rounding of terms as large as the values, of which no other gradient tells.
+        # An fp32 mask beside low-precision inputs has a gradient that is no more exact than the
+        # scores. A mask that is constant along the keys has a gradient of 0. What is computed
+        # instead is the rounding of terms as large as the values, a magnitude that no other
+        # gradient shows.
         if mask is not None and mask.dtype == dtype and draw(st.booleans()) and mask.shape[-1] > 1:
             names = (*names, "attn_mask")
     gqa = group > 1
@@ -334,7 +338,7 @@ def _in_order(
 ) -> Any:  # fmt: skip
     of_scores, of_values = orders.order(q.shape[-1]), orders.order(v.shape[-1])
     if orders.seed % 2 and q.dtype == torch.float32 and q.shape[-1]:
-        # Some scale queries, some scores; neither is exact.
+        # Some kernels scale the queries, some the scores; neither way is exact.
         q, scale = q * (q.shape[-1] ** -0.5 if scale is None else scale), 1.0
     places = lengths is not None or causal or seed is not None
     of_keys = orders.order(k.shape[-2], fixed=places)
@@ -350,9 +354,9 @@ def _in_order(
 
 
 def _slope_terms(arguments: tuple[Any, ...]) -> float:
-    """The largest |scale| |K| sum(|dO| |V|), or with Q.
+    """Returns the largest |scale| |K| sum(|dO| |V|), or the same with Q in place of K.
 
-    dQ is a sum of P (dO V - dO O) K: of differences of such terms, which vanish where keys are equal.
+    dQ is a sum of P (dO V - dO O) K, of differences of such terms, which vanish if keys are equal.
     """
     named = OPS["attention"].named(arguments)
     query, key, value = (size_of(named[name].double()) for name in ("query", "key", "value"))
@@ -368,7 +372,7 @@ def _slope_terms(arguments: tuple[Any, ...]) -> float:
 def _small(draw: Any) -> list[tuple[Any, ...]]:
     qkv = draw.normal(2, 2, 3, 2), draw.normal(2, 2, 4, 2), draw.normal(2, 2, 4, 3)
     mask = draw.bools(2, 1, 3, 4, true=0.6)
-    mask[0, 0, 1] = False  # a row that sees nothing
+    mask[0, 0, 1] = False  # a fully masked row
     hiding = draw.normal(1, 2, 3, 4)
     hiding[0, 0, 1, 2] = -math.inf
     options: Any = {"scale": -0.7, "dropout_p": 0.3, "seed": draw.seed()}
@@ -401,7 +405,7 @@ def _swept(
     return _attention(1, heads, queries, keys, size, value_size=value_size, **rest)(draw)
 
 
-# Calls that several tests draw -------------------------------------------------------------------
+# Calls for several tests --------------------------------------------------------------------------
 
 
 def draw(dtype: torch.dtype = torch.float32) -> spec.Draw:
@@ -426,7 +430,7 @@ def tensors(
 def options(
     queries: int, keys: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, dict[str, Any]]:
-    """Keywords of `arrange`, by name."""
+    """Returns keywords of `arrange` by name."""
     d = draw(dtype)
     seen = d.bools(2, 1, queries, keys, true=0.7)
     added = d.normal(1, 2, queries, keys).masked_fill(seen[:1] < 1, -math.inf)
@@ -476,7 +480,8 @@ ROWS = {
         defined=defined,
         in_order=_in_order,
         sample="float mask and causal",
-        # NaN takes the long way, query by query, and a block of queries fills all it keeps.
+        # With NaN the kernel falls back to one query at a time. One query block fills all of its
+        # scratch.
         filling=lambda draw: _large(draw, 2, 150),
         gradient_terms=_slope_terms,
     )

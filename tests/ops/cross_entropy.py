@@ -1,4 +1,4 @@
-"""What tests know of cross_entropy and linear_cross_entropy."""
+"""Test data of cross_entropy and linear_cross_entropy; see `Row`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _LINEAR_BUGS = {
 def _defined(
     x: Array, target: Any, ignored: int, smoothing: float
 ) -> tuple[Array, Callable[..., Grads]]:
-    """The function takes the losses' gradient, and a unit by which log p, and p, may be off."""
+    """The returned function takes the gradient of the losses, and the rounding unit of log p and p."""
     rows, classes = x.shape
     losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
     wanted = np.zeros((rows, classes))
@@ -121,7 +121,7 @@ def _drawn(draw: Any, dtype: torch.dtype, with_linear: bool) -> Drawn:
     if kind == "scores":
         x = numbers.normal(rows, classes, scale=draw(st.sampled_from((30.0, 100.0, 300.0, 5e3))))
     elif kind == "hidden":
-        # Some classes are impossible; the target never is.
+        # Some classes have probability 0; the target never has.
         x = numbers.normal(rows, classes)
         x = torch.where(numbers.bools(rows, classes, true=0.3), -math.inf, x)
         real = target.clamp(0, classes - 1)
@@ -162,9 +162,9 @@ def _renamed(target: Tensor, ignored: int, classes: Tensor) -> Tensor:
 
 
 def _logit_terms(arguments: tuple[Any, ...]) -> float:
-    """The largest sums of |p - t| |W| over classes, of |p - t| |x| over rows.
+    """Returns the largest sum of |p - t| |W| over classes, or of |p - t| |x| over rows.
 
-    Where logits are nearly equal and all of the target is smoothing, the differences nearly vanish.
+    If logits are nearly equal and the smoothing is 1, these differences nearly vanish.
     """
     x, weight = (size_of(given.double()) for given in arguments[:2])
     return max(2.0 * weight, len(arguments[0]) * x)

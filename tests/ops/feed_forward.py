@@ -1,4 +1,4 @@
-"""What tests know of feed_forward."""
+"""Test data of feed_forward; see `Row`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _small(draw: Any) -> list[tuple[Any, ...]]:
     return [_feed_forward((3,), 2, 4, activation=name, dropout_p=p)(draw) for name, p in kinds]
 
 
-# From some 60 rows on one thread takes them in blocks, several do so from as many times that.
+# One thread works on blocks of rows from about 60 rows on; n threads do from about n times that.
 def _large(draw: Any) -> list[tuple[Any, ...]]:
     rows = (1, 40, 60, 100, 170, 500)
     found = [_feed_forward((n,), 90, 300, activation="gelu")(draw) for n in rows]

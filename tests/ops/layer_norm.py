@@ -1,4 +1,4 @@
-"""What tests know of the norms, alone and behind a residual connection."""
+"""Test data of the norms, with and without a residual; see `Row`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from . import (
 
 
 def by_formula(bug: str) -> Any:
-    """layer_norm with a bug in its formula."""
+    """Returns layer_norm with a bug in its formula."""
 
     def run(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Tensor:
         dims = tuple(range(-len(shape), 0))
@@ -134,7 +134,8 @@ def defined(
     flat = x.reshape(rows, size)
     centred, normal, scale = np.zeros((rows, size)), np.zeros((rows, size)), np.zeros((rows, 1))
     if size:
-        # Twice: the rounding of the mean of large values is as large as what is left of them.
+        # Subtract the mean twice: if values are large, the first mean's rounding error is as large
+        # as the remaining differences.
         centred = flat
         for _ in range(2 * centre):
             centred = centred - centred.mean(axis=1, keepdims=True)
@@ -242,10 +243,10 @@ def _is_row(value: Any, shape: Any) -> bool:
 
 
 def _terms(op: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> float:
-    """The largest |x| weight / sqrt(variance + eps) of a norm.
+    """Returns the largest |x| weight / sqrt(variance + eps) of a norm.
 
-    x - mean is a difference of such terms, and the rounding of the mean is as large as what is left
-    where the columns of a row are nearly equal.
+    x - mean is a difference of such terms. If the columns of a row are nearly equal, the rounding
+    error of the mean is as large as the difference.
     """
     if not arguments[0].numel():
         return 0.0
@@ -259,7 +260,7 @@ def _terms(op: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> flo
 
 
 def _rms(row: Row, **changes: Any) -> Row:
-    """The same calls without a bias."""
+    """Returns the row with the same calls, without a bias."""
 
     def without_biases(make: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return lambda draw: [_without_bias(one) for one in make(draw)]
@@ -307,7 +308,7 @@ ROWS = {
     "rms_norm": _rms(
         _NORM,
         bugs=_RMS_BUGS,
-        # Of rows of one element some are exactly 0 in PyTorch.
+        # In rows of one element, some of PyTorch's second derivatives are exactly 0.
         second_derivatives=False,
         drawn=lambda dtype: _drawn(dtype, False, True),
         defined=_rms_defined,

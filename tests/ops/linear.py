@@ -1,4 +1,4 @@
-"""What tests know of linear."""
+"""Test data of linear; see `Row`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_fast.specs.linear import _linear
 
 from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, at, exact, some, wrong
 
-#: How far fp32 sums may be off, in units of the sum of the sizes of what is summed.
+#: Maximum error of an fp32 sum, relative to the sum of the absolute values of its terms.
 KINK = 1e-5
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
@@ -57,7 +57,7 @@ _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def activation(name: str | None, z: Array) -> tuple[Array, Array]:
-    """act(z) and its slope."""
+    """Returns act(z) and its derivative."""
     if name is None:
         return z, np.ones_like(z)
     if name == "relu":
@@ -70,7 +70,7 @@ def activation(name: str | None, z: Array) -> tuple[Array, Array]:
         return z * cdf, cdf + z * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     assert name == "gelu_tanh"
     k = math.sqrt(2.0 / math.pi)
-    # 1 + tanh(u) is 2 / (1 + e^-2u), which does not cancel.
+    # 1 + tanh(u) = 2 / (1 + e^-2u), without cancellation.
     with np.errstate(over="ignore"):
         s = 1.0 / (1.0 + np.exp(-2.0 * k * (z + 0.044715 * z**3)))
     return z * s, s + 2.0 * z * s * (1.0 - s) * k * (1.0 + 3 * 0.044715 * z * z)
@@ -98,7 +98,7 @@ def defined(
 
 
 def near_a_kink(x: Array, weight: Array, bias: Array | None, by: float) -> bool:
-    """Whether rounding may change the sign of a product, where the slope of ReLU jumps."""
+    """True if rounding may change the sign of an output, where the derivative of ReLU jumps."""
     rows = x.reshape(-1, x.shape[-1])
     z = rows @ weight.T + (0.0 if bias is None else bias)
     size = np.abs(rows) @ np.abs(weight).T + (0.0 if bias is None else np.abs(bias))
@@ -111,7 +111,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     k = numbers.size(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513))
     n = numbers.size(SMALL, MIDDLE, (0, 127, 129, 257, 300))
     lead = numbers.lead(4_000_000 // max(1, k * n))
-    # Pieces of denormal numbers are 0 in AMX's products (docs/guides/backends.md).
+    # AMX treats the bfloat16 pieces of denormal numbers as 0 (docs/guides/backends.md).
     flushed = dtype == torch.bfloat16 or (dtype == torch.float32 and "amx" in ISAS)
     x = numbers.valued(*lead, k, denormal=not flushed)
     weight = numbers.valued(n, k)
