@@ -1082,7 +1082,10 @@ def test_dropout_is_that_of_padded_sequences(backend):
 def test_no_queries_or_no_keys(lengths):
     some = starts_of([2] * len(lengths))
     none, rows = starts_of(lengths), torch.randn(2 * len(lengths), 2, 8)
-    empty = torch.empty(0, 2, 8)
+    empty = torch.empty(0, 2, 8, requires_grad=True)
+    for given in ((empty, rows, rows, none, some), (rows, empty, empty, some, none)):
+        found = F.varlen_attn(*given, 2, 2)
+        assert torch.autograd.grad(found.sum(), empty)[0].shape == empty.shape
     assert F.varlen_attn(empty, rows, rows, none, some, 2, 2).shape == (0, 2, 8)
     assert not F.varlen_attn(rows, empty, empty, some, none, 2, 2).any()
     assert not F.varlen_attn(rows, rows, rows, some, some, 0, 2).any()
@@ -1238,3 +1241,14 @@ def test_packed_sequences_lie_in_rows():
         for p in (0.0, 0.1):
             found = F.varlen_attn(rows, rows, value, starts, starts, 4, 4, dropout_p=p)
             assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["key_lengths", "query_lengths"])
+@pytest.mark.parametrize("values", [[2, 8], [-1, 7]])
+def test_lengths_beyond_the_padded_one(name, values):
+    x = torch.randn(2, 1, 7, 8)
+    with pytest.raises(ValueError, match=rf"{name} must be between 0 and the padded length, 7"):
+        F.scaled_dot_product_attention(x, x, x, **{name: torch.tensor(values)})
+    with torch.device("meta"):  # values of other devices are not waited for
+        x, lengths = torch.empty(2, 1, 7, 8), torch.tensor(values)
+        assert F.scaled_dot_product_attention(x, x, x, **{name: lengths}).shape == x.shape

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import transformer_fast
-from transformer_fast import _native, functional, memory, models, nn, training
+from transformer_fast import _native, functional, memory, models, nn, training, viz
 from transformer_fast.specs import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +34,12 @@ def test_dir():
         assert getattr(transformer_fast, name) is not None
     assert {*functional.__all__, "softmax"} <= set(dir(functional))
     assert {"Linear", "Dropout", "utils"} <= set(dir(nn))
+    for module in (functional, memory, models, nn, training, viz):
+        names = set(dir(module))
+        assert set(module.__all__) <= names
+        assert not any(name.startswith("_") for name in names)
+        assert not names & {"Any", "Callable", "Tensor", "TYPE_CHECKING", "torch", "overload"}
+    assert all(set(dir(m)) == set(m.__all__) for m in (memory, models, nn, training, viz))
 
 
 @pytest.mark.parametrize("module", [transformer_fast, functional, nn], ids=lambda m: m.__name__)
@@ -75,6 +81,10 @@ def test_type_checkers_know_the_names(tmp_path):
         "nn.NoSuchThing",
         "F.no_such_thing",
         "transformer_fast.no_such_thing",
+        "import torch; x = torch.zeros(1)",
+        "output: torch.Tensor = F.scaled_dot_product_attention(x, x, x, is_causal=True)",
+        "output, weights = F.scaled_dot_product_attention(x, x, x, need_weights=True)",
+        "output = F.scaled_dot_product_attention(x, x, x, need_weights=bool(x))",
     ]
     (tmp_path / "user.py").write_text("\n".join(code) + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"]
@@ -86,7 +96,7 @@ def test_type_checkers_know_the_names(tmp_path):
         text=True,
     )
     wrong = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert [int(line.split(":")[1]) for line in wrong] == [5, 6, 7], done.stdout
+    assert [int(line.split(":")[1]) for line in wrong] == [5, 6, 7, 11], done.stdout
 
 
 def _pins() -> dict[str, Requirement]:

@@ -140,3 +140,7 @@ def _memory(root: Path = Path("/")) -> int:
 
 if _native.module is not None:
     set_limit(min(_MOST, _memory() // 16))
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

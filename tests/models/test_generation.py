@@ -138,6 +138,13 @@ def test_prefix() -> None:
     for method in (models.Greedy(), models.BeamSearch(1)):
         found = model.generate(source, method, max_new_tokens=8, end_token=-1, prefix=prefix)
         assert torch.equal(found.tokens, free[:, 4:])
+    one = model.generate(source, max_new_tokens=12, end_token=-1, prefix=START)
+    assert torch.equal(one.tokens, free)
+    padded = torch.cat((prefix[:, :3], prefix[:, :2]), 1)
+    lengths = torch.full((5,), 3)
+    given = {"prefix": padded, "prefix_lengths": lengths}
+    cut = model.generate(source, max_new_tokens=8, end_token=-1, **given)
+    assert torch.equal(cut.tokens, free[:, 2:10])
 
 
 def test_streaming_gives_the_same_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from models_checks import (
 )
 from module_checks import check_budget
 
-from transformer_fast import models, nn
+from transformer_fast import functional, models, nn
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -463,3 +464,16 @@ def test_errors_change_no_state() -> None:
         model.generate(source, models.BeamSearch(20))
     assert all(part.training for part in model.modules())
     assert torch.equal(source, SOURCE)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_by_name(activation: str) -> None:
+    """The names that `functional.feed_forward` has; torch.nn's layers have two of them."""
+    model = small(activation=activation)
+    [layer, *_] = model.encoder.stack.layers
+    x = torch.randn(2, 3, layer.linear1.in_features)
+    hidden = functional.linear(x, layer.linear1.weight, layer.linear1.bias, activation=activation)
+    torch.testing.assert_close(layer.activation(layer.linear1(x)), hidden)
+    assert pickle.loads(pickle.dumps(layer.activation)) is not None
+    with pytest.raises(ValueError, match="activation must be one of relu, gelu, gelu_tanh, silu"):
+        small(activation="tanh")

@@ -6,7 +6,7 @@ Every other name is `torch.nn.functional`'s own.
 
 from __future__ import annotations
 
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as _torch_functional
@@ -19,7 +19,7 @@ from .linear import *
 from .masks import *
 
 if TYPE_CHECKING:
-    from torch.nn.functional import *  # type: ignore[assignment]
+    from torch.nn.functional import *  # type: ignore[assignment,no-redef]
 
 #: All functions above.
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, FunctionType))
@@ -35,4 +35,11 @@ if not TYPE_CHECKING:  # so that type checkers report names that do not exist
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *dir(_torch_functional)})
+    theirs = (
+        name
+        for name, value in vars(_torch_functional).items()
+        if isinstance(value, (FunctionType, BuiltinFunctionType))
+        and not name.startswith("_")
+        and value.__module__ not in ("torch.overrides", "typing")
+    )
+    return sorted({*__all__, *theirs})

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import dispatch
+from ..reference.attention import values_are_known
 from ..reference.linear import ACTIVATIONS
 
 
@@ -359,7 +360,9 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
     return mask.reshape(math.prod(batch), *mask.shape[-3:])
 
 
-def check_lengths(name: str, lengths: Tensor, batch: int) -> None:
+def check_lengths(name: str, lengths: Tensor, batch: int, longest: int) -> None:
+    """Checks lengths of sequences padded to ``longest``; their values only on the CPU, where looking at
+    them waits for no device."""
     kind = lengths.dtype
     if kind == torch.bool or kind.is_floating_point or kind.is_complex:
         raise TypeError(f"{name} must have an integer dtype, not {kind}")
@@ -368,6 +371,13 @@ def check_lengths(name: str, lengths: Tensor, batch: int) -> None:
             f"{name} must have shape [{batch}], one length per batch element, not "
             f"{list(lengths.shape)}"
         )
+    if batch > 0 and lengths.is_cpu and values_are_known(lengths):
+        values = lengths.tolist()
+        if min(values) < 0 or max(values) > longest:
+            raise ValueError(
+                f"{name} must be between 0 and the padded length, {longest}, and it has values from "
+                f"{min(values)} to {max(values)}"
+            )
 
 
 def check_starts(cu_seq_q: Tensor, cu_seq_k: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -143,14 +143,68 @@ def _checked(
     if attn_mask is not None:
         attn_mask = mask_to_four(attn_mask, batch, (query.shape[1], query.shape[2], key.shape[2]))
     if longest is None and key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, query.shape[0])
+        check_lengths("key_lengths", key_lengths, query.shape[0], key.shape[2])
     if longest is None and query_lengths is not None:
-        check_lengths("query_lengths", query_lengths, query.shape[0])
+        check_lengths("query_lengths", query_lengths, query.shape[0], query.shape[2])
     arguments = (
         query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa,
         query_lengths, longest,
     )  # fmt: skip
     return arguments, lead
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    key_lengths: Tensor | None = ...,
+    query_lengths: Tensor | None = ...,
+    need_weights: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    key_lengths: Tensor | None = ...,
+    query_lengths: Tensor | None = ...,
+    need_weights: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    key_lengths: Tensor | None = ...,
+    query_lengths: Tensor | None = ...,
+    need_weights: bool,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def scaled_dot_product_attention(
@@ -182,9 +236,11 @@ def scaled_dot_product_attention(
         is_causal: query t sees keys s <= t (upper-left aligned); not together with attn_mask.
         scale: factor of the scores; None: 1 / sqrt(D).
         enable_gqa: key and value may have fewer heads, a divisor of the query's.
-        key_lengths: int (B,), keys at positions >= key_lengths[b] are hidden. None: no key is.
-        query_lengths: int (B,), rows at positions >= query_lengths[b] are no queries: their output is
-            0, and neither their values nor their gradients have any effect. None: all are queries.
+        key_lengths: int (B,) in [0, S], keys at positions >= key_lengths[b] are hidden. None: no key is.
+            Values are checked on the CPU only.
+        query_lengths: int (B,) in [0, T], rows at positions >= query_lengths[b] are no queries: their
+            output is 0, and neither their values nor their gradients have any effect. None: all are
+            queries.
         need_weights: also return the probabilities (..., H, T, S), after dropout.
         backend: None: the dispatcher chooses; a named backend never falls back.
 

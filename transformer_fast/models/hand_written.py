@@ -86,7 +86,8 @@ class HandWritten(torch.nn.Module):
         method: Method | None = None,
         *,
         max_new_tokens: int,
-        prefix: Tensor | None = None,
+        prefix: int | Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
     ) -> Generated:
         """Returns target tokens for source tokens (B, S); arguments: as in `Transformer.generate`."""
         check_ids("source", source)
@@ -103,6 +104,7 @@ class HandWritten(torch.nn.Module):
             embed=lambda tokens, start: tokens,
             project=self.calls[2],
             prefix=self.start_token if prefix is None else prefix,
+            prefix_lengths=prefix_lengths,
             max_new_tokens=max_new_tokens,
             end_token=self.end_token,
             pad_token=self.pad_token,

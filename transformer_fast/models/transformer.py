@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .. import nn
 from ..functional import causal_mask
+from ..functional._check import require_activation
 from ..functional.layer_norm import annotated_layer_norm
+from ..reference.linear import ACTIVATIONS
 from .embedding import OutputProjection, TokenEmbedding, make_positions
 from .generation import Generated, Method, generate, stream
 from .generation.decoders import evaluating
@@ -124,6 +126,9 @@ class _Half(torch.nn.Module):
                 return AnnotatedLayerNorm(d_model, layer_norm_eps, device=device, dtype=dtype)
             return nn.LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype)
 
+        if isinstance(activation, str):  # torch.nn's layers know relu and gelu by name
+            require_activation(activation)
+            activation = ACTIVATIONS[activation]
         layer = self._layer(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, True, norm_first,
             bias, device, dtype,
@@ -507,7 +512,8 @@ class Transformer(_Model):
         *,
         max_new_tokens: int | None = None,
         source_padding: Tensor | None = None,
-        prefix: Tensor | None = None,
+        prefix: int | Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         end_token: int | None = None,
         use_cache: bool | None = None,
     ) -> Generated:
@@ -520,8 +526,10 @@ class Transformer(_Model):
             max_new_tokens: maximum number of tokens to generate, including the end token; None: the
                 source's length + 50, as in the paper, if max_len allows.
             source_padding: bool (B, S), True at tokens to ignore; None: the tokens that are pad_token.
-            prefix: tokens (B, P) at the beginning of each target, not part of the result; None: the
+            prefix: the first token of each target, or tokens (B, P), not part of the result; None: the
                 start token.
+            prefix_lengths: int (B,), number of prefix tokens of each row; the rest is ignored. None: all.
+                Beam search requires equal lengths.
             end_token: token that ends a sequence; None: the model's; -1: no token, each sequence has
                 max_new_tokens.
             use_cache: as in `generate`.
@@ -550,11 +558,17 @@ class Transformer(_Model):
         source, prefix, limit = given["source"], given["prefix"], given["max_new_tokens"]
         arguments = self._arguments(self.decoder, given)
         check_tokens("source", source, self.encoder.embedding.vocab_size)
-        if prefix is not None:
-            check_tokens("prefix", prefix, self.decoder.embedding.vocab_size)
-        elif self.start_token is None:
-            raise ValueError("the start token is missing: give start_token to the model, or prefix")
-        length = 1 if prefix is None else prefix.shape[1]
+        if prefix is None:
+            prefix = self.start_token
+            if prefix is None:
+                raise ValueError(
+                    "the start token is missing: give start_token to the model, or prefix"
+                )
+        if isinstance(prefix, int):
+            prefix = torch.full((source.shape[0], 1), prefix, device=source.device)
+        check_tokens("prefix", prefix, self.decoder.embedding.vocab_size)
+        lengths = check_lengths("prefix_lengths", given["prefix_lengths"], "prefix", prefix)
+        length = prefix.shape[1] if lengths is None else int(lengths.max())
         if limit is None:
             limit = max(1, min(source.shape[1] + 50, self.max_len - length + 1))
         self._check_room(length, limit)
@@ -565,7 +579,8 @@ class Transformer(_Model):
         return arguments | {
             "memory": memory,
             "memory_key_padding_mask": padding,
-            "prefix": self.start_token if prefix is None else prefix,
+            "prefix": prefix,
+            "prefix_lengths": lengths,
             "max_new_tokens": limit,
         }
 

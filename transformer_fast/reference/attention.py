@@ -194,8 +194,8 @@ def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
     """Pads packed rows (H, N, D) to (B, H, length, D); padding rows have arbitrary values."""
     heads, rows, size = x.shape
     batch = starts.shape[0] - 1
-    if rows == 0:
-        return x.new_zeros((batch, heads, length, size))
+    if rows == 0:  # the sum of nothing: zeros, with a node in the graph of gradients
+        return x.sum().expand(batch, heads, length, size)
     place = starts[:-1, None] + torch.arange(length, device=x.device)
     found = x.transpose(0, 1).index_select(0, place.clamp_(0, rows - 1).flatten())
     return found.unflatten(0, (batch, length)).transpose(1, 2)
@@ -207,7 +207,7 @@ def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
     row = torch.arange(rows, device=x.device)
     flat = x.transpose(1, 2).flatten(0, 1)
     if flat.shape[0] == 0:
-        return flat.new_zeros((rows, *flat.shape[1:])).transpose(0, 1)
+        return (flat.new_zeros((rows, *flat.shape[1:])) + flat.sum()).transpose(0, 1)
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
     within = row - starts.index_select(0, sequence)
     none = (sequence == batch) | (within < 0) | (within >= length)

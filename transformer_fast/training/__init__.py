@@ -24,3 +24,7 @@ from .trainer import *
 __all__ = sorted(
     n for n, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)
 )
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

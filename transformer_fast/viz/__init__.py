@@ -29,3 +29,7 @@ __all__ = [
     "model_diagram",
     "positional_encoding",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
