@@ -19,7 +19,7 @@ from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .backends import warm
-from .compile.report import compile_reports
+from .compile.graph_report import compile_reports
 from .dispatch import Explanation, export_operators, strict, use_backend
 from .fast_path import batch_invariant
 

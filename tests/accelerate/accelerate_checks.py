@@ -16,7 +16,7 @@ from module_checks import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import compile_backend
-from transformer_fast.compile.report import GraphReport
+from transformer_fast.compile.graph_report import GraphReport
 
 B, T, S, M, H, F = 3, 7, 5, 16, 4, 24
 

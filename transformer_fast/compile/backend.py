@@ -26,12 +26,12 @@ from .feed_forward import (
     rewrite_linear,
     rewrite_patches,
 )
+from .graph_report import GraphReport, keep_report
 from .inner import compile_rest, why_not
 from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
-from .report import GraphReport, remember
 
 _log = logging.getLogger("transformer_fast")
 
@@ -77,7 +77,7 @@ def compile_backend(
             "compiled by inductor" if reason is None else f"left to eager PyTorch ({reason})"
         )
         inner = compile_rest if reason is None else None
-    remember(report)
+    keep_report(report)
     _log.info("%s", report)
     if on_report is not None:
         on_report(report)
@@ -123,7 +123,8 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     report.others = Counter(
         str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
         for node in module.graph.nodes
-        if node.op == "call_method" or (node.op == "call_function" and not _is_ours(node.target))
+        if node.op == "call_method"
+        or (node.op == "call_function" and not _is_library_call(node.target))
     )
     module.graph.lint()
     module.recompile()
@@ -131,7 +132,8 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
     children = dict(module.named_children())
     for node in module.graph.nodes:
         child = children.pop(str(node.target), None) if node.op == "get_attr" else None
-        # Selective checkpointing is left alone: its policies choose among PyTorch's operators.
+        # Bodies of selective checkpointing are not rewritten: its policies choose among PyTorch's
+        # operators.
         if isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
             inner = rewrite(child, modes.of_body(next(iter(node.users))))
             report.rewritten += inner.rewritten
@@ -166,7 +168,7 @@ def run_checkpoints_eagerly(module: GraphModule) -> None:
     module.recompile()
 
 
-def _is_ours(target: object) -> bool:
+def _is_library_call(target: object) -> bool:
     return (getattr(target, "__module__", "") or "").startswith("transformer_fast.")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .memory import Memory
+from .aliasing import AliasAnalysis
 from .modes import GraphModes
 from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import Op, calls, constant, mutates, read
@@ -70,7 +70,7 @@ def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
 
     Both must run in the same modes.
     """
-    memory = Memory(graph)
+    aliases = AliasAnalysis(graph)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
         out_of_place = _OUT_OF_PLACE.get(node.target)
@@ -82,7 +82,7 @@ def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
             and only_user(target) is node
             and target is not other
             and modes.same([node, target])
-            and memory.is_internal(target)
+            and aliases.is_internal(target)
             and shape(target) is not None
             and (is_number(other) or dtype(other) == dtype(target))
         ):
@@ -113,7 +113,7 @@ def scalarize_constants(graph: Graph) -> None:
 
     The constant then no longer depends on the scores.
     """
-    memory = Memory(graph)
+    aliases = AliasAnalysis(graph)
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
             choice, number = op[name], constant(op[name])
@@ -121,7 +121,7 @@ def scalarize_constants(graph: Graph) -> None:
                 continue
             rest = [n for n in (shape(op["condition"]), shape(op[other])) if n is not None]
             found = value(choice)
-            if not _broadcasts_to(rest, shape(node)) or memory.is_written([choice]):
+            if not _broadcasts_to(rest, shape(node)) or aliases.is_written([choice]):
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(torch.full, ((), number))
@@ -153,10 +153,10 @@ def _remove_unused(graph: Graph, node: Node) -> None:
 
 def merge_equal(graph: Graph, modes: GraphModes) -> None:
     """Merges pure mask ops with equal arguments, so that each mask is computed once."""
-    memory = Memory(graph)
+    aliases = AliasAnalysis(graph)
     visited: dict[Any, Node] = {}
     for node, op in calls(graph, "eq", "ne", "not", "bool", "unsqueeze"):
-        if mutates(node) or memory.is_written([node, *node.all_input_nodes]):
+        if mutates(node) or aliases.is_written([node, *node.all_input_nodes]):
             continue
         arguments = map_arg(tuple(sorted(op.args.items())), lambda n: n.name)
         key = (op.name, arguments, modes.at(node))
@@ -194,11 +194,11 @@ def remove_empty_concatenation(graph: Graph, modes: GraphModes) -> None:
 
     It occurs in the first step of a key-value cache.
     """
-    memory = Memory(graph)
+    aliases = AliasAnalysis(graph)
     # Calls that depend on strides need those of the concatenated copy.
     viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
     ends = [*viewed, next(iter(reversed(graph.nodes)))]
-    kept = memory.shared(node for end in ends for node in end.all_input_nodes)
+    kept = aliases.shared(node for end in ends for node in end.all_input_nodes)
     for node in list(graph.nodes):
         if node.target not in (torch.cat, torch.concat) or not node.args:
             continue
@@ -207,7 +207,7 @@ def remove_empty_concatenation(graph: Graph, modes: GraphModes) -> None:
         if len(rest) != 1 or len(rest) == len(parts) or dtype(rest[0]) != dtype(node):  # type: ignore[arg-type]
             continue
         same = modes.same([node, rest[0], *node.users])
-        if same and not memory.is_written([node, *rest]) and node not in kept:
+        if same and not aliases.is_written([node, *rest]) and node not in kept:
             node.replace_all_uses_with(rest[0])
             graph.erase_node(node)
 

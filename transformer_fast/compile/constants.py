@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import memory
+from .aliasing import AliasAnalysis, is_fresh
 from .editor import Editor
 from .feed_forward import PLACES, packed_call
-from .memory import Memory, is_fresh
+from .graph_report import GraphReport
 from .nodes import value
 from .ops import is_view, mutates
-from .report import GraphReport
 
 #: Pure calls in addition to those of `is_fresh`. Of the latter, calls whose name begins with one of
 #: `_IMPURE` are not pure.
@@ -135,7 +135,7 @@ def lift(
     has_autocast = editor.modes.any(lambda modes: modes.has_autocast)
     if has_autocast or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
-    known = _constant_nodes(editor.memory, given, inputs)
+    constant_nodes = _constant_nodes(editor.aliases, given, inputs)
     weights: list[_Weight] = []
     new: list[Node] = []
     for node in list(graph.nodes):
@@ -144,7 +144,7 @@ def lift(
             continue
         operator, arguments, rows = product
         places = PLACES[operator.name]
-        if any(arguments[i] not in known for i in places):
+        if any(arguments[i] not in constant_nodes for i in places):
             continue
         packed = {i: _weight(arguments[i], given, inputs, rows) for i in places}
         if None in packed.values():
@@ -156,14 +156,14 @@ def lift(
             arguments[i + 1] = new[-1]
         node.replace_all_uses_with(editor.call(node, operator.of["cpu"], *arguments, like=node))
         graph.erase_node(node)
-    returned = editor.memory.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
+    returned = editor.aliases.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
     values = [
         node
-        for node in known
-        if any(user not in known for user in node.users)
+        for node in constant_nodes
+        if any(user not in constant_nodes for user in node.users)
         and _is_small(node)
-        and not editor.memory.is_written([node])
-        and not editor.memory.shared([node]) & returned
+        and not editor.aliases.is_written([node])
+        and not editor.aliases.shared([node]) & returned
     ]
     # A view of an input costs nothing: it is not cached.
     own = {x.untyped_storage().data_ptr() for x in inputs}
@@ -178,7 +178,7 @@ def lift(
             new.append(graph.placeholder(f"value_{len(new)}"))
         new[-1].meta = {"example_value": value(node)}
         node.replace_all_uses_with(new[-1])
-    for node in reversed(known):
+    for node in reversed(constant_nodes):
         if node.op != "placeholder" and not node.users:
             graph.erase_node(node)
     graph.lint()
@@ -186,10 +186,10 @@ def lift(
 
 
 def _constant_nodes(
-    writes: Memory, given: Sequence[Node], inputs: Sequence[Any]
+    writes: AliasAnalysis, given: Sequence[Node], inputs: Sequence[Any]
 ) -> dict[Node, None]:
     """Returns the nodes that depend on parameters, buffers and numbers alone, in graph order."""
-    known: dict[Node, None] = {}
+    found: dict[Node, None] = {}
     for node, x in zip(given, inputs, strict=True):
         kept = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
         if (
@@ -198,12 +198,12 @@ def _constant_nodes(
             and x.numel() > 0
             and not (x.is_inference() or x.is_neg() or writes.is_written([node]))
         ):
-            known[node] = None
+            found[node] = None
     if given:
         for node in given[0].graph.nodes:
-            if _is_pure(node) and all(each in known for each in node.all_input_nodes):
-                known[node] = None
-    return known
+            if _is_pure(node) and all(each in found for each in node.all_input_nodes):
+                found[node] = None
+    return found
 
 
 def _is_pure(node: Node) -> bool:
@@ -250,7 +250,8 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
 
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
-    """Returns None if the weight is not a parameter or a view of one, or needs no packed copy."""
+    """Describes a weight; None if it is not a parameter or a view of one, or needs no
+    packed copy."""
     cone = _cone([node])
     owners = [index for index, each in enumerate(given) if each in cone]
     if len(owners) != 1:

@@ -14,16 +14,16 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..dispatch import checked_call
-from .memory import NO_MEMORY, Memory, between
+from .aliasing import NO_MEMORY, AliasAnalysis, between
+from .graph_report import GraphReport, Match, where
 from .modes import GraphModes
 from .nodes import only_user, value
 from .ops import constant, is_view, mutates, read
-from .report import GraphReport, Match, where
 
 
 class Editor:
     def __init__(self, graph: Graph, report: GraphReport, modes: GraphModes | None = None) -> None:
-        self.graph, self.report, self.memory = graph, report, Memory(graph)
+        self.graph, self.report, self.aliases = graph, report, AliasAnalysis(graph)
         self.modes = modes or GraphModes(graph)
         self._shared: dict[Any, Node] = {}
 
@@ -33,11 +33,11 @@ class Editor:
 
         Returns None if it can. The caller must then remove ``last``.
         """
-        known = [n for n in inputs if isinstance(n, Node)]
-        parts = [n for n in between(set(known), last) if not _is_same_in_all_modes(n)]
+        sources = [n for n in inputs if isinstance(n, Node)]
+        parts = [n for n in between(set(sources), last) if not _is_same_in_all_modes(n)]
         if not self.modes.same([*parts, last, point]):
             return "a torch.no_grad, autocast or similar block begins or ends between its ops"
-        if not self.memory.may_replace(last, known, point):
+        if not self.aliases.may_replace(last, sources, point):
             return "a tensor is modified in place between its ops"
         return None
 
@@ -97,7 +97,7 @@ class Editor:
         The call is at or before ``latest``, after its arguments and after the last write to their
         memory.
         """
-        written = self.memory.last_write(arguments, latest)
+        written = self.aliases.last_write(arguments, latest)
         modes = self.modes.at(latest)
         key = (function, arguments, written, modes)
         found = self._shared.get(key)
@@ -139,7 +139,7 @@ class Editor:
             return is_view(node) or read(node) is not None
         target = node.args[0] if node.args else None
         unshared = isinstance(target, Node) and only_user(target) is node
-        return unshared and read(node) is not None and self.memory.is_internal(target)  # type: ignore[arg-type]
+        return unshared and read(node) is not None and self.aliases.is_internal(target)  # type: ignore[arg-type]
 
     def report_rewritten(self, op: str, node: Node) -> None:
         self.report.rewritten.append(Match(op, where(node)))

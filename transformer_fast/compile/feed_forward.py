@@ -22,8 +22,8 @@ from ..functional._operator import Operator
 from ..functional.feed_forward import PACKED as FEED_FORWARD
 from ..functional.linear import CODES
 from ..functional.linear import PACKED as LINEAR
+from .aliasing import is_fresh
 from .editor import Editor
-from .memory import is_fresh
 from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import Op, calls, constant, is_view, permutation, read
 
@@ -95,21 +95,20 @@ def _by_hand(node: Node) -> tuple[str, Node] | None:
 
 
 def _values(
-    node: Any, formula: Sequence[Node], known: dict[Any, Sequence[float]]
+    node: Any, formula: Sequence[Node], cache: dict[Any, Sequence[float]]
 ) -> Sequence[float]:
-    """Evaluates the node from the ``known`` values of others; NaN if it depends on
-    further nodes."""
-    if node in known:
-        return known[node]
+    """Evaluates the node from the cached values of others; NaN if it depends on further nodes."""
+    if node in cache:
+        return cache[node]
     number = constant(node)
     found = [math.nan if number is None else number] * len(_NUMBERS)
     op = read(node) if number is None else None
     if op is not None and op.name in _ARITHMETIC and node in formula:
         names = (name for name in ("input", "other", "exponent") if name in op.args)
-        given = [_values(op[name], formula, known) for name in names]
+        given = [_values(op[name], formula, cache) for name in names]
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             found = list(map(_ARITHMETIC[op.name], *given))
-    known[node] = found
+    cache[node] = found
     return found
 
 
@@ -224,7 +223,7 @@ def _has_full_bias(bias: object, weight: object) -> bool:
 def _dropped(node: object) -> tuple[Node | None, float]:
     """Returns the input and the probability of a dropout whose result has one user.
 
-    Any other op is returned with probability 0.
+    Any other op is returned with probability 0; for other dropouts, the node is None.
     """
     if not isinstance(node, Node):
         return None, 0.0
@@ -454,8 +453,8 @@ def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: N
 def _linear(editor: Editor, before: Node, x: Node, conv: Op) -> Node:
     weight = editor.method(before, "flatten", conv["weight"], 1)
     y = editor.call(before, F.linear, x, weight, conv["bias"], like=before)
-    known = value(x)
-    y.meta["example_value"] = known.new_empty((*known.shape[:-1], value(weight).shape[0]))
+    example = value(x)
+    y.meta["example_value"] = example.new_empty((*example.shape[:-1], value(weight).shape[0]))
     return y
 
 

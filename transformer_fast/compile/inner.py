@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from .. import memory
 from . import run_time
+from .aliasing import AliasAnalysis
 from .constants import DerivedInputs, lift
-from .memory import Memory
 from .modes import GraphModes
 from .nodes import value
 from .ops import is_view
@@ -115,11 +115,11 @@ class _Checked:
         ]
         data = [n for n in module.graph.nodes if getattr(n.target, "__name__", "") == _DATA]
         #: Writes through ``.data`` do not change a tensor's version.
-        self.writes_data = Memory(module.graph).is_written(data)
+        self.writes_data = AliasAnalysis(module.graph).is_written(data)
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() > 0:  # inductor's programs bypass dispatch modes
+        if torch._C._len_torch_dispatch_stack() > 0:  # inductor's programs access memory directly
             return self.module.forward(*inputs)
         if self.run is not None:
             return self.run(*inputs)

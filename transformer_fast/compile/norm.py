@@ -318,7 +318,7 @@ def rewrite_add_norm(editor: Editor) -> None:
             continue
         input, residual, p = _split(*terms)  # type: ignore[arg-type]
         obstacle = editor.obstacle(total, [input, residual])
-        unwritten = editor.memory.is_unwritten_between([total, *parameters], total, node)
+        unwritten = editor.aliases.is_unwritten_between([total, *parameters], total, node)
         if obstacle is None and unwritten and editor.modes.same([total, node]):
             _rewrite_sum(editor, node, total, input, residual, p)
     for node in editor.graph.nodes:

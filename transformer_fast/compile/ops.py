@@ -103,10 +103,10 @@ _OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
 _FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {}
 _METHODS: dict[str, tuple[str, tuple[str, ...]]] = {}
 for _name, (_parameters, _functions, _methods) in _OPS.items():
-    _known = _name, tuple(_parameters.split())
+    _entry = _name, tuple(_parameters.split())
     _same = (getattr(module, _name, None) for module in (torch, F))
-    _FUNCTIONS.update({f: _known for f in (*_same, *_functions) if callable(f)})
-    _METHODS.update({m: _known for m in (_name, *_methods.split()) if hasattr(torch.Tensor, m)})
+    _FUNCTIONS.update({f: _entry for f in (*_same, *_functions) if callable(f)})
+    _METHODS.update({m: _entry for m in (_name, *_methods.split()) if hasattr(torch.Tensor, m)})
 #: Variants with a different parameter order.
 _FUNCTIONS[F.softmax] = ("softmax", ("input", "dim", "_stacklevel", "dtype"))
 _FUNCTIONS[torch.where] = ("where", ("condition", "input", "other"))
@@ -128,16 +128,16 @@ def read(node: Any) -> Op | None:
         special = _SPECIAL.get(node.target)
         if special is not None:
             return special(node)
-        known = _FUNCTIONS.get(node.target)
+        entry = _FUNCTIONS.get(node.target)
     elif node.op == "call_method":
         if node.target == "permute":
             return _read_permute(node)
-        known = _METHODS.get(str(node.target))
+        entry = _METHODS.get(str(node.target))
     else:
         return None
-    if known is None:
+    if entry is None:
         return None
-    name, parameters = known
+    name, parameters = entry
     if len(node.args) > len(parameters):
         return None
     args = dict(zip(parameters, node.args, strict=False))

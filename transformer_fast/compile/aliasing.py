@@ -37,7 +37,7 @@ _FRESH_NAMES = frozenset(
 _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 
 
-class Memory:
+class AliasAnalysis:
     """The writes in place of a graph.
 
     Computed once: calls inserted later never write to existing memory.
@@ -56,19 +56,19 @@ class Memory:
         """
         if not self._writes:
             return True
-        known = set(_nodes(list(inputs)))
-        cone = between(known, last)
+        sources = set(_nodes(list(inputs)))
+        cone = between(sources, last)
         if not cone:
             return True
         roots: dict[Node, frozenset[Any]] = {}
-        given = (n for n in known if only_user(n) in cone and self.is_internal(n))
+        given = (n for n in sources if only_user(n) in cone and self.is_internal(n))
         own = frozenset(cone).union(*(_roots(n, roots) for n in given))
         if any(n in cone and not _touched(n, roots) <= own for n in self._writes):
             return False
         order = self._order()
         first = min(cone, key=lambda n: order[n])
         ends = [last] if point is None else [last, point]
-        return all(self.is_unwritten_between([*known, *cone], first, end, own) for end in ends)
+        return all(self.is_unwritten_between([*sources, *cone], first, end, own) for end in ends)
 
     def is_unwritten_between(
         self, nodes: Iterable[Any], one: Node, other: Node, but: Container[Node] = ()
@@ -111,13 +111,13 @@ class Memory:
         return bool(self._touching(self._writes, nodes))
 
     def shared(
-        self, nodes: Iterable[Node], known: dict[Node, frozenset[Any]] | None = None
+        self, nodes: Iterable[Node], cache: dict[Node, frozenset[Any]] | None = None
     ) -> frozenset[Any]:
         """Returns identifiers of the memory that the nodes' values may occupy.
 
-        ``known`` caches the identifiers of each node.
+        ``cache`` caches the identifiers of each node.
         """
-        roots = {} if known is None else known
+        roots = {} if cache is None else cache
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
     def _order(self) -> dict[Node, int]:
@@ -159,29 +159,29 @@ NO_MEMORY = (
 )  # fmt: skip
 
 
-def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
+def _roots(node: Node, cache: dict[Node, frozenset[Any]]) -> frozenset[Any]:
     """Returns the memory that the node's value may occupy, identified by the calls that
     created it."""
     todo = [node]
     while todo:  # iterative: graphs of deep models would exceed the recursion limit
         current = todo[-1]
-        if current in known:
+        if current in cache:
             todo.pop()
             continue
         if isinstance(value(current), NO_MEMORY):
-            known[current] = frozenset()
+            cache[current] = frozenset()
         elif current.op in ("placeholder", "get_attr"):
-            known[current] = frozenset({_OUTSIDE})
+            cache[current] = frozenset({_OUTSIDE})
         elif is_fresh(current):
-            known[current] = frozenset({current})
+            cache[current] = frozenset({current})
         else:
-            missing = [n for n in current.all_input_nodes if n not in known]
+            missing = [n for n in current.all_input_nodes if n not in cache]
             if missing:
                 todo += missing
                 continue
-            inner = (known[n] for n in current.all_input_nodes)
-            known[current] = frozenset({current}).union(*inner)
-    return known[node]
+            inner = (cache[n] for n in current.all_input_nodes)
+            cache[current] = frozenset({current}).union(*inner)
+    return cache[node]
 
 
 def is_fresh(node: Node) -> bool:

@@ -54,7 +54,7 @@ class GraphReport:
 _reports: deque[GraphReport] = deque(maxlen=256)
 
 
-def remember(report: GraphReport) -> None:
+def keep_report(report: GraphReport) -> None:
     _reports.append(report)
 
 
