@@ -29,13 +29,14 @@ HeadsView view_of(const Tensor& tensor, const void* data) {
 HeadsView view_of(const Tensor& tensor) { return view_of(tensor, tensor.const_data_ptr()); }
 HeadsView written(Tensor& tensor) { return view_of(tensor, tensor.mutable_data_ptr()); }
 
-// (batch, heads, rows, size), in memory (batch, rows, heads, size), so that joining heads is free.
+// Returns (batch, heads, rows, size) with memory order (batch, rows, heads, size), so that merging
+// heads is a view.
 Tensor like_heads(const Tensor& like, int64_t size) {
   const Tensor made = empty(like, {like.size(0), like.size(2), like.size(1), size});
   return torch::stable::transpose(made, 1, 2);
 }
 
-// The output's memory, as reference.empty_output() lays it out.
+// Allocates the output with the strides of reference.empty_output().
 Tensor empty_output(const Tensor& query, const Tensor& key, const Tensor& value, bool contiguous) {
   const int64_t size = value.size(3);
   const bool unit_strides = query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1;
@@ -46,7 +47,7 @@ Tensor empty_output(const Tensor& query, const Tensor& key, const Tensor& value,
   return empty(query, {query.size(0), query.size(1), query.size(2), size});
 }
 
-// In memory as the tensor is, heads inside or outside rows.
+// Allocates a gradient with heads and rows in the tensor's order in memory; empty unless `wanted`.
 Tensor gradient_like(const Tensor& tensor, bool wanted) {
   if (!wanted) return empty(tensor, {0});
   return tensor.stride(1) < tensor.stride(2) ? like_heads(tensor, tensor.size(3))
@@ -63,7 +64,7 @@ MaskType mask_type_of(const Tensor& mask, const Tensor& query) {
                                      : MaskType::like_query;
 }
 
-// What forward and backward are told alike; row_max and row_sum are left to them.
+// Returns the arguments that forward and backward have in common, without row_max and row_sum.
 AttentionArgs describe(const Tensor& query, const Tensor& key, const Tensor& value,
                        const std::optional<Tensor>& mask, const std::optional<Tensor>& lengths,
                        bool causal, double scale, double dropout_p,
@@ -122,7 +123,8 @@ AttentionArgs describe(const Tensor& query, const Tensor& key, const Tensor& val
   constexpr double kLog2E = 1.4426950408889634;
   args.causal = causal;
   const bool adds = mask && args.mask_type != MaskType::boolean;
-  // A scale below 2^-64 would bring the differences of scores near the smallest numbers.
+  // Unscaled scores need a scale of at least 2^-64; below that, differences of scores times the
+  // scale would be near the smallest fp32 numbers.
   args.scaled = adds || !(scale >= 0x1p-64);
   args.scale = static_cast<float>(scale);
   args.exponent = static_cast<float>(args.scaled ? kLog2E : scale * kLog2E);
@@ -130,14 +132,14 @@ AttentionArgs describe(const Tensor& query, const Tensor& key, const Tensor& val
   return args;
 }
 
-// Calls with query lengths, or of packed sequences, are composed of others.
+// Calls with query lengths or packed sequences are decomposed into other calls by the caller.
 void check_no_query_lengths(const std::optional<Tensor>& query_lengths, int64_t longest_queries,
                             int64_t longest_keys) {
   STD_TORCH_CHECK(!query_lengths && longest_queries < 0 && longest_keys < 0, kOp,
                   ": this backend has no kernel for query lengths");
 }
 
-// Integers in one of the two types that kernels read.
+// Converts lengths to a dtype that kernels support: int32 or int64.
 std::optional<Tensor> readable(const std::optional<Tensor>& lengths) {
   if (!lengths) return lengths;
   const ScalarType type = lengths->scalar_type();
@@ -146,7 +148,7 @@ std::optional<Tensor> readable(const std::optional<Tensor>& lengths) {
   return torch::stable::to(*lengths, ScalarType::Long);
 }
 
-// (output; weights, empty unless needed; row_max and row_sum, for the backward)
+// Returns (output; weights, empty unless needed; row_max and row_sum, saved for backward).
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
     std::optional<Tensor> lengths, bool causal, double scale, double dropout_p,
@@ -193,11 +195,11 @@ float* statistic(const char* name, const Tensor& tensor, const Tensor& query) {
                       tensor.numel() == query.size(0) * query.size(1) * query.size(2) &&
                       tensor.scalar_type() == ScalarType::Float &&
                       tensor.get_device() == query.get_device(),
-                  kOp, ": ", name, " must be what the forward gave");
+                  kOp, ": ", name, " must be a result of the forward");
   return const_cast<float*>(static_cast<const float*>(tensor.const_data_ptr()));
 }
 
-// dS of (batch, heads, queries, keys), summed to the sizes of the mask.
+// Sums dS (batch, heads, queries, keys) to the shape of the mask.
 Tensor sum_to(const Tensor& scores, const Tensor& mask) {
   std::vector<int64_t> dims;
   for (int64_t d = 0; d < 4; ++d) {
@@ -209,7 +211,7 @@ Tensor sum_to(const Tensor& scores, const Tensor& mask) {
   return torch::stable::view(summed, mask.sizes());
 }
 
-// Of query, key, value, and of the mask if it is wanted.
+// Returns the gradients of query, key, value and mask; empty if not requested.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> lengths, bool causal, double scale,
@@ -249,7 +251,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     STD_TORCH_CHECK(mask && args.call.mask_type != MaskType::boolean, kOp,
                     ": a bool mask has no gradient");
     sums = mask->numel() != batch * heads * queries * keys;
-    // What is still to be summed is not rounded before.
+    // fp32 if it will be summed, so that it is rounded once, after the sum.
     scores =
         empty(query, {batch, heads, queries, keys}, sums ? ScalarType::Float : mask->scalar_type());
     args.grad_scores = scores.mutable_data_ptr();

@@ -2,18 +2,18 @@
 //
 //   output = dropout(softmax(scale Q K^T + mask)) V
 //
-// A block of four warps has 64 queries of one head and walks over tiles of keys with the online
-// softmax; each warp has 16 queries, with scores and sums in the fragments of m16n8k16. Half types
-// multiply by mma.sync, fp32 by FMA in the same fragments. Tiles come by cp.async, one ahead of
-// what is computed, in rows whose chunks of 16 bytes are swizzled so that ldmatrix has no bank
-// conflicts.
+// A block of four warps has 64 queries of one head and loops over tiles of keys with the online
+// softmax. Each warp has 16 queries, with scores and sums in the fragments of m16n8k16. bf16 and
+// fp16 use mma.sync, fp32 uses FMA in the same fragments. Tiles are loaded by cp.async, one tile
+// ahead of the computation. The 16-byte chunks of their rows are swizzled so that ldmatrix has no
+// bank conflicts.
 //
-// Saved for the backward are the maximum and the sum of each row: P = exp2((score - row_max)
-// exponent) / row_sum. A row that sees nothing has the sum 0, and results of 0.
+// The maximum and the sum of each row are saved for backward: P = exp2((score - row_max) exponent)
+// / row_sum. A fully masked row has the sum 0, and its results are 0.
 //
-// What stands at hidden places may be NaN. Hidden scores are replaced, so keys do no harm. For
-// values 0 * NaN would: rows whose result is not finite are worked out once more from what they
-// see.
+// Masked-out keys and values may be NaN or inf. Masked-out scores are replaced, so the keys have no
+// effect, but values would give 0 * NaN. Rows whose result is not finite are recomputed from
+// visible keys only.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -25,7 +25,7 @@ struct HeadsView {
   const void* data;
   int64_t batch, head, row, column;
   int size;
-  bool wide;  // rows are chunks of 16 aligned bytes
+  bool wide;  // rows consist of aligned chunks of 16 bytes
 };
 
 enum class MaskType { none, boolean, float32, like_query };
@@ -34,15 +34,16 @@ struct AttentionArgs {
   Element type;
   HeadsView query, key, value;
   MaskType mask_type;
-  const void* mask;  // (batch, heads, queries, keys) through its strides, which are in bytes
+  const void* mask;  // (batch, heads, queries, keys), with the strides below, in bytes
   int64_t mask_batch, mask_head, mask_row, mask_column;
-  const void* lengths;  // (batch) int32 or int64, may be null
+  const void* lengths;  // (batch) int32 or int64; may be null
   int64_t length_stride;
   bool long_lengths;
   int batch, heads, group, queries, keys;  // group: query heads that share a key head
   bool causal;
-  // Scores are products of queries and keys, which exp2 multiplies by `exponent`; or, where a mask
-  // is added or the scale is not positive, products times `scale` plus the mask.
+  // False: scores are products of queries and keys, and `exponent`, the factor in exp2, includes
+  // the scale. True, for additive masks and scales that are not positive: scores are products times
+  // `scale` plus the mask.
   bool scaled;
   float scale, exponent;
   Dropout dropout;
@@ -52,11 +53,11 @@ struct AttentionArgs {
 struct AttentionForwardArgs {
   AttentionArgs call;
   HeadsView output;  // written
-  void* weights;     // (batch, heads, queries, keys) contiguous, may be null
+  void* weights;     // (batch, heads, queries, keys) contiguous; may be null
 };
 
-// Shapes of tiles: rows of kHead elements of T, what is beyond a tensor's size being 0. A block has
-// `own` rows of one side and walks over kRows of the other.
+// Sizes of tiles. Rows have kHead elements of T, with zeros beyond the tensor's size. A block has
+// `own` rows of one side (queries or keys) and loops over tiles of kRows of the other.
 template <class T, int kHead, int kRows>
 struct AttentionTile {
   using Type = T;
@@ -66,7 +67,7 @@ struct AttentionTile {
   static constexpr int own_bytes = own * kHead * sizeof(T), bytes = kRows * kHead * sizeof(T);
   static constexpr int scores = kRows / 8, sums = kHead / 8;  // fragments of 16 rows
 
-  // Where a chunk of 16 bytes lies: eight rows that follow one another have a chunk in eight
+  // Returns the offset of a chunk of 16 bytes. The same chunk of eight consecutive rows is in eight
   // different groups of banks.
   TF_DEVICE static int swizzled(int row, int chunk) {
     constexpr int kSpan = chunks < 8 ? 8 / chunks : 1;  // rows in the 128 bytes of all banks
@@ -80,8 +81,8 @@ TF_DEVICE const T* head_of(const HeadsView& view, int batch, int head) {
   return static_cast<const T*>(view.data) + batch * view.batch + head * view.head;
 }
 
-// kRows rows of one head to shared memory, from `first` on, some time before cp_async_wait; zeros
-// where `valid(row)` is false.
+// Copies kRows rows of one head, from `first` on, to shared memory; complete after cp_async_wait.
+// Rows for which `valid(row)` is false are zero.
 template <class Tile, int kRows, class Valid>
 TF_DEVICE void load_rows(unsigned char* to, const HeadsView& view, const typename Tile::Type* from,
                          int first, const Valid& valid) {
@@ -105,8 +106,9 @@ TF_DEVICE void load_rows(unsigned char* to, const HeadsView& view, const typenam
   }
 }
 
-// s += a b^T: rows 16 warp ... 16 warp + 15 of a and all kRows of b, in the fragments of
-// m16n8k16's d: of lane 4 g + t, rows g and g + 8, columns 8 n + 2 t and 8 n + 2 t + 1.
+// Computes s += a b^T with rows 16 warp ... 16 warp + 15 of a and all kRows rows of b. s has the
+// fragment layout of d in m16n8k16: lane 4 g + t has rows g and g + 8, and columns 8 n + 2 t and
+// 8 n + 2 t + 1.
 template <class Tile>
 TF_DEVICE void multiply(float (&s)[Tile::scores][4], const unsigned char* a,
                         const unsigned char* b) {
@@ -151,7 +153,7 @@ TF_DEVICE void multiply(float (&s)[Tile::scores][4], const unsigned char* a,
   }
 }
 
-// sums += p b: 16 rows of fragments, rounded to half types, and kRows rows of b.
+// Computes sums += p b with 16 rows of fragments p, rounded to T, and kRows rows of b.
 template <class Tile>
 TF_DEVICE void accumulate(float (&sums)[Tile::sums][4], const float (&p)[Tile::scores][4],
                           const unsigned char* b) {
@@ -194,25 +196,24 @@ TF_DEVICE void accumulate(float (&sums)[Tile::sums][4], const float (&p)[Tile::s
   }
 }
 
-// Over the four lanes that share rows of a fragment.
+// Reduces over the four lanes that share rows of a fragment.
 template <class Combine>
 TF_DEVICE float reduce_row(float x, Combine combine) {
   x = combine(x, __shfl_xor_sync(kAllLanes, x, 1));
   return combine(x, __shfl_xor_sync(kAllLanes, x, 2));
 }
 
-// What the lanes of row r of 16 have.
+// Returns the value that the lanes of row r (of 16) have: `upper` for r < 8, else `lower`.
 TF_DEVICE float of_row(float upper, float lower, int r) {
   return __shfl_sync(kAllLanes, r < 8 ? upper : lower, r % 8 * 4);
 }
 
-// What one (batch, head) may see, and what becomes of its weights. kPlain: there is neither mask
-// nor dropout.
+// Masking and dropout of one (batch, head). kPlain: there is neither mask nor dropout.
 template <class T, bool kPlain = false>
 struct AttentionHead {
   const AttentionArgs& args;
-  int batch, head, end;  // keys at positions >= end are hidden
-  int64_t first_row;     // of row_max and row_sum, and of dropout
+  int batch, head, end;  // keys at positions >= end are masked out
+  int64_t first_row;     // first row of the head in row_max, row_sum and the dropout pattern
   const unsigned char* mask;
 
   TF_DEVICE AttentionHead(const AttentionArgs& args, int batch, int head)
@@ -230,7 +231,8 @@ struct AttentionHead {
     end = length < 0 ? 0 : length < end ? static_cast<int>(length) : end;
   }
 
-  // -inf where a place is hidden, what the mask adds, or 0. Hidden places are not read.
+  // Returns -inf for a masked-out score, else the value of an additive mask, or 0. Mask elements of
+  // scores that lengths or causality mask out are not read.
   template <MaskType kMask>
   TF_DEVICE float added(int query, int key) const {
     const bool hidden = (key >= end) | (query >= args.queries) | (args.causal & (key > query));
@@ -246,7 +248,7 @@ struct AttentionHead {
     return hidden ? -INFINITY : found;
   }
 
-  // f.template operator()<mask type>().
+  // Calls f.template operator()<mask type>().
   template <class F>
   TF_DEVICE void by_mask(const F& f) const {
     if (kPlain || args.mask_type == MaskType::none) return f.template operator()<MaskType::none>();
@@ -257,8 +259,8 @@ struct AttentionHead {
     }
   }
 
-  // Products to scores, -inf where hidden, all of a fragment; rows are queries, or keys with
-  // kTransposed.
+  // Converts the products of a fragment to scores, -inf where masked out. Rows are queries, or keys
+  // with kTransposed.
   template <bool kTransposed, int kCount>
   TF_DEVICE void to_scores(float (&s)[kCount][4], int row, int column) const {
     const int lane = threadIdx.x % kWarp;
@@ -281,18 +283,18 @@ struct AttentionHead {
     });
   }
 
-  // f(n, i, factor) for all of a fragment, with what dropout multiplies the weight by. Eight keys
-  // of a query have one call of Philox, by one lane; the others get its bits.
+  // Calls f(n, i, factor) with the dropout factor of each weight of a fragment. One lane makes the
+  // Philox call of eight keys of a query; the other lanes get its bits.
   template <bool kTransposed, int kCount, class F>
   TF_DEVICE void each_factor(int row, int column, const F& f) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Lane t of a row has the t-th eight of 32 keys, or of 16; with kTransposed, lane 2 q + half
-    // the keys 8 half ... 8 half + 7 of query q of 16.
+    // Lane t of a row draws for the t-th group of 8 keys (of 32 keys, or of 16). With kTransposed,
+    // lane 2 q + half draws for keys 8 half ... 8 half + 7 of query q (of 16).
     constexpr int kEights = kCount < 4 ? kCount : 4;
     constexpr int kCalls = kTransposed ? kCount / 2 : kCount / kEights * 2;
     uint32_t bits[kCalls];
     const uint64_t seed = seed_of(args.dropout);
-    // The calls are one piece of code, so what they give moves through the registers.
+    // The loop is not unrolled, so the results are shifted through the registers.
 #pragma unroll 1
     for (int call = 0; call < kCalls; ++call) {
 #pragma unroll
@@ -328,7 +330,7 @@ struct AttentionHead {
     return exp2_approx((score - row_max) * args.exponent) * share;
   }
 
-  // Of one place, by a whole warp: for the few rows that are worked out once more.
+  // Returns one score, computed by a whole warp, for the few rows that are recomputed.
   TF_DEVICE float score_of(const T* query_row, const T* key_row, int query, int key) const {
     float more = 0.0f;
     by_mask([&]<MaskType kMask>() { more = added<kMask>(query, key); });
@@ -351,20 +353,20 @@ struct AttentionHead {
   }
 };
 
-// Which (batch, head) a block has, and which rows; heads are those of `heads`.
+// The (batch, head) of a block, and its first row.
 struct AttentionBlock {
   int batch, head, first;
   TF_DEVICE AttentionBlock(int rows, int own, int heads, bool last_first) {
     const int tiles = (rows + own - 1) / own, tile = blockIdx.x % tiles;
     const int pair = blockIdx.x / tiles;
-    // With causal the last queries have the most work: they start first.
+    // With causal the last queries have the most work, so they start first.
     first = (last_first ? tiles - 1 - tile : tile) * own;
     batch = pair / heads, head = pair % heads;
   }
 };
 
-// How many tiles of keys the queries up to `last` walk over; all of them where what is hidden is
-// written, too.
+// Returns the number of key tiles to loop over for queries before `last`. `all`: all tiles, because
+// the results of masked-out keys are written, too.
 template <class Tile, bool kPlain>
 TF_DEVICE int key_tiles(const AttentionHead<typename Tile::Type, kPlain>& head, int last,
                         bool all) {
@@ -374,7 +376,7 @@ TF_DEVICE int key_tiles(const AttentionHead<typename Tile::Type, kPlain>& head, 
   return (walk + Tile::rows - 1) / Tile::rows;
 }
 
-// Fragments of 16 rows times `factors` to rows row ... row + 15 of a head.
+// Stores fragments of 16 rows, multiplied by `factors`, to rows row ... row + 15 of a head.
 template <class Tile>
 TF_DEVICE void store_sums(const HeadsView& view, int batch, int head, int row, int limit,
                           const float (&sums)[Tile::sums][4], const float (&factors)[2]) {
@@ -400,7 +402,7 @@ TF_DEVICE void store_sums(const HeadsView& view, int batch, int head, int row, i
   }
 }
 
-// Which of 16 rows have something in their fragments that is not finite: bit r for row r.
+// Returns a bit mask of the 16 rows of fragments; bit r is set if row r has NaN or inf.
 template <int kCount>
 TF_DEVICE uint32_t rows_not_finite(const float (&sums)[kCount][4]) {
   const int lane = threadIdx.x % kWarp;
@@ -416,8 +418,8 @@ TF_DEVICE uint32_t rows_not_finite(const float (&sums)[kCount][4]) {
   return rows;
 }
 
-// kPlain: without mask, dropout and weights, which leaves registers for three blocks at once, but
-// for heads of 128.
+// kPlain: without mask, dropout and weights; then registers suffice for three blocks per
+// multiprocessor, except for heads of 128.
 template <class Tile, bool kPlain>
 __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 3 : 2)
     attention_kernel(const AttentionForwardArgs forward) {
@@ -430,13 +432,13 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const AttentionBlock block(args.queries, Tile::own, args.heads, args.causal);
   const AttentionHead<T, kPlain> head(args, block.batch, block.head);
-  const int row = block.first + threadIdx.x / kWarp * 16;  // of the warp's first query
+  const int row = block.first + threadIdx.x / kWarp * 16;  // the warp's first query
   const bool idle = row >= args.queries;
   const T* query = head_of<T>(args.query, block.batch, block.head);
   const T* key = head_of<T>(args.key, block.batch, block.head / args.group);
   const T* value = head_of<T>(args.value, block.batch, block.head / args.group);
 
-  // With weights the tiles are walked over twice: they need the sums of whole rows.
+  // With weights there are two loops over the tiles, because weights need the sums of whole rows.
   const bool weighs = !kPlain && forward.weights != nullptr;
   const bool drops = !kPlain && args.dropout.on;
   const int tiles = key_tiles<Tile>(head, block.first + Tile::own, weighs);
@@ -472,7 +474,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
         }
       }
       store_sums<Tile>(forward.output, block.batch, block.head, row, args.queries, sums, factors);
-      // Keys beyond the end were loaded as 0, so only a mask or causality hides what is not finite.
+      // Keys beyond the end were loaded as 0, so only a mask or causality can mask out NaN and inf.
       uint32_t again = 0;
       if (args.causal || (!kPlain && args.mask_type != MaskType::none))
         again = rows_not_finite(sums);
@@ -505,7 +507,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
     if (step + 1 < steps) load_step(step + 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // everybody's copies have landed
+    __syncthreads();  // the copies of all threads are complete
     if (!idle) {
       const int first = (step < tiles ? step : step - tiles) * Tile::rows;
       float s[Tile::scores][4] = {};
@@ -519,7 +521,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
           for (int n = 0; n < Tile::scores; ++n)
             larger = fmaxf(larger, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
           larger = reduce_row(larger, Maximum{});
-          // A row that has seen nothing yet: -inf - -inf would be NaN.
+          // If all scores of a row were masked out so far: -inf - -inf would be NaN.
           const float base = larger == -INFINITY ? 0.0f : larger;
           const float shrink = exp2_approx((row_max[i] - base) * args.exponent);
 #pragma unroll
@@ -565,12 +567,12 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
         }
       }
     }
-    __syncthreads();  // nobody reads the tiles that the next step fills
+    __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // of queries that see nothing
+  cp_async_wait<0>();  // copies of blocks without any step
 }
 
-// f.template operator()<T, head>() for the smallest head size that there are kernels for.
+// Calls f.template operator()<T, head>() with the smallest head size of the kernels that fits.
 template <class F>
 void by_head(Element type, int size, const F& f) {
   by_element(type, [&]<class T>(T) {
@@ -587,7 +589,7 @@ inline int larger_head(const AttentionArgs& args) {
   return args.query.size > args.value.size ? args.query.size : args.value.size;
 }
 
-// Blocks for all rows of all heads, `own` rows each.
+// Number of blocks for all rows of all heads, `own` rows each.
 inline int64_t attention_blocks(const AttentionArgs& args, int64_t rows, int64_t heads, int own) {
   return ceil_div(rows, own) * heads * args.batch;
 }

@@ -6,11 +6,13 @@
 //   dP = K' (dO @ V^T + dW),   delta = rowsum(P dP)
 //   dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
 //
-// One kernel has 64 queries a block and makes delta, dQ and the gradient of the mask; a second has
-// 64 keys and makes dK and dV, over all query heads that share them. Each works P out again. delta
-// is taken from the very dP that it is subtracted from, not from the rounded output: where one key
-// has almost all of a row the difference is what is left of both. So the first kernel walks twice
-// over the keys unless they are one tile. No atomics, so results are the same in every run.
+// One kernel has 64 queries per block and computes delta, dQ and the gradient of the mask. A second
+// one has 64 keys per block and computes dK and dV, over all query heads that share the keys. Both
+// recompute P. No atomics, so results are the same in every run.
+//
+// delta is computed from the same dP that it is subtracted from, not from the rounded output: if
+// one key has almost all the weight of a row, dP - delta cancels. So the first kernel loops twice
+// over the keys, unless they fit in one tile.
 #pragma once
 
 #include "cuda/attention.cuh"
@@ -20,17 +22,17 @@ namespace tf::cuda {
 struct AttentionBackwardArgs {
   AttentionArgs call;
   HeadsView grad;
-  const void* grad_weights;  // (batch, heads, queries, keys) contiguous, may be null
+  const void* grad_weights;  // (batch, heads, queries, keys) contiguous; may be null
   HeadsView grad_query, grad_key, grad_value;  // written; data may be null
   float* delta;            // (batch, heads, queries), written by the first kernel
-  void* grad_scores;       // dS, (batch, heads, queries, keys) contiguous, may be null
-  bool grad_scores_float;  // fp32, whatever the type of the query
+  void* grad_scores;       // dS, (batch, heads, queries, keys) contiguous; may be null
+  bool grad_scores_float;  // grad_scores is fp32; else it has the type of the query
 };
 
-// What scores of the row are exponentiated with: exp2((score - row_max) exponent) share.
+// Returns the share of a row: the weights are exp2((score - row_max) exponent) share.
 TF_DEVICE float share_of(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
-// Gradient of the returned weights at a place, 0 where there is none.
+// Returns the gradient of a returned weight, 0 if there is none.
 template <class T>
 TF_DEVICE float grad_weight(const AttentionBackwardArgs& args, const AttentionHead<T>& head,
                             int query, int key) {
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     if (step + 1 < steps) load_step(step + 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // everybody's copies have landed
+    __syncthreads();  // the copies of all threads are complete
     if (!idle) {
       const int first = (step < tiles ? step : step - tiles) * Tile::rows;
       float p[Tile::scores][4] = {}, dp[Tile::scores][4] = {};
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
       for (int n = 0; n < Tile::scores; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          // Gradients of what is hidden may be NaN.
+          // Gradients of masked-out weights may be NaN.
           if (p[n][i] == -INFINITY) dp[n][i] = 0.0f;
           p[n][i] = head.weight(p[n][i], row_max[i / 2], share[i / 2]);
         }
@@ -144,9 +146,9 @@ __global__ void __launch_bounds__(Tile::threads, 2)
         accumulate<Tile>(sums, p, keys + step % 2 * Tile::bytes);
       }
     }
-    __syncthreads();  // nobody reads the tiles that the next step fills
+    __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // of queries that see nothing
+  cp_async_wait<0>();  // copies of blocks without any step
   if (idle) return;
 
 #pragma unroll
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   if (backward.grad_query.data == nullptr) return;
   const float factors[2] = {args.scale, args.scale};
   store_sums<Tile>(backward.grad_query, block.batch, block.head, row, args.queries, sums, factors);
-  // Keys beyond the end were loaded as 0, so only a mask or causality hides what is not finite.
+  // Keys beyond the end were loaded as 0, so only a mask or causality can mask out NaN and inf.
   uint32_t again = 0;
   if (args.causal || args.mask_type != MaskType::none) again = rows_not_finite(sums);
   if (again != 0) __syncwarp();  // other lanes stored the first result
@@ -199,19 +201,19 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   unsigned char* values = keys + Tile::own_bytes;
   unsigned char* queries = values + Tile::own_bytes;  // two tiles each
   unsigned char* grads = queries + 2 * Tile::bytes;
-  // Of the queries of three tiles: row_max, share, delta. They are read a tile ahead of the
-  // queries, since those that see nothing are not copied.
+  // row_max, share and delta of the queries of three tiles. They are read one tile ahead of the
+  // queries, because fully masked queries are not copied.
   float* statistics = reinterpret_cast<float*>(grads + 2 * Tile::bytes);
   const int lane = threadIdx.x % kWarp, t = lane % 4;
   const AttentionBlock block(args.keys, Tile::own, args.heads / args.group, false);
   const int first_head = block.head * args.group;
-  const int row = block.first + threadIdx.x / kWarp * 16;  // of the warp's first key
+  const int row = block.first + threadIdx.x / kWarp * 16;  // the warp's first key
   const int end = AttentionHead<T>(args, block.batch, first_head).end;
   const bool idle = row >= end;
   const T* key = head_of<T>(args.key, block.batch, block.head);
   const T* value = head_of<T>(args.value, block.batch, block.head);
 
-  // Tiles of queries that see some of the keys.
+  // Number of query tiles that attend to some of the keys.
   const int skipped = args.causal ? block.first / Tile::rows : 0;
   int tiles = (args.queries + Tile::rows - 1) / Tile::rows - skipped;
   if (tiles < 0 || block.first >= end) tiles = 0;
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   const auto load_step = [&](int step) {
     const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
     const int first = (skipped + step % tiles) * Tile::rows;
-    // Queries that see nothing may hold anything.
+    // Fully masked queries may be NaN or inf, so they are loaded as 0.
     const float* shares = statistics + (step % 3 * 3 + 1) * Tile::rows;
     const auto sees = [&](int row) { return shares[row - first] != 0.0f; };
     load_rows<Tile, Tile::rows>(queries + step % 2 * Tile::bytes, args.query,
@@ -252,7 +254,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     read_statistics(step, ahead);
     keep_statistics(step, ahead);
   }
-  __syncthreads();  // everybody has kept what it read
+  __syncthreads();  // all threads have stored their statistics
   if (steps > 0) load_step(0);
   cp_async_commit();
 
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     cp_async_commit();
     read_statistics(step + 2, ahead);
     cp_async_wait<1>();
-    __syncthreads();  // everybody's copies have landed
+    __syncthreads();  // the copies of all threads are complete
     if (!idle) {
       const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
       const int first = (skipped + step % tiles) * Tile::rows;
@@ -278,7 +280,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
           for (int i = 0; i < 4; ++i)
             dp[n][i] += grad_weight<T>(backward, head, first + 8 * n + 2 * t + i % 2,
                                        row + lane / 4 + i / 2 * 8);
-      // p becomes what multiplied the values, and dp the gradient of the scores.
+      // p becomes the factor of the values (with dropout), and dp the gradient of the scores.
       const auto finish = [&](int n, int i, float factor) {
         const int at = 8 * n + i % 2;
         const bool hidden = p[n][i] == -INFINITY;
@@ -299,9 +301,9 @@ __global__ void __launch_bounds__(Tile::threads, 2)
       accumulate<Tile>(key_sums, dp, queries + step % 2 * Tile::bytes);
     }
     keep_statistics(step + 2, ahead);
-    __syncthreads();  // nobody reads the tiles that the next step fills
+    __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // of keys that nobody sees
+  cp_async_wait<0>();  // copies of blocks without any step
   const float scale[2] = {args.scale, args.scale}, one[2] = {1.0f, 1.0f};
   if (backward.grad_key.data != nullptr)
     store_sums<Tile>(backward.grad_key, block.batch, block.head, row, args.keys, key_sums, scale);
@@ -311,7 +313,8 @@ __global__ void __launch_bounds__(Tile::threads, 2)
 
 template <class T, int kHead>
 void launch_attention_backward_as(const AttentionBackwardArgs& backward, Stream stream) {
-  // Larger tiles would not leave registers for two blocks at once, nor, in fp32, fit 99 KiB.
+  // Larger tiles would need too many registers for two blocks per multiprocessor, and in fp32 they
+  // would not fit in 99 KiB of shared memory.
   using QueryTile = AttentionTile<T, kHead, sizeof(T) == 4 && kHead == 128 ? 16 : 32>;
   using KeyTile = AttentionTile<T, kHead, kHead == 128 ? 16 : 32>;
   const AttentionArgs& args = backward.call;

@@ -1,12 +1,14 @@
-// Attention of one query per head, as decoding has it, split over the keys.
+// Attention of one query per head (decoding), split over the keys.
 //
-// There is one row of work per head and keys and values are read once: memory is the limit, and
-// batch x heads rows are too few to fill the machine. So the keys of a head are shared out evenly
-// over `splits` blocks, whose number depends on sizes only, and a second kernel merges what they
-// found, in a fixed order; with one split there is nothing to merge. A group of lanes has four keys
-// at a time, 16 bytes a lane, asks for all of them and their values before it computes, and keeps a
-// maximum, a sum and an output of its own. Query heads that share keys are one block's, up to four,
-// where rows are chunks of 16 bytes. Hidden values have no weight, so they may be anything.
+// Each head has one row of scores, and keys and values are read once. So memory bandwidth is the
+// limit, and batch x heads rows are too few to occupy the GPU. Therefore the keys of a head are
+// divided evenly among `splits` blocks, and a second kernel merges their results in a fixed order.
+// The number of splits depends on sizes only; a single split needs no merge.
+//
+// A group of lanes processes four keys at a time, 16 bytes per lane. It loads all of them and their
+// values before it computes, and has a maximum, a sum and an output of its own. Up to four query
+// heads that share keys are in one block, if rows consist of chunks of 16 bytes. Masked-out values
+// are skipped, so they may be NaN or inf.
 #pragma once
 
 #include "cuda/attention.cuh"
@@ -16,11 +18,11 @@ namespace tf::cuda {
 struct AttentionDecodeArgs {
   AttentionForwardArgs forward;  // without weights and dropout
   int splits;
-  // (batch, heads, splits) by value size, 1 and 1; null if one split
+  // (batch, heads, splits, value size), and (batch, heads, splits) twice; null if splits is 1
   float *sums, *maxima, *totals;
 };
 
-// A chunk of a row whose elements are anywhere; 0 beyond the end of the row.
+// Reads a chunk of a row with any element stride; 0 beyond the end of the row.
 template <class T>
 TF_DEVICE void read(Chunk<T>& chunk, const HeadsView& view, const T* row, int column) {
   chunk.words = {};
@@ -41,8 +43,8 @@ TF_DEVICE void store_decoded(const AttentionArgs& args, int64_t row, float large
 }
 
 constexpr int kDecodeThreads = 128;
-constexpr int kDecodeBlocks = 6;  // of a multiprocessor, of heads that share no keys
-constexpr int kDecodeHeads = 4;   // of a block, where heads share keys
+constexpr int kDecodeBlocks = 6;  // blocks per multiprocessor, for heads that share no keys
+constexpr int kDecodeHeads = 4;   // heads per block, for heads that share keys
 
 template <class T, int kHead, int kHeads, bool kWide>
 __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
   }
   const T *key_row = keys + (first + group) * args.key.row,
           *value_row = values + (first + group) * args.value.row;
-  // All groups of a warp take part in every step. Beyond the last key nothing is read.
+  // All groups of a warp take part in every step; keys beyond the last one are not read.
   for (int key = first + group; key - group < last; key += kKeys * kGroups) {
     float more[kHeads][kKeys];
     head.by_mask([&]<MaskType kMask>() {
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (h >= count) break;
-    if (h > 0) __syncthreads();  // everybody has read those of the head before
+    if (h > 0) __syncthreads();  // all threads have read those of the previous head
     store(sums + group * kHead + column, sum[h]);
     if (column == 0) maxima[group] = largest[h], totals[group] = total[h];
     __syncthreads();
@@ -203,13 +205,13 @@ inline bool decodes(const AttentionForwardArgs& forward) {
 
 inline bool decodes_wide(const AttentionArgs& args) { return args.key.wide && args.value.wide; }
 
-// Blocks for each share of the keys.
+// Number of blocks per split of the keys.
 inline int64_t decode_rows(const AttentionArgs& args) {
   const int64_t together = decodes_wide(args) && args.group > 1 ? kDecodeHeads : 1;
   return int64_t{args.batch} * (args.heads / args.group) * ceil_div(args.group, together);
 }
 
-// As many as are at work at once, if each then has 64 keys.
+// Number of splits: as many as the GPU runs at once, but each has at least 64 keys.
 inline int decode_splits(const AttentionArgs& args) {
   const int64_t rows = decode_rows(args);
   const int64_t filling = ceil_div(kDecodeBlocks * multiprocessors(), rows > 0 ? rows : 1);

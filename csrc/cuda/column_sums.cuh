@@ -1,5 +1,5 @@
-// Sums of columns in two stages, without atomics, so that results are the same in every run: blocks
-// leave their shares in memory, and a second kernel adds those up in a fixed order.
+// Column sums in two stages: blocks write partial sums to memory, and a second kernel adds them up
+// in a fixed order. No atomics, so results are the same in every run.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -9,11 +9,11 @@ namespace tf::cuda {
 struct ColumnSumArgs {
   Element type;
   const float* partial;  // (sums, shares, columns)
-  void* results[2];      // (columns) each, may be null
+  void* results[2];      // (columns) each; may be null
   int64_t shares, columns;
 };
 
-// 8 threads a column, then the first of them.
+// 8 threads per column; the first of them adds up their sums.
 template <class T>
 __global__ void __launch_bounds__(256) column_sum_kernel(const ColumnSumArgs args) {
   TF_SHARED(shared);

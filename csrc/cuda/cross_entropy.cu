@@ -32,7 +32,7 @@ CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ign
           .known = nullptr};
 }
 
-// (losses; known, (rows, 2): the log-sum-exp of each row as a sum), both fp32
+// Returns (losses (rows); known (rows, 2), the log-sum-exp of each row as a sum), both fp32.
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
@@ -51,7 +51,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor k
   STD_TORCH_CHECK(known.is_contiguous() && known.numel() == 2 * args.rows &&
                       known.scalar_type() == ScalarType::Float &&
                       known.get_device() == input.get_device(),
-                  kOp, ": known must be what the forward gave");
+                  kOp, ": known must be the result of the forward");
   STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == args.rows &&
                       grad.scalar_type() == ScalarType::Float &&
                       grad.get_device() == input.get_device(),

@@ -4,8 +4,8 @@
 //   dx[n, v] = grad[n] (exp(x[n, v] - lse[n]) - (1 - s) [v is target[n]] - s / V)
 //
 // Forward: logits are read once, and each thread rescales its sum of exponentials when its maximum
-// grows. lse is kept as the sum of two fp32: rounded to one, an lse of 100 would cost the
-// probabilities 6 bits. A row whose target is `ignored` is not read.
+// grows. lse is saved as the sum of two fp32 numbers, because rounding an lse of 100 to one would
+// cost the probabilities 6 bits. A row whose target is `ignored` is not read.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -19,12 +19,12 @@ struct CrossEntropyArgs {
   int64_t rows, columns, row_stride, column_stride, target_stride, ignored;
   float smoothing;
   float* losses;  // (rows)
-  float* known;   // (rows, 2): lse, and what is lost of it in fp32
+  float* known;   // (rows, 2): lse rounded to fp32, and its rounding error
 };
 
 struct CrossEntropyBackwardArgs {
-  CrossEntropyArgs call;  // known is read, losses are not touched
-  const float* grad;      // (rows), grad_stride apart
+  CrossEntropyArgs call;  // known is read, losses are not used
+  const float* grad;      // (rows), grad_stride elements apart
   int64_t grad_stride;
   void* gradient;  // (rows, columns) contiguous
 };
@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
     if (lane == 0) args.losses[row] = args.known[2 * row] = args.known[2 * row + 1] = 0.0f;
     return;
   }
-  // A target that is no class makes the loss NaN; there is nobody to raise an exception to.
+  // A target that is not a class gives the loss NaN, because a kernel cannot raise an exception.
   float x_target[1] = {NAN};
   if (target >= 0 && target < args.columns) load_logits<T>(args, row, target, x_target);
-  // Logits are summed as distances from the target's, so that none of the sum is lost far from 0.
+  // Sums the differences from the target's logit, because logits far from 0 would lose precision.
   const float origin = fabsf(x_target[0]) < INFINITY ? x_target[0] : 0.0f;
   float peak = -INFINITY, sum = 0.0f, distances = 0.0f;
   for (int64_t column = lane * kVector; column < args.columns; column += kThreads * kVector) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
     load_logits<T>(args, row, column, x);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) larger = fmaxf(larger, x[j]);
-    // With nothing but -inf so far there is nothing to rescale, and -inf - -inf would be NaN.
+    // While all logits are -inf the base is 0, because -inf - -inf would be NaN.
     const float base = larger == -INFINITY ? 0.0f : larger;
     sum *= expf(peak - base);
     peak = larger;

@@ -1,7 +1,7 @@
-// What kernels share on the device: element types, vectors of 16 bytes, reductions, Philox, and
-// names for the few instructions that CUDA C++ has no words for. The tests compile kernels with g++
-// and give the same names in simt.h, so kernels use nothing else of CUDA than what stands here and
-// there.
+// Device code that all kernels share: element types, vectors of 16 bytes, reductions, Philox, and
+// functions for instructions that CUDA C++ does not expose. Tests compile kernels with g++ and
+// define the same functions in simt.h. So kernels may use only the parts of CUDA that both files
+// define.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define TF_DEVICE __device__ __forceinline__
-// Dynamic shared memory; 128 bytes are what swizzled rows ask for.
+// Dynamic shared memory, aligned to 128 bytes for swizzled rows.
 #define TF_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 
@@ -45,7 +45,7 @@ TF_DEVICE uint32_t pack(fp16, float low, float high) {
   return packed;
 }
 
-// 2^x with an absolute error of 2^-22 of the result; 0 below 2^-126.
+// Returns 2^x with an error of 2^-22 relative to the result; results below 2^-126 are 0.
 TF_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -56,7 +56,7 @@ TF_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// d += a b, matrices of 16 x 16 and 16 x 8 in the fragments of PTX's m16n8k16.
+// Computes d += a b with a (16, 16) and b (16, 8), in the fragment layout of PTX's m16n8k16.
 TF_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bf16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -72,7 +72,8 @@ TF_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lanes 8 i ... 8 i + 7 name the rows of matrix i.
+// Loads four 8 x 8 matrices of 16-bit elements; lanes 8 i ... 8 i + 7 have the row addresses of
+// matrix i.
 template <bool kTransposed>
 TF_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   const uint32_t at = shared_address(row);
@@ -86,7 +87,8 @@ TF_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
                  : "r"(at));
 }
 
-// 16 bytes to shared memory, some time before the wait for their group; zeros unless `valid`.
+// Copies 16 bytes to shared memory asynchronously, zeros unless `valid`; complete after the wait
+// for its group.
 TF_DEVICE void cp_async_16(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -94,7 +96,7 @@ TF_DEVICE void cp_async_16(void* to, const void* from, bool valid) {
                : "memory");
 }
 TF_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most kPending of this thread's groups are still on their way.
+// Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
 TF_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -104,7 +106,7 @@ TF_DEVICE void cp_async_wait() {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// kCount neighbours, read and written by one instruction where that is possible.
+// kCount contiguous elements, read and written by one instruction if possible.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
   T value[kCount];
@@ -125,8 +127,8 @@ TF_DEVICE void store(T* to, const float (&from)[kCount]) {
   *reinterpret_cast<Vector<T, kCount>*>(to) = rounded;
 }
 
-// The same to global memory, for loops: there the compiler loses sight of the alignment and would
-// write a vector of 16 bytes in four instructions.
+// Like `store`, to global memory, for use in loops. There the compiler does not see the alignment,
+// and `store` would write 16 bytes in four instructions.
 template <int kCount, class T>
 TF_DEVICE void store_global(T* to, const float (&from)[kCount]) {
 #ifndef TF_SIMT
@@ -148,8 +150,8 @@ TF_DEVICE void store_global(T* to, const float (&from)[kCount]) {
   store(to, from);
 }
 
-// 16 bytes of a row, as they came. In elements of 16 bits the compiler would give each a register
-// of its own.
+// 16 bytes of a row, not converted. As an array of 16-bit elements each would get a register of its
+// own from the compiler.
 template <class T>
 struct Chunk {
   static constexpr int kCount = 16 / sizeof(T);
@@ -165,7 +167,7 @@ struct Chunk {
   TF_DEVICE void read(const T* from) { words = *reinterpret_cast<const Vector<Word, 4>*>(from); }
 };
 
-// x as it reads back from memory of type T.
+// Returns x rounded to T.
 template <class T>
 TF_DEVICE float rounded(float x) {
   T stored;
@@ -180,7 +182,7 @@ struct Maximum {
   TF_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Over the lanes of a warp, in an order that is the same for all of them.
+// Reduces over the lanes of a warp; all lanes get the same bits.
 template <class Combine>
 TF_DEVICE float reduce_warp(float x, Combine combine) {
 #pragma unroll
@@ -189,8 +191,8 @@ TF_DEVICE float reduce_warp(float x, Combine combine) {
   return x;
 }
 
-// Over kThreads neighbouring threads, a warp or the whole block. `scratch`: kThreads / kWarp floats
-// of shared memory; it is free again when the call returns.
+// Reduces over kThreads threads, a warp or the whole block. `scratch`: kThreads / kWarp floats of
+// shared memory, which may be reused when the call returns.
 template <int kThreads, class Combine>
 TF_DEVICE float reduce(float x, Combine combine, float* scratch) {
   x = reduce_warp(x, combine);
@@ -206,22 +208,23 @@ TF_DEVICE float reduce(float x, Combine combine, float* scratch) {
   return x;
 }
 
-// Which elements dropout drops depends on (seed, element position) only; see
-// transformer_fast/reference/dropout.py for the pattern: an element's random number is one of the
-// eight of 16 bits that one call of Philox gives.
+// Dropout. The pattern depends on the seed and the element's position only; it is documented in
+// transformer_fast/reference/dropout.py. One Philox call returns the 16-bit random numbers of eight
+// elements.
 struct Dropout {
-  bool on;              // false: nothing is dropped, and the rest is not read
-  const int64_t* seed;  // in device memory; may be null where all is dropped
-  uint32_t limit;       // an element is kept iff its random number is at least this
-  float scale;          // of what is kept; 0: nothing is kept
+  bool on;              // false: no dropout, and the other members are not used
+  const int64_t* seed;  // in device memory; may be null if all elements are dropped
+  uint32_t limit;       // an element is kept if its random number is at least this
+  float scale;          // factor of kept elements; 0: all elements are dropped
 };
 
 struct Words {
   uint32_t word[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011): the words of elements 8 group ... 8 group + 7 of a row; the
-// number of the first is the low half of the first word, of the second its high half, and so on.
+// Philox4x32-10 (Salmon et al. 2011): returns the words of elements 8 group ... 8 group + 7 of a
+// row. The number of the first element is the low half of the first word, that of the second its
+// high half, and so on.
 TF_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
   uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -239,8 +242,8 @@ TF_DEVICE uint64_t seed_of(const Dropout& dropout) {
   return dropout.scale == 0.0f ? 0 : static_cast<uint64_t>(*dropout.seed);
 }
 
-// Flags of elements 8 group ... 8 group + 7 of a row: bit i is set where element i is kept. For
-// kernels whose threads hold other elements than those that they draw for: eight flags fit a byte.
+// Returns the flags of elements 8 group ... 8 group + 7 of a row; bit i is set if element i is
+// kept. For kernels whose threads draw flags for elements of other threads: eight flags fit a byte.
 TF_DEVICE uint32_t keep_bits(const Dropout& dropout, uint64_t seed, uint64_t row, uint32_t group) {
   const Words words = philox(seed, row, group);
   uint32_t bits = 0;
@@ -252,8 +255,8 @@ TF_DEVICE uint32_t keep_bits(const Dropout& dropout, uint64_t seed, uint64_t row
   return bits;
 }
 
-// What dropout multiplies kCount elements of a row by, from `column` on, a multiple of kCount; at
-// most eight of them come from one call of Philox.
+// Computes the dropout factors of kCount elements of a row from `column` on, which must be a
+// multiple of kCount. One Philox call yields at most eight factors.
 template <int kCount>
 TF_DEVICE void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column,
                                float (&factors)[kCount]) {
@@ -264,7 +267,7 @@ TF_DEVICE void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t co
   for (int i = 0; i < kCount; i += kPart) {
     Words words = philox(seed, row, static_cast<uint32_t>((column + i) / 8));
     uint32_t (&word)[4] = words.word;
-    const uint32_t at = static_cast<uint32_t>(column) % 8;  // 0 where kCount is at least 8
+    const uint32_t at = static_cast<uint32_t>(column) % 8;  // 0 if kCount is at least 8
     if (kPart <= 4 && (at & 4) != 0) word[0] = word[2], word[1] = word[3];
     if (kPart <= 2 && (at & 2) != 0) word[0] = word[1];
     if (kPart <= 1 && (at & 1) != 0) word[0] >>= 16;
@@ -276,7 +279,7 @@ TF_DEVICE void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t co
   }
 }
 
-// What dropout makes of x: 0 where dropped, whatever x is.
+// Applies a dropout factor to x; dropped elements are 0 even if x is NaN or inf.
 TF_DEVICE float drop(float x, float factor) { return factor == 0.0f ? 0.0f : x * factor; }
 
 }  // namespace tf::cuda

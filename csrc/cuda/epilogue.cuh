@@ -1,11 +1,11 @@
-// What follows the product of a linear map, and its gradient.
+// Epilogue of the product of a linear layer, and its gradient.
 //
 //   forward:   output = dropout(activation(z)) + residual
 //   backward:  dz = dropout(grad) activation'(z), and the sums of its columns
 //
-// z is the product with the bias added. A warp has 32 vectors of a row; the warps of a block walk
-// over the rows of its columns, as many blocks as the GPU has room for, and each block has a share
-// of the sums.
+// z is the product plus the bias. A warp has 32 vectors of a row. The warps of a block loop over
+// the rows of its columns. There are as many blocks as the GPU can run at once, and each writes
+// partial sums.
 #pragma once
 
 #include "cuda/column_sums.cuh"
@@ -19,7 +19,7 @@ struct EpilogueArgs {
   Element type;
   Activation activation;
   const void* z;         // (rows, columns) contiguous
-  const void* residual;  // (rows, columns), rows residual_stride apart; may be null
+  const void* residual;  // (rows, columns), rows residual_stride elements apart; may be null
   void* output;          // (rows, columns) contiguous; may be z
   int64_t rows, columns, residual_stride;
   Dropout dropout;
@@ -28,17 +28,17 @@ struct EpilogueArgs {
 struct EpilogueBackwardArgs {
   Element type;
   Activation activation;
-  const void* grad;  // (rows, columns), rows grad_stride apart
+  const void* grad;  // (rows, columns), rows grad_stride elements apart
   const void* z;     // (rows, columns) contiguous; may be null without an activation
-  void* grad_z;      // (rows, columns) contiguous, may be null, and may be grad
-  void* hidden;      // (rows, columns) contiguous, may be null: dropout(activation(z))
-  void* grad_bias;   // (columns), may be null
-  float* partial;    // (shares, columns), null without grad_bias
+  void* grad_z;      // (rows, columns) contiguous; may be null; may be grad
+  void* hidden;      // (rows, columns) contiguous: dropout(activation(z)); may be null
+  void* grad_bias;   // (columns); may be null
+  float* partial;    // (shares, columns): partial sums of grad_bias; null without grad_bias
   int64_t rows, columns, grad_stride, shares;
   Dropout dropout;
 };
 
-// 1 / (1 + e^-x) and its derivative s (1 - s), where 1 - s would lose its digits to cancellation.
+// s = 1 / (1 + e^-x) and its derivative s (1 - s), computed without cancellation in 1 - s.
 struct Sigmoid {
   float value, slope;
 
@@ -65,7 +65,7 @@ TF_DEVICE float activate(float x) {
   return x;
 }
 
-// activation'(x) times grad.
+// Returns activation'(x) * grad.
 template <Activation kActivation>
 TF_DEVICE float activation_gradient(float x, float grad) {
   if constexpr (kActivation == Activation::relu) return x <= 0.0f ? 0.0f : grad;
@@ -76,7 +76,7 @@ TF_DEVICE float activation_gradient(float x, float grad) {
   if constexpr (kActivation == Activation::gelu_tanh) {
     const Sigmoid s(gelu_tanh_argument(x));
     const float slope = kTwiceSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
-    // Far out the second factor vanishes and the third may be infinite.
+    // For large |x| the second factor is 0 and the third may be infinite.
     return grad * (s.value + (s.slope == 0.0f ? 0.0f : x * s.slope * slope));
   }
   if constexpr (kActivation == Activation::silu) {
@@ -86,7 +86,7 @@ TF_DEVICE float activation_gradient(float x, float grad) {
   return grad;
 }
 
-// f.operator()<activation>(): the choice is made for a vector at a time, not for each element.
+// Calls f.operator()<activation>(); so the branch is per vector, not per element.
 template <class F>
 TF_DEVICE void by_activation(Activation activation, const F& f) {
   switch (activation) {
@@ -105,7 +105,7 @@ TF_DEVICE void by_activation(Activation activation, const F& f) {
 
 constexpr int kEpilogueWarps = 8;
 
-// f(row, column of the thread's vector) for the rows that are the warp's.
+// Calls f(row, column of the thread's vector) for each row of the warp.
 template <int kVector, class F>
 TF_DEVICE void each_row(int64_t rows, int64_t columns, const F& f) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp) * kVector;
@@ -194,10 +194,10 @@ __global__ void __launch_bounds__(kEpilogueWarps* kWarp)
   }
 }
 
-// Columns of a block at most, of either vector.
+// Largest number of columns of a block, for both vector sizes.
 inline int64_t epilogue_columns(Element type) { return kWarp * (16 / size_of(type)); }
 
-// Blocks that share the rows of the same columns.
+// Number of blocks among which the rows of the same columns are divided.
 inline int64_t epilogue_shares(Element type, int64_t rows, int64_t columns) {
   const int64_t across = ceil_div(columns > 0 ? columns : 1, epilogue_columns(type));
   const int64_t room = ceil_div(8 * multiprocessors(), across);
@@ -205,7 +205,7 @@ inline int64_t epilogue_shares(Element type, int64_t rows, int64_t columns) {
   return most < 65535 ? most : 65535;
 }
 
-// f(T{}, vector): vectors of 16 bytes where `wide`.
+// Calls f.operator()<T, vector size>(); vectors have 16 bytes if `wide`, else one element.
 template <class F>
 void by_vector(Element type, bool wide, const F& f) {
   by_element(type, [&]<class T>(T) {

@@ -1,4 +1,4 @@
-// Starting kernels: the stream, the launch, and what is asked of the device before it. Free of
+// Launches kernels: the stream, the launch, and the device properties that it needs. Independent of
 // torch.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace tf::cuda {
 #ifdef TF_SIMT
 using Stream = void*;
 
-// Few, so that tests see programs that walk over several rows.
+// Few, so that in tests a block loops over several rows.
 inline int multiprocessors() { return 2; }
 
 template <class Args>
@@ -24,13 +24,14 @@ void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream,
 #else
 using Stream = cudaStream_t;
 
-// What CUDA said was wrong, as an exception of the kind that torch makes a RuntimeError of.
+// Throws a CUDA error as std::runtime_error, which PyTorch converts to RuntimeError.
 inline void check(cudaError_t code) {
   if (code != cudaSuccess)
     throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(code));
 }
 
-// Of the current device; asking the driver at every call would take longer than a launch.
+// Multiprocessors of the current device. Cached, because asking the driver in every call would take
+// longer than a launch.
 inline int multiprocessors() {
   constexpr int kDevices = 64;
   static int known[kDevices];
@@ -60,7 +61,7 @@ enum class Element { float32, bfloat16, float16 };
 
 inline int64_t size_of(Element element) { return element == Element::float32 ? 4 : 2; }
 
-// f(T{}) for the element type.
+// Calls f(T{}) with the element type.
 template <class F>
 void by_element(Element element, const F& f) {
   switch (element) {

@@ -18,7 +18,7 @@ std::optional<Tensor> parameter(const char* name, const std::optional<Tensor>& t
   return as_contiguous(*tensor);
 }
 
-// Of how many elements the last `dims` dimensions are, which are normalised together.
+// Returns the number of elements in the last `dims` dimensions, over which the norm is computed.
 int64_t normalized_size(const Tensor& tensor, int64_t dims) {
   STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), kOp, ": the last ", dims,
                   " dimensions were to be normalised of ", tensor.dim());
@@ -40,10 +40,10 @@ void check_same_shape(const char* name, const Tensor& tensor, const Tensor& inpu
 }
 
 void check_kind(int64_t kind) {
-  STD_TORCH_CHECK(kind == 0, kOp, ": there is no other norm on CUDA than LayerNorm, kind 0");
+  STD_TORCH_CHECK(kind == 0, kOp, ": CUDA supports LayerNorm (kind 0) only, not kind ", kind);
 }
 
-// (output; sum, empty without residual; mean; rstd)
+// Returns (output; sum, empty without residual; mean; rstd).
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
     Tensor input, std::optional<Tensor> residual, std::optional<Tensor> weight,
     std::optional<Tensor> bias, int64_t dims, double eps, int64_t kind, double dropout_p,
@@ -84,8 +84,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
   return {output, sum, mean, rstd};
 }
 
-// Of source, what was normalised; of what dropout was applied to, if want_input; of weight and
-// bias.
+// Returns the gradients of source (the norm's input), input (before dropout), weight and bias;
+// empty if not requested.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
     Tensor mean, Tensor rstd, int64_t dims, int64_t kind, double dropout_p,
@@ -101,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     STD_TORCH_CHECK(statistic->numel() == rows && statistic->is_contiguous() &&
                         statistic->scalar_type() == ScalarType::Float &&
                         statistic->get_device() == source.get_device(),
-                    kOp, ": mean and rstd must be what the forward gave");
+                    kOp, ": mean and rstd must be results of the forward");
   weight = parameter("weight", weight, source, normalized);
   Tensor grad_source = want_source ? empty_contiguous(source) : empty(source, {0});
   Tensor grad_input = want_input ? empty_contiguous(source) : empty(source, {0});

@@ -1,13 +1,14 @@
-// LayerNorm, alone and behind dropout and a residual connection, forward and backward.
+// LayerNorm, alone and after dropout and a residual connection, forward and backward.
 //
 //   sum = residual + dropout(input),  y = (sum - mean) rstd weight + bias,  rstd = 1 / sqrt(var +
 //   eps)
 //
-// Forward: a warp a row, or a block for long ones; the row is read once and stays in registers,
-// with the mean taken before the squares. Rows too long for registers are read three times.
-// Backward: a fixed number of blocks walk over the rows and keep their shares of the sums over rows
-// in registers; the next row is read before the sums of the present one are reduced; a second
-// kernel adds the shares up. No atomics, so results are the same in every run.
+// Forward: a warp per row, or a block per long row. The row is read once and stays in registers;
+// the mean is computed before the squares. Rows too long for registers are read three times.
+//
+// Backward: a fixed number of blocks loop over the rows and accumulate partial sums over rows in
+// registers. The next row is read before the sums of the current one are reduced. A second kernel
+// adds up the partial sums. No atomics, so results are the same in every run.
 #pragma once
 
 #include "cuda/column_sums.cuh"
@@ -16,43 +17,44 @@ namespace tf::cuda {
 
 struct LayerNormArgs {
   Element type;
-  const void *input, *residual;  // (rows, columns), rows input_stride apart; residual may be null
-  const void *weight, *bias;     // (columns), may be null
+  const void *input, *residual;  // (rows, columns), with row strides below; residual may be null
+  const void *weight, *bias;     // (columns); may be null
   void *output, *sum;            // (rows, columns) contiguous; sum is null without residual
   float *mean, *rstd;            // (rows)
   int64_t rows, columns, input_stride, residual_stride;
   float eps;
-  Dropout dropout;          // of input, where there is a residual
-  int64_t dropout_columns;  // last dimension of the tensor that is dropped from
+  Dropout dropout;          // of input, if there is a residual
+  int64_t dropout_columns;  // size of the last dimension of input
 };
 
 struct LayerNormBackwardArgs {
   Element type;
   const void *grad, *grad_sum,
-      *input;                // (rows, columns); grad_sum may be null; input: what was normalised
-  const void* weight;        // (columns), may be null
+      *input;                // (rows, columns): input of the norm; grad_sum may be null
+  const void* weight;        // (columns); may be null
   const float *mean, *rstd;  // (rows)
   void *grad_source,
-      *grad_input;  // (rows, columns) contiguous, may be null; grad_input: behind dropout
-  void *grad_weight, *grad_bias;  // (columns), may be null
-  float* partial;                 // (2, shares, columns), null if neither of the two is wanted
+      *grad_input;  // (rows, columns) contiguous; may be null; grad_input: before dropout
+  void *grad_weight, *grad_bias;  // (columns); may be null
+  float* partial;                 // (2, shares, columns); null if both of these are null
   int64_t rows, columns, grad_stride, grad_sum_stride, input_stride, shares;
   Dropout dropout;
   int64_t dropout_columns;
 };
 
-// A row in the registers of kThreads threads, kElements each, in vectors of kVector neighbours;
-// kElements = 0: it does not fit, and is read anew whenever it is needed.
+// A row in the registers of kThreads threads, kElements each, in vectors of kVector contiguous
+// elements. kElements = 0: the row does not fit, and is read again whenever it is needed.
 template <int kThreads, int kElements, int kVector>
 struct RowTile {
   static constexpr int threads = kThreads, elements = kElements, vector = kVector;
   static constexpr int block = kThreads == kWarp ? 4 * kWarp : kThreads;
   static constexpr int rows = block / kThreads;
   static constexpr int kept = kElements == 0 ? kVector : kElements;
-  // Whether the backward reads a row while it reduces the one before: in at most 16 registers.
+  // True if the backward reads the next row while it reduces the current one; that is limited to 16
+  // registers.
   static constexpr bool prefetches = kElements != 0 && kVector > 1 && kElements <= 2 * kVector;
 
-  // f(index of the thread's vector, column) for all vectors of the row that are this thread's.
+  // Calls f(index of the thread's vector, column) for all vectors of this thread in the row.
   template <class F>
   TF_DEVICE static void each(int64_t columns, const F& f) {
     const int lane = threadIdx.x % kThreads;
@@ -69,8 +71,8 @@ struct RowTile {
   }
 };
 
-// Dropout counts rows of the tensor's last dimension, which may be a part of what is normalised;
-// then kVector is 1.
+// Rows of the dropout pattern are those of the tensor's last dimension. If normalized_shape has
+// more dimensions, kVector is 1.
 template <int kVector, class Args>
 TF_DEVICE void row_dropout_factors(const Args& args, uint64_t row, uint64_t column,
                                    float (&factors)[kVector]) {
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(Tile::block) layer_norm_kernel(const LayerNorm
   const float mean =
       reduce<Tile::threads>(total, Add{}, scratch) / static_cast<float>(args.columns);
 
-  // What each thread wrote as a sum it reads again itself, so no barrier is needed.
+  // Each thread reads back only sums that it wrote itself, so no barrier is needed.
   const auto again = [&](int i, int64_t column) {
     if constexpr (!kAtOnce) {
       if (args.residual != nullptr)
@@ -164,8 +166,8 @@ __global__ void __launch_bounds__(Tile::block) layer_norm_kernel(const LayerNorm
   });
 }
 
-// With a prefetch, 512 threads of a multiprocessor have 128 registers each: four blocks of 128,
-// which are as many as there are (layer_norm_backward_shares).
+// With a prefetch a multiprocessor runs 512 threads with 128 registers each: four blocks of 128
+// threads, which is the number of blocks that are launched (layer_norm_backward_shares).
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::block, Tile::prefetches ? 512 / Tile::block : 0)
     layer_norm_backward_kernel(const LayerNormBackwardArgs args) {
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(Tile::block, Tile::prefetches ? 512 / Tile::bl
   }
 }
 
-// The shares of sums over rows that are too long for registers; a thread has a column.
+// Partial sums over rows that are too long for registers; one thread per column.
 template <class T>
 __global__ void __launch_bounds__(256) layer_norm_shares_kernel(const LayerNormBackwardArgs args) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -306,7 +308,8 @@ __global__ void __launch_bounds__(256) layer_norm_shares_kernel(const LayerNormB
   args.partial[(args.shares + blockIdx.y) * args.columns + column] = of_bias;
 }
 
-// f(RowTile{}): the smallest tile that holds so many columns, in vectors of 16 bytes where `wide`.
+// Calls f(RowTile{}) with the smallest tile that fits the columns, in vectors of 16 bytes if
+// `wide`.
 template <class T, class F>
 void by_tile(bool wide, int64_t columns, const F& f) {
   constexpr int kVector = 16 / sizeof(T);
@@ -342,7 +345,7 @@ inline void launch_layer_norm(const LayerNormArgs& args, Stream stream) {
   });
 }
 
-// Blocks that walk over the rows; each has a share of the sums over rows.
+// Number of blocks that loop over the rows; each has partial sums over rows.
 inline int64_t layer_norm_backward_shares(int64_t rows) {
   const int64_t most = 4 * multiprocessors();
   return rows < most ? rows : most;

@@ -1,5 +1,5 @@
-// The operators of linear maps and of the feed-forward network: PyTorch's products (cuBLAS; on the
-// CPU, in tests, its own) with one kernel behind each.
+// The operators of linear layers and of the feed-forward network: PyTorch's matrix products
+// (cuBLAS; on the CPU, in tests, PyTorch's own), each followed by one kernel.
 #include <array>
 #include <tuple>
 
@@ -13,7 +13,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 int64_t last_size(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
 
-// (..., columns) as (rows, columns), copied only where no view is that.
+// Reshapes (..., columns) to (rows, columns); a copy only if no view is possible.
 Tensor as_matrix(const Tensor& tensor) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d) rows *= tensor.size(d);
@@ -24,7 +24,7 @@ Tensor as_matrix(const Tensor& tensor) {
 
 Tensor transposed(const Tensor& matrix) { return torch::stable::transpose(matrix, 0, 1); }
 
-// Variants that write to `out` are called, since those autocast leaves alone.
+// Calls the `out` variant of an op, because autocast does not change those.
 template <class... Arguments>
 void call(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
@@ -32,7 +32,7 @@ void call(const char* op, const Arguments&... arguments) {
   torch::stable::detail::to<Tensor>(stack[0]);  // a second reference to `out`
 }
 
-// out = a b
+// Computes out = a b.
 void multiply(const Tensor& a, const Tensor& b, const Tensor& out) {
   call("aten::mm", a, b, as_matrix(out));
 }
@@ -49,7 +49,7 @@ std::vector<int64_t> with_last(const Tensor& tensor, int64_t columns) {
   return result;
 }
 
-// One side of a linear map.
+// A linear layer: checks of its arguments, and its product.
 struct Map {
   const char* op;
   const char* weight_name;
@@ -64,7 +64,7 @@ struct Map {
                     ": bias must have an element for each row of ", weight_name);
   }
 
-  // input weight^T + bias
+  // Returns input weight^T + bias.
   Tensor product(const Tensor& input, const Tensor& weight, const MaybeTensor& bias) const {
     check(input, weight, bias);
     Tensor result = empty(input, with_last(input, weight.size(0)));
@@ -76,11 +76,11 @@ struct Map {
 void check_z(const char* op, const Tensor& z, const Tensor& like, int64_t elements) {
   check_like(op, "preactivation", z, like);
   STD_TORCH_CHECK(z.is_contiguous() && z.numel() == elements, op,
-                  ": preactivation must be what the forward gave");
+                  ": preactivation must be a result of the forward");
 }
 
-// dz = dropout(grad) activation'(z), hidden = dropout(activation(z)) and the sums of dz's columns:
-// of the three those that are given. `grad` is a matrix.
+// Computes dz = dropout(grad) activation'(z), hidden = dropout(activation(z)) and the column sums
+// of dz; each only if its pointer is not null. `grad` is a matrix.
 struct Gradient {
   const char* op;
   Activation activation;
@@ -136,7 +136,7 @@ void follow(const char* op, const Tensor& z, const MaybeTensor& residual, Tensor
 
 constexpr Dropout kNoDropout{false, nullptr, 0, 1.0f};
 
-// (output; preactivation, empty unless it is to be kept)
+// Returns (output; preactivation, empty unless `keep`).
 std::tuple<Tensor, Tensor> linear(Tensor input, Tensor weight, MaybeTensor bias,
                                   MaybeTensor residual, int64_t activation_number, bool keep) {
   constexpr const char* kOp = "linear";
@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor> linear(Tensor input, Tensor weight, MaybeTensor bias,
                     ": residual must have the shape of the result");
   }
   STD_TORCH_CHECK(!keep || activation != Activation::identity, kOp,
-                  ": there is no preactivation to keep without an activation");
+                  ": without an activation there is no preactivation to keep");
   if (activation == Activation::identity && !residual) return {z, empty(input, {0})};
   Tensor output = keep ? empty_contiguous(z) : z;
   follow(kOp, z, residual, output, activation, kNoDropout);
@@ -186,8 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   return {grad_input, grad_weight, grad_bias};
 }
 
-// (output; what the backward wants to know, empty unless `keep`: the hidden units of relu, which
-// tell its derivative, and the preactivation of others)
+// Returns (output; a tensor saved for backward, empty unless `keep`). The latter is the hidden
+// units for relu, which determine its derivative, and the preactivation for other activations.
 std::tuple<Tensor, Tensor> feed_forward(Tensor input, Tensor weight1, MaybeTensor bias1,
                                         Tensor weight2, MaybeTensor bias2,
                                         int64_t activation_number, double dropout_p,
@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   if (want_input || want_weight1 || want_bias1) {
     Tensor grad_z = empty(grad, {dy.size(0), units});
     multiply(dy, weight2, grad_z);
-    // In place: each thread has read what it writes.
+    // In place, because each thread reads an element before it writes it.
     Gradient{kOp, activation, dropout}(grad_z, &saved, &grad_z, remake ? &hidden : nullptr,
                                        want_bias1 ? &grad_bias1 : nullptr);
     if (want_input) multiply(grad_z, weight1, grad_input);

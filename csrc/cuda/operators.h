@@ -1,5 +1,6 @@
-// What the operators share: checks that keep a wrong call from crashing, views of tensors as rows,
-// and the stream. The tests build the same operators for CPU tensors, on kernels compiled by g++.
+// Common code of the operators: argument checks, so that a wrong call does not crash; views of
+// tensors as rows; the stream. Tests build the same operators for CPU tensors, with kernels
+// compiled by g++.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +20,7 @@
 #else
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #define TF_DISPATCH_KEY CUDA
-// Weak, so that the library loads where PyTorch has no CUDA, and says so instead of failing.
+// Weak, so that the library can be loaded, and report it, if PyTorch was built without CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 #endif
 
@@ -29,8 +30,8 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The tensor's device is the current one while this lives; `stream` is PyTorch's current stream
-// there.
+// Guard that makes the tensor's device the current one; `stream` is PyTorch's current stream of
+// that device.
 class OnDevice {
  public:
 #ifdef TF_SIMT
@@ -39,9 +40,10 @@ class OnDevice {
 #else
   explicit OnDevice(const Tensor& tensor) {
     const int device = tensor.get_device();
-    STD_TORCH_CHECK(tensor.is_cuda(), "transformer_fast: a CUDA kernel was given a CPU tensor");
+    STD_TORCH_CHECK(tensor.is_cuda(),
+                    "transformer_fast: a CUDA kernel was called with a CPU tensor");
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-                    "transformer_fast: this PyTorch has no CUDA");
+                    "transformer_fast: this PyTorch was built without CUDA");
     check(cudaGetDevice(&before_));
     if (before_ != device) check(cudaSetDevice(device));
     void* found = nullptr;
@@ -74,7 +76,7 @@ inline Element element_of(const char* op, const Tensor& tensor) {
   }
 }
 
-// `like`: whose device and dtype the tensor must have.
+// Checks that the tensor has the device and dtype of `like`.
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
   STD_TORCH_CHECK(tensor.scalar_type() == like.scalar_type() &&
                       tensor.is_cuda() == like.is_cuda() &&
@@ -95,7 +97,8 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A tensor as rows of `columns` neighbours, `stride` apart; copied only if it cannot be seen so.
+// A tensor as rows of `columns` contiguous elements, `stride` elements apart; a copy only if the
+// strides do not allow a view.
 struct Rows {
   Tensor owner;
   const void* data;
@@ -124,7 +127,7 @@ inline const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// p in [0, 1]; the seed is an int64 in device memory, so that nobody waits for it.
+// p must be in [0, 1]. The seed is an int64 in device memory, so that it needs no synchronisation.
 inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor>& seed,
                             const Tensor& like) {
   STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": dropout_p must be in [0, 1], not ", p);
@@ -137,9 +140,9 @@ inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor
           static_cast<float>(1.0 / (1.0 - p))};
 }
 
-// Blocks are counted in 31 bits.
+// The number of blocks of a launch has 31 bits.
 inline void check_rows(const char* op, int64_t rows) {
-  STD_TORCH_CHECK(rows <= INT32_MAX, op, ": ", rows, " rows are more than one launch can take");
+  STD_TORCH_CHECK(rows <= INT32_MAX, op, ": ", rows, " rows are more than one launch supports");
 }
 
 }  // namespace tf::cuda
