@@ -1,6 +1,6 @@
-// Remembers where PyTorch's tensors on the CPU lie, so that an emulator knows what memory a kernel
-// was given.
-#undef TORCH_TARGET_VERSION  // what follows is not of the stable ABI, and is for this PyTorch only
+// Records the addresses of PyTorch's CPU tensors, so that an emulator can check which memory a
+// kernel may access.
+#undef TORCH_TARGET_VERSION  // no stable ABI: valid for this version of PyTorch only
 #include <c10/core/CPUAllocator.h>
 
 #include <map>
@@ -42,7 +42,8 @@ TF_EXPORT void simt_remember_allocations(bool on) {
   c10::SetCPUAllocator(on ? &remembering : c10::GetDefaultCPUAllocator());
 }
 
-// Bytes of the tensor in which `address` lies, which begin at `begin`; 0 if there is none.
+// Returns the size in bytes of the tensor that contains `address`, and its start in `begin`; 0 if
+// none.
 TF_EXPORT size_t simt_allocation(uintptr_t address, uintptr_t* begin) {
   const std::lock_guard<std::mutex> lock(guard);
   auto found = live.upper_bound(address);

@@ -1,6 +1,6 @@
-// What the SIMT machine makes of instructions, and what a GPU makes of them: compiled by g++ and by
-// nvcc, the same program holds both to the definitions (PTX ISA; IEEE 754; Salmon et al. 2011). A
-// machine that passes what a GPU passes can be trusted with kernels. It prints "done".
+// Compares instructions with their definitions (PTX ISA; IEEE 754; Salmon et al. 2011), on the SIMT
+// machine if compiled by g++, and on a GPU if compiled by nvcc. If both pass, results of kernels on
+// the machine are valid for a GPU. Prints "done" at the end.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +19,7 @@ void expect(bool right, const char* what, int at, double found, double expected)
     std::printf("%s[%d] is %.17g and should be %.17g\n", what, at, found, expected);
 }
 
-// Memory of the device, and what the host put there or reads from it.
+// Device memory, with copies from and to the host.
 template <class T>
 struct Buffer {
   std::vector<T> host;
@@ -44,7 +44,7 @@ struct Buffer {
 #endif
 };
 
-// The number that 16 bits stand for: sign, exponent, `digits` of fraction.
+// The value of a 16-bit number: sign, exponent, `digits` bits of fraction.
 double value_of(int bits, int digits) {
   const int width = 15 - digits, bias = (1 << (width - 1)) - 1;
   const int exponent = bits >> digits & ((1 << width) - 1), fraction = bits & ((1 << digits) - 1);
@@ -56,15 +56,15 @@ double value_of(int bits, int digits) {
 template <class T>
 constexpr int kDigits = std::is_same_v<T, bf16> ? 7 : 10;
 
-// The nearest of those numbers, of two equally near ones that whose last bit is 0.
+// Rounds to the nearest of these numbers, ties to even.
 int nearest(float x, int digits) {
   const int infinity = ((1 << (15 - digits)) - 1) << digits, sign = std::signbit(x) ? 0x8000 : 0;
-  int low = 0, high = infinity;  // numbers of one sign grow with their bits
+  int low = 0, high = infinity;  // positive numbers are ordered by their bits
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (value_of(middle, digits) <= std::fabs(x) ? low : high) = middle;
   }
-  // Infinity counts as the number that would come next.
+  // Infinity has the value that would follow the largest number.
   const double beyond =
       high < infinity ? value_of(high, digits) : 2 * value_of(infinity - (1 << digits), digits);
   const double below = std::fabs(x) - value_of(low, digits), above = beyond - std::fabs(x);
@@ -78,13 +78,13 @@ int draw(int end) {
   return static_cast<int>((state >> 8) % static_cast<uint32_t>(end));
 }
 
-// ---- Tiles: a in the memory of a block and in fragments, b, and what their product is -----------
+// ---- Tiles: a and b in shared memory and in fragments, and their product ------------------------
 
 struct ProductArgs {
   const uint16_t *a, *b;        // (16, 16) and (16, 8)
-  const uint32_t *a_in, *b_in;  // fragments of the lanes, 4 and 2 each
-  uint32_t *a_out, *b_out;      // what ldmatrix makes of a and b
-  float* sums;                  // of the lanes, 4 each, in and out
+  const uint32_t *a_in, *b_in;  // fragments: 4 and 2 registers per lane
+  uint32_t *a_out, *b_out;      // fragments that ldmatrix loads from a and b
+  float* sums;                  // 4 per lane, input and output
 };
 
 template <class T>
@@ -124,8 +124,8 @@ void products(const char* what, bool smallest) {
   Buffer<uint16_t> a(16 * 16), b(16 * 8);
   Buffer<uint32_t> a_in(4 * 32), b_in(2 * 32), a_out(4 * 32), b_out(4 * 32);
   Buffer<float> sums(4 * 32);
-  // Whole numbers whose sums are exact; or one product a row that needs all digits, of 1 +
-  // 2^-digits and of the smallest number there is.
+  // Integers whose sums are exact; or one product per row that needs all bits, of 1 + 2^-digits and
+  // of the smallest number.
   for (int i = 0; i < 16 * 16; ++i) {
     const float x = smallest ? (i % 17 == 0 ? 1.0f + std::ldexp(1.0f, -kDigits<T>) : 0.0f)
                              : static_cast<float>(draw(33) - 16);
@@ -157,7 +157,7 @@ void products(const char* what, bool smallest) {
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * lane + i;
       expect(a_out.host[at] == a_in.host[at], "ldmatrix", at, a_out.host[at], a_in.host[at]);
-      // Matrices 2 and 3 are the rows of 0 and 1 again, whose addresses lanes 16 ... 31 repeat.
+      // Matrices 2 and 3 repeat the rows of 0 and 1, whose addresses lanes 16 ... 31 repeat.
       expect(b_out.host[at] == b_in.host[2 * lane + i % 2], "ldmatrix, transposed", at,
              b_out.host[at], b_in.host[2 * lane + i % 2]);
       const auto [row, column] = of_sum(lane, i);
@@ -169,8 +169,7 @@ void products(const char* what, bool smallest) {
     }
 }
 
-// ---- Copies that land later
-// -----------------------------------------------------------------------
+// ---- Asynchronous copies ------------------------------------------------------------------------
 
 struct CopyArgs {
   const uint32_t* from;  // (3, 32, 4)
@@ -183,7 +182,7 @@ __global__ void copy_kernel(const CopyArgs args) {
   const int lane = threadIdx.x;
   for (int group = 0; group < 3; ++group) {
     const int at = (group * kWarp + lane) * 4;
-    // Of the second group every third is not there: its address need not be one.
+    // Every third copy of the second group has size 0, so that its address may be invalid.
     const bool valid = group != 1 || lane % 3 != 0;
     cp_async_16(tile + at, args.from + at, valid);
     cp_async_commit();
@@ -195,7 +194,7 @@ __global__ void copy_kernel(const CopyArgs args) {
   }
   cp_async_wait<0>();
   __syncthreads();
-  for (int i = 0; i < 4; ++i)  // of another lane
+  for (int i = 0; i < 4; ++i)  // data of another lane
     args.to[(2 * kWarp + lane) * 4 + i] = tile[(2 * kWarp + kWarp - 1 - lane) * 4 + i];
 }
 
@@ -308,7 +307,7 @@ void numbers(const char* what) {
                        : power < 0x1p-126       ? found >= 0.0 && found <= 0x1.0001p-126
                                                 : std::fabs(found - power) <= 0x1p-22 * power;
     expect(close, "ex2", i, found, power);
-    // What lies well below the smallest normal number is flushed.
+    // Results far below the smallest normal number are flushed to 0.
     if (x < -126.5f) expect(found == 0.0, "ex2, flushed", i, found, 0.0);
   }
   for (int bits = 0; bits < 65536; ++bits) {

@@ -26,8 +26,8 @@ static void __tsan_release(void*) {}
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// Saves the registers that a call must keep on the stack of the one and takes those of the other
-// from its stack (System V ABI for x86-64).
+// Saves the callee-saved registers on the stack of one fibre, and restores those of the other from
+// its stack (System V ABI for x86-64).
 extern "C" void simt_switch(void** save, void* load);
 asm(R"(
 .text
@@ -52,8 +52,8 @@ simt_switch:
 .size simt_switch, .-simt_switch
 )");
 
-// Gets the mangled name of a kernel, the grid, threads and bytes of shared memory of a launch, and
-// the bytes of its parameter.
+// Receives a launch: mangled kernel name, grid, threads, bytes of shared memory, and the bytes of
+// the parameter.
 using Take = void (*)(const char*, unsigned, unsigned, int, size_t, const void*, size_t);
 static Take taker = nullptr;
 extern "C" __attribute__((visibility("default"))) void simt_take_launches(Take take) {
@@ -63,7 +63,7 @@ extern "C" __attribute__((visibility("default"))) void simt_take_launches(Take t
 namespace simt {
 namespace {
 
-// Of all GPUs from sm_80 on.
+// The limits of all GPUs from sm_80 on.
 constexpr unsigned kMostBlocksDown = 65535;
 constexpr size_t kMostShared = 99 << 10;
 constexpr size_t kStack = 256 << 10;
@@ -86,11 +86,11 @@ struct Fibre {
   void* sanitizer = nullptr;
 };
 
-// Threads that wait for one another: all of a warp, or of a block.
+// Threads that wait for each other: those of a warp, or of a block.
 struct Meeting {
   int arrived = 0;
   unsigned generation = 0;
-  char order = 0;  // what ThreadSanitizer hangs the order on
+  char order = 0;  // synchronization address for ThreadSanitizer
 };
 
 struct WarpState {
@@ -102,14 +102,14 @@ struct Machine {
   std::vector<Fibre>& fibres;
   size_t threads;
   std::vector<WarpState> warps;
-  // As much as was asked for and nothing behind it, so that AddressSanitizer sees who goes too far.
+  // Exactly the requested size, so that AddressSanitizer detects accesses beyond it.
   size_t shared_bytes;
   unsigned char* shared;
   dim3 index, grid;
   Meeting barrier;
-  // What ThreadSanitizer hangs on that a block begins after the launch, and the launch goes on
-  // after its threads. Two things: a thread that begins late is not ordered behind one that has
-  // ended.
+  // Synchronization addresses for ThreadSanitizer: a block begins after the launch, and the launch
+  // continues after its threads. There are two, because a thread that begins late is not ordered
+  // after one that has ended.
   char launched = 0, finished = 0;
   const std::function<void()>* kernel;
   Fibre* running = nullptr;
@@ -121,7 +121,7 @@ Machine* machine;
 
 TF_MACHINE void switch_from(Fibre* from, Fibre* to) {
 #ifdef __SANITIZE_THREAD__
-  // 1: the switch itself puts nothing in order.
+  // 1: the switch itself orders nothing.
   __tsan_switch_to_fiber(to ? to->sanitizer : machine->scheduler_sanitizer, 1);
 #endif
 #ifdef __SANITIZE_ADDRESS__
@@ -177,12 +177,12 @@ TF_MACHINE void start(Fibre& fibre, unsigned thread) {
   fibre.copies.clear();
   void** top =
       reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fibre.stack.get() + kStack) / 64 * 64);
-  *--top = nullptr;  // where a return address would be: the stack is then aligned as after a call
+  *--top = nullptr;  // in place of a return address: aligns the stack as after a call
   *--top = reinterpret_cast<void*>(&enter);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   fibre.top = top;
 #ifdef __SANITIZE_THREAD__
-  if (fibre.sanitizer == nullptr) fibre.sanitizer = __tsan_create_fiber(0);  // takes long
+  if (fibre.sanitizer == nullptr) fibre.sanitizer = __tsan_create_fiber(0);  // slow, so only once
 #endif
 }
 
@@ -253,7 +253,7 @@ void copy_later(void* to, const void* from, bool valid) {
     std::fprintf(stderr, "cp.async: an address that is no multiple of 16 bytes\n");
     std::abort();
   }
-  std::memset(to, 0xff, kCopyBytes);  // on its way: whoever looks now sees NaN
+  std::memset(to, 0xff, kCopyBytes);  // in flight: a read returns NaN
   Fibre& fibre = *machine->running;
   fibre.copies.push_back({to, from, valid, fibre.groups});
 }
@@ -286,7 +286,7 @@ TF_MACHINE void launch(const Called& called, dim3 grid, int threads, size_t shar
     if (dladdr(called.kernel, &found) == 0 || found.dli_saddr != called.kernel) std::abort();
     return taker(found.dli_sname, grid.x, grid.y, threads, shared, called.parameter, called.bytes);
   }
-  static std::vector<Fibre> fibres;  // their stacks serve the next launch, too
+  static std::vector<Fibre> fibres;  // static: the next launch reuses their stacks
   if (fibres.size() < static_cast<size_t>(threads)) fibres.resize(static_cast<size_t>(threads));
   constexpr std::align_val_t kAlign{128};
   unsigned char* memory =

@@ -1,15 +1,15 @@
 // A SIMT machine: runs the source of a CUDA kernel on the CPU, compiled by g++, for tests.
 //
-// Every CUDA thread is a fibre; blocks run one after the other in random order, the warps of a
-// block in an order that changes from turn to turn. A thread gives up its turn only where it has to
-// wait: at a barrier, or where lanes of a warp exchange values. The machine is as hard on programs
-// as CUDA allows: shared memory starts as NaN, asynchronous copies land when they are waited for
-// and not before, and until then their target is NaN. A barrier that not all threads reach, a
-// thread that ends before its copies have landed, and a launch that no GPU from sm_80 on takes end
-// the process.
+// Every CUDA thread is a fibre. Blocks run one after the other, in random order. The warps of a
+// block run in an order that changes at every switch. A thread yields only where it has to wait: at
+// a barrier, or where lanes of a warp exchange values. The machine is as strict as CUDA allows:
+// shared memory starts as NaN, and asynchronous copies complete only when the program waits for
+// them. Until then their destination is NaN. The process ends if not all threads reach a barrier,
+// if a thread ends before its copies have completed, or if no GPU from sm_80 on supports the
+// launch.
 //
-// With -fsanitize=thread each fibre is a thread to ThreadSanitizer, and only barriers order what
-// threads do to shared memory; exchanging values among lanes does not, as it does not in CUDA.
+// With -fsanitize=thread each fibre is a thread of ThreadSanitizer. Only barriers order accesses to
+// shared memory; an exchange among lanes does not, as in CUDA.
 #pragma once
 
 #include <cmath>
@@ -44,23 +44,23 @@ void copy_later(void* to, const void* from, bool valid);
 void close_group();
 void land(int pending);
 
-// Whether a program ends where rows of a matrix that ldmatrix reads share banks of shared memory.
+// If true, the process ends if rows of an ldmatrix matrix share banks of shared memory.
 inline bool no_bank_conflicts = false;
 
-// What of a launch another machine needs: the kernel, by its address, and its one parameter.
+// A launch as another machine needs it: the kernel's address and its one parameter.
 struct Called {
   const void* kernel;
   const void* parameter;
   size_t bytes;
 };
 
-// Runs kernel() by every thread of every block, or leaves it to who asked for launches
-// (simt_take_launches).
+// Runs kernel() for every thread of every block, or passes the launch to the callback of
+// simt_take_launches.
 void launch(const Called& called, dim3 grid, int threads, size_t shared,
             const std::function<void()>& kernel);
 
-// What the lanes of a warp make of values of all of them. `compute` gets the 32 values and gives
-// the 32 results; one lane runs it when all have come.
+// Exchanges values among the lanes of a warp. `compute` maps the 32 values to 32 results; one lane
+// runs it when all lanes have arrived.
 constexpr int kValueBytes = 64;
 using Compute = void (*)(const unsigned char (*in)[kValueBytes], unsigned char (*out)[kValueBytes],
                          const void* context);
@@ -97,7 +97,7 @@ inline uint32_t to_bits(float x) {
   return bits;
 }
 
-// binary16, from the definition: sign, 5 bits of exponent (bias 15), 10 of fraction.
+// binary16 by its definition: sign, 5 bits of exponent (bias 15), 10 of fraction.
 inline float half_value(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   float x = exponent == 31  ? (fraction ? NAN : INFINITY)
@@ -105,7 +105,7 @@ inline float half_value(uint16_t bits) {
                             : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
   return bits >> 15 ? -x : x;
 }
-// The nearest of them, ties to even.
+// Rounds to the nearest binary16, ties to even.
 inline uint16_t nearest_half(float x) {
   const uint16_t sign = to_bits(x) >> 16 & 0x8000;
   if (std::isnan(x)) return sign | 0x7fff;
@@ -113,10 +113,10 @@ inline uint16_t nearest_half(float x) {
   if (size >= 65520.0f) return sign | 0x7c00;
   int exponent;
   std::frexp(size, &exponent);
-  const int unit = (exponent < -13 ? -13 : exponent) - 11;  // of the last place
+  const int unit = (exponent < -13 ? -13 : exponent) - 11;  // exponent of the last place
   const int places = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
   if (places < 1024) return sign | static_cast<uint16_t>(places);
-  // A fraction that was rounded up to 2048 carries into the exponent by itself.
+  // A fraction that is rounded up to 2048 carries into the exponent.
   return sign | static_cast<uint16_t>((unit + 24) * 1024 + places);
 }
 
@@ -159,7 +159,7 @@ struct fp16;
 
 inline float to_float(float x) { return x; }
 inline void assign(float& to, float x) { to = x; }
-// Templates, since the types are not complete yet.
+// Templates, because the types are still incomplete.
 template <class T>
   requires std::is_same_v<T, bf16>
 float to_float(T x) {
@@ -195,9 +195,9 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
-// PTX ISA, matrix fragments of mma.m16n8k16: of lane 4 g + t, a holds rows g and g + 8, columns 2
-// t, 2 t + 1 and those plus 8; b the same columns as rows, of column g; d rows g and g + 8, columns
-// 2 t and 2 t + 1. Products are exact, sums in fp32.
+// PTX ISA, matrix fragments of mma.m16n8k16. In lane 4 g + t, a holds rows g and g + 8 at columns
+// 2 t, 2 t + 1 and those plus 8; b holds the same indices as rows, at column g; d holds rows g and
+// g + 8 at columns 2 t and 2 t + 1. Products are exact, sums are in fp32.
 template <class T>
 void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
   struct Fragments {
@@ -236,12 +236,12 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
 }
 
 // PTX ISA, ldmatrix: element pair t of row g of matrix i goes to lane 4 g + t, register i. Rows of
-// a matrix that share banks of shared memory would be right, and slow: they end the process.
+// a matrix that share banks of shared memory would be correct, but slow: they end the process.
 template <bool kTransposed>
 void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   struct Row {
     uint16_t element[8];
-    uint32_t banks;  // which of the eight groups of four
+    uint32_t banks;  // index of the group of four banks, of eight
   } mine;
   struct Registers {
     uint32_t r[4];
@@ -250,7 +250,7 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     std::fprintf(stderr, "ldmatrix: a row that does not begin at a multiple of 16 bytes\n");
     std::abort();
   }
-  std::memcpy(&mine, row, 16);  // by the lane that names it, so that races show
+  std::memcpy(&mine, row, 16);  // read by the lane with the address, so that races are detected
   mine.banks = 1u << (reinterpret_cast<uintptr_t>(row) / 16 % 8);
   const Registers found = simt::among_lanes<Registers>(mine, [](const Row* in, Registers* out) {
     for (int matrix = 0; simt::no_bank_conflicts && matrix < 4; ++matrix) {

@@ -1,5 +1,5 @@
-// Launches of attention on sizes that fit nothing; as simt_main.cpp, and apart from it since its
-// kernels take long to compile.
+// Launches attention on sizes that are no multiples of any tile, as simt_main.cpp does for other
+// kernels. A separate file, because attention takes long to compile.
 #include <cstdio>
 
 #include "cuda/attention.cuh"
@@ -11,8 +11,8 @@ namespace {
 
 using namespace tf::cuda;
 
-// Of two heads that share keys. With more keys than queries the last are hidden by causality and
-// hold NaN.
+// Two heads share their keys. If there are more keys than queries, causality masks the last keys,
+// which are NaN.
 template <class T, int kHead>
 void attention(int queries, int keys, int size) {
   const size_t rows = 2 * queries, scores = rows * keys;
@@ -58,8 +58,8 @@ void attention(int queries, int keys, int size) {
   of_scores.check("grad_scores");
 }
 
-// One query of two sequences of different lengths, of `heads` that share keys, in shares that are
-// merged, or in one. What is hidden holds NaN.
+// Decoding: one query of two sequences of different lengths, and `heads` that share keys, with one
+// split of the keys or several that are merged. Masked keys and values are NaN.
 template <class T, int kHead>
 void decoding(int keys, int size, int splits, int heads = 1) {
   const Array<T> query(2 * heads * size);
@@ -96,10 +96,10 @@ int main() {
   simt::no_bank_conflicts = true;
   attention<bf16, 32>(20, 70, 24);  // two tiles of keys, in chunks of 16 bytes
   attention<bf16, 32>(66, 17, 31);  // two blocks of queries
-  attention<bf16, 32>(3, 65, 24);   // a block of keys that nobody sees
+  attention<bf16, 32>(3, 65, 24);   // a fully masked block of keys
   attention<float, 64>(18, 40, 35);
   decoding<bf16, 32>(70, 24, 3);
-  decoding<bf16, 32>(70, 24, 2, 5);  // four heads of a block, and one of the next
+  decoding<bf16, 32>(70, 24, 2, 5);  // four heads in one block, one in the next
   decoding<float, 64>(7, 35, 1);
   std::puts("done");
 }

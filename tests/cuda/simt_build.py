@@ -1,7 +1,7 @@
 """Compiles the sources of the CUDA kernels for the CPU, on the SIMT machine of simt.h.
 
-`library` has the operators, registered for CPU tensors; `program` runs launches that need no torch,
-under a sanitizer, which wants to be in a program from its start.
+`library` contains the operators, registered for CPU tensors. `program` is an executable without
+torch, because a sanitizer has to be active from the start of the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TORCH = Path(torch.__file__).parent
 _COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTF_SIMT")
 
 COMPILER = shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shutil.which("c++")
-#: Why nothing can be compiled here, or None.
+#: The reason why nothing can be compiled here, or None.
 WHY_NOT = None if COMPILER else "no C++ compiler"
 
 
@@ -43,7 +43,7 @@ def _compile(out: Path, arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def _finish(*processes: subprocess.Popen[str]) -> None:
-    """Wait for all of them; a warning is an error."""
+    """Waits for all processes; a compiler warning is an error."""
     outputs = [process.communicate()[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
@@ -52,8 +52,9 @@ def _finish(*processes: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
-    """A folder for what is made of these sources, and whether it is there; tests run in several
-    processes."""
+    """Yields a folder for the build of these sources, and whether it is complete; locked, since
+    tests run in several processes.
+    """
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -66,7 +67,7 @@ def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def library() -> Path:
-    """The operators ``cuda_*`` for CPU tensors, as a shared library."""
+    """Builds the ``cuda_*`` operators for CPU tensors, as a shared library."""
     sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", *MACHINE]
     with _made_once("library", sources) as (folder, done):
         found = folder / "libsimt.so"
@@ -85,7 +86,7 @@ def library() -> Path:
 
 
 def _machine(sanitizer: str) -> Path:
-    """The machine without the kernels that run on it."""
+    """Builds the machine without kernels."""
     sources = [HERE / "simt.h", HERE / "simt.cpp"]
     with _made_once(f"machine-{sanitizer.replace(',', '-')}", sources) as (folder, done):
         found = folder / "simt.o"
@@ -98,10 +99,10 @@ def _machine(sanitizer: str) -> Path:
 def program(
     folder: Path, main: str, sanitizer: str, changes: Mapping[str, Mapping[str, str]] | None = None
 ) -> Path:
-    """tests/cuda/<main> under ``-fsanitize=<sanitizer>``.
+    """Builds tests/cuda/<main> with ``-fsanitize=<sanitizer>``.
 
-    ``changes`` plants bugs: in the named files of csrc/cuda each text that is a key, which must stand
-    there once, becomes its value.
+    ``changes`` plants bugs, as file name -> {text: replacement}, in the named files of csrc/cuda.
+    Each text must occur there once.
     """
     sources = folder / "csrc" / "cuda"
     shutil.copytree(SOURCES, sources, dirs_exist_ok=True)
@@ -119,7 +120,7 @@ def program(
 
 
 def ptx(nvcc: str) -> list[Path]:
-    """What nvcc makes of each source for sm_80."""
+    """Compiles each source to PTX for sm_80 with nvcc."""
     with _made_once("ptx", sorted(SOURCES.iterdir())) as (folder, done):
         sources = sorted(SOURCES.glob("*.cu"))
         found = [folder / f"{source.stem}.ptx" for source in sources]

@@ -1,6 +1,6 @@
-// Launches of every kernel on sizes that fit nothing, in memory that ends where the tensors do: for
-// AddressSanitizer and ThreadSanitizer. What is right is another test's business; here nothing may
-// be NaN that was written, and nothing may be left unwritten.
+// Launches every kernel on sizes that are no multiples of any tile, under AddressSanitizer and
+// ThreadSanitizer. The memory ends where the tensors do. Other tests check the results; here every
+// output must be written, and must not be NaN.
 #include <string>
 #include <vector>
 
@@ -81,15 +81,15 @@ void losses(int64_t rows, int64_t columns) {
 }  // namespace
 
 int main() {
-  norms<float>(6, 5);    // a warp a row
-  norms<bf16>(11, 264);  // in vectors
-  norms<fp16>(2, 515);   // a block a row
-  norms<bf16>(2, 520);   // in vectors
-  norms<bf16>(1, 8200);  // longer than the registers
-  maps<bf16>(150, 264);  // in vectors; blocks walk over rows
+  norms<float>(6, 5);    // a warp per row
+  norms<bf16>(11, 264);  // vectorized
+  norms<fp16>(2, 515);   // a block per row
+  norms<bf16>(2, 520);   // vectorized
+  norms<bf16>(1, 8200);  // rows longer than the registers
+  maps<bf16>(150, 264);  // vectorized; blocks loop over rows
   maps<float>(9, 33);
-  losses<float>(3, 3);    // a warp a row
-  losses<bf16>(2, 2064);  // a block a row, in vectors
+  losses<float>(3, 3);    // a warp per row
+  losses<bf16>(2, 2064);  // a block per row, vectorized
   losses<float>(2, 1031);
   std::puts("done");
 }

@@ -1,5 +1,5 @@
-// Memory for launches under a sanitizer: it ends where the tensors do, holds small numbers or NaN,
-// and what was written is looked at for NaN.
+// Memory for launches under a sanitizer. It ends where the tensors do, holds small numbers or NaN,
+// and outputs are checked for NaN.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-"""Attention in CUDA C++ beyond the op table's cases: tiles, widths, masks and wrong calls."""
+"""CUDA C++ attention beyond the op table's cases: tiles, head sizes, masks and invalid calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sampled(10)
 
 
 def heads(device, dtype, queries, keys, size, *, batch=1, heads=1, key_heads=None, value_size=None):
-    """(query, key, value)."""
+    """Returns (query, key, value)."""
     key_heads = heads if key_heads is None else key_heads
     value_size = size if value_size is None else value_size
     return (
@@ -24,28 +24,28 @@ def heads(device, dtype, queries, keys, size, *, batch=1, heads=1, key_heads=Non
     )
 
 
-# Each tile, one element more, and values wider than keys.
+# Each tile size, one element more, and values wider than keys.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "size", [(8, 8), (32, 32), (33, 40), (64, 64), (65, 5), (128, 128)], ids=str
 )
-def test_head_sizes(size, dtype, device):
+def test_head_sizes_at_tile_edges(size, dtype, device):
     q, k, v = heads(device, dtype, 18, 35, size[0], value_size=size[1])
     hold("attention", arrange(q, k, v, causal=True))
     hold("attention", arrange(q, k, v, weights=True, dropout_p=0.4, seed=SEED.to(device)))
 
 
-# Rows and keys at the ends of warps, tiles and blocks.
+# Numbers of queries and keys at the ends of warps, tiles and blocks.
 @pytest.mark.parametrize("lengths", [(1, 1), (16, 64), (17, 65), (64, 128), (65, 129), (2, 192)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles(lengths, dtype, device):
+def test_lengths_at_tile_edges(lengths, dtype, device):
     q, k, v = heads(device, dtype, *lengths, 32)
     hold("attention", arrange(q, k, v))
     hold("attention", arrange(q, k, v, causal=True, dropout_p=0.4, seed=SEED.to(device)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_as_many_keys_as_it_takes(dtype, device):
+def test_the_maximum_number_of_keys(dtype, device):
     q, k, v = heads(device, dtype, 3, 512, 16, batch=2)
     mask = rows_of((2, 1, 3, 512), dtype, device, 4)
     hold("attention", arrange(q, k, v, mask=mask, weights=True,
@@ -53,7 +53,7 @@ def test_as_many_keys_as_it_takes(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_rows_in_which_one_key_has_almost_all(dtype, device):
+def test_gradients_if_one_key_has_almost_all_of_a_row(dtype, device):
     q, k, v = heads(device, dtype, 20, 150, 32)
     hold("attention", arrange(q * 8, k, v))
 
@@ -63,7 +63,7 @@ def test_gradients_of_rows_in_which_one_key_has_almost_all(dtype, device):
     [((5, 513, 16, 16), "up to 512 keys"), ((5, 6, 129, 16), "head sizes up to 128"),
      ((5, 6, 16, 129), "head sizes up to 128"), ((5, 512, 128, 128), None), ((1, 513, 16, 16), None)],
 )  # fmt: skip
-def test_limits(sizes, said, device):
+def test_sizes_beyond_the_limits_are_refused(sizes, said, device):
     queries, keys, size, value_size = sizes
     call = arrange(*heads(device, torch.float32, queries, keys, size, value_size=value_size))
     reasons = dispatch.why_not(the_kernel("attention"), call_of("attention", call))
@@ -81,14 +81,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_errors(name, device):
+def test_invalid_tensors_raise(name, device):
     make, words = WRONG[name]
     given = make(*heads(device, torch.float32, 5, 6, 8, heads=2))
     with pytest.raises(RuntimeError, match=words):
         ops.attention_training.cuda(*given, None, None, False, 1.0, 0.0, None, False)
 
 
-def test_wrong_masks_lengths_and_statistics_are_errors(device):
+def test_invalid_masks_lengths_and_statistics_raise(device):
     q, k, v = heads(device, torch.float32, 5, 6, 8)
     ones, rest = torch.ones(1, 1, 5, device=device), (False, 1.0, 0.0, None)
     for mask, lengths, words in (

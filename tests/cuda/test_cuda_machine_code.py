@@ -1,5 +1,6 @@
-"""What nvcc made of the kernels: registers, spills and the width of memory accesses, for each
-architecture of the library."""
+"""Machine code of the CUDA kernels: registers, spills and the width of memory accesses, for each
+architecture of the library.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from transformer_fast import _native
 
 
 def _cuobjdump() -> str | None:
-    """The tool, of the CUDA toolkit or of Triton's wheel."""
+    """Returns the path of the tool from the CUDA toolkit or from Triton's wheel."""
     triton = importlib.util.find_spec("triton")
     beside = Path(triton.origin or ".").parent / "backends/nvidia/bin" if triton else None
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(beside))
@@ -37,41 +38,41 @@ def dump(*options: str) -> str:
 
 @functools.cache
 def kernels() -> dict[str, str]:
-    """The machine code of sm_80 by kernel."""
+    """Returns the machine code for sm_80 by kernel name."""
     found = re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]
     return {kernel.split("\n", 1)[0]: kernel for kernel in found}
 
 
 def _vectors_of_backward(name: str) -> int | None:
-    """Vectors that a thread of LayerNorm's backward has of a row in registers; None: other kernels."""
+    """Returns the vectors of a row in a thread's registers, in LayerNorm's backward; else None."""
     found = re.search(r"layer_norm_backward_kernel.*RowTileILi\d+ELi(\d+)ELi(\d+)E", name)
     if found is None or int(found[1]) == 0 or int(found[2]) == 1:
         return None
     return int(found[1]) // int(found[2])
 
 
-def test_no_kernel_keeps_registers_in_memory():
+def test_no_kernel_spills_registers():
     found = re.findall(
         r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump("-res-usage")
     )
     assert len(found) >= 100
     for name, registers, stack, local in found:
         assert int(local) == 0, name
-        # A call of the division of 64-bit numbers takes 16 bytes, off the ordinary way.
+        # The call of a 64-bit division takes 16 bytes, outside the hot path.
         assert int(stack) <= 16, name
-        if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
+        if "attention" in name:  # two blocks of 128 threads per SM, no spills
             assert (int(stack), int(registers) <= 255) == (0, True), name
-        if re.search(r"attention_kernelI\w+Lb1E", name):  # plain; as many blocks as memory allows
+        if re.search(r"attention_kernelI\w+Lb1E", name):  # plain; memory limits the blocks per SM
             assert int(registers) <= (255 if "Li128E" in name else 168), name
-        if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
+        if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks per SM
             assert int(registers) <= 80, name
-        if (vectors := _vectors_of_backward(name)) and vectors <= 2:  # 512 threads at once
+        if (vectors := _vectors_of_backward(name)) and vectors <= 2:  # 512 threads per block
             assert (int(stack), int(registers) <= 128) == (0, True), name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
         assert int(registers) * max(block, 128) <= 65536, name
 
 
-def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
+def test_vectorized_kernels_access_16_bytes_at_a_time():
     seen = set()
     for name, kernel in kernels().items():
         vector = re.search(r"layer_norm_kernelI.*RowTileILi\d+ELi\d+ELi(\d+)", name)
@@ -85,20 +86,21 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
     assert sum("epilogue" in name for name in seen) == 12
 
 
-def test_backward_of_norms_loads_the_next_row_before_it_shuffles():
+def test_norm_backward_loads_the_next_row_before_shuffles():
     found = []
     for name, kernel in kernels().items():
         vectors = _vectors_of_backward(name)
         if vectors is None:
             continue
         found.append(vectors)
-        # Input, gradient and weight of a row; up to two vectors of the next one's input and gradient.
+        # Input, gradient and weight of a row, and up to two vectors of the next row's input and
+        # gradient.
         loads = 5 if vectors <= 2 else 3
         assert kernel.split("SHFL")[0].count("LDG.E.128") == loads * vectors, name
     assert sorted(found) == [1] * 2 + [2] * 7 + [4] * 3
 
 
-def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
+def test_decoding_loads_four_keys_and_values_before_shuffles():
     found = 0
     for name, kernel in kernels().items():
         if re.search(r"attention_decode_kernelI\w+?Lb1E", name) is None:
@@ -108,7 +110,7 @@ def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
     assert found == 16
 
 
-def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
+def test_attention_copies_16_bytes_and_uses_tensor_cores():
     found = 0
     for name, kernel in kernels().items():
         tile = re.search(r"AttentionTileI(\S+?)Li(\d+)ELi(\d+)E", name)
@@ -117,12 +119,12 @@ def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
         found += 1
         half, head, rows = tile[1] != "f", int(tile[2]), int(tile[3])
         assert "LDGSTS.E.BYPASS.128" in kernel, name
-        # A warp's 16 rows of each product: two forward, three and four backward.
+        # Products of a warp's 16 rows: two in forward, three and four in the kernels of backward.
         products = 2 if "backward" not in name else 3 if "query" in name else 4
         multiplied = len(re.findall(r"HMMA\.16816\.F32", kernel))
         assert multiplied == (products * (head // 16) * (rows // 8) if half else 0), name
         if half and "backward_key" in name:
-            # Statistics of queries are there when the queries are asked for: 42 loads otherwise.
+            # The statistics are loaded with the queries; otherwise there would be 42 loads.
             assert len(re.findall(r"LDG\.E R", kernel.split("HMMA")[0])) <= 10, name
         assert ("LDSM.16.M88.4" in kernel) == ("LDSM.16.MT88.4" in kernel) == half, name
     assert found == 32

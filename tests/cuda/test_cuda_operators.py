@@ -1,4 +1,4 @@
-"""The CUDA C++ operators: outputs and gradients against fp64, what torch asks of them, wrong calls."""
+"""The CUDA C++ operators: results and gradients against fp64, registration in torch, invalid calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_fast.testing import (
 pytestmark = pytest.mark.sampled(30)
 
 KERNELS = {kernel.op: kernel for kernel in cuda.kernels("cuda", None)}
-#: Arguments that DTensors give whole, whatever the work is cut by.
+#: Arguments that DTensor replicates, whatever dimension is sharded.
 REPLICATED = ("weight", "bias", "seed")
 SEED = torch.tensor(0x7123456789ABCDEF)
 ops = torch.ops.transformer_fast
@@ -46,14 +46,14 @@ def rows_of(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) 
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
-# Each tile, and the first width beyond it; in vectors, and where those do not fit.
+# Each tile width and the first one beyond it; divisible by the vector width or not.
 WIDTHS = (1, 8, 255, 256, 264, 512, 520, 2048, 2056, 8192, 8200, 8193)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_widths_of_norms(width, dtype, device):
-    count = 37 if width <= 512 else 11  # more rows than there are threads for at once
+def test_norms_of_every_width(width, dtype, device):
+    count = 37 if width <= 512 else 11  # more rows than threads run at once
     input, residual = (rows_of((count, width), dtype, device, seed) for seed in (1, 2))
     weight, bias = (rows_of((width,), dtype, device, seed) for seed in (3, 4))
     seed = SEED.to(device)
@@ -63,7 +63,7 @@ def test_widths_of_norms(width, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", [1, 3, 1000, 1024, 1025, 1032, 5000, 9000])
-def test_widths_of_losses(classes, dtype, device):
+def test_losses_of_every_width(classes, dtype, device):
     logits = 5 * rows_of((6, classes), dtype, device, 1)
     target = torch.arange(6, device=device) * 7 % classes
     target[2] = -100
@@ -72,11 +72,11 @@ def test_widths_of_losses(classes, dtype, device):
     hold("cross_entropy", (logits.t().contiguous().t(), target, -100, 0.0))
 
 
-# Columns of a block and the next, in vectors and where those do not fit; several blocks of rows.
+# A block's columns and one vector more, vectorized or not; several blocks of rows.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "units"), [(1, 128), (9, 256), (70, 264), (5, 257), (3, 1)])
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
-def test_shapes_of_epilogues(rows, units, activation, dtype, device):
+def test_epilogues_of_every_shape(rows, units, activation, dtype, device):
     x, residual = (rows_of((rows, n), dtype, device, 1) for n in (24, units))
     first, second = (rows_of(s, dtype, device, 2) / 4 for s in ((units, 24), (16, units)))
     bias1, bias2 = (rows_of((n,), dtype, device, 3) for n in (units, 16))
@@ -87,8 +87,8 @@ def test_shapes_of_epilogues(rows, units, activation, dtype, device):
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_activations_far_from_zero(activation, device):
-    """Values and slopes where exponentials overflow, and at what is not a number."""
+def test_activations_at_large_and_nan_inputs(activation, device):
+    """Values and derivatives where exponentials overflow, and at NaN."""
     x = torch.tensor([-3e38, -1e5, -90.0, -87.0, -20.0, -1e-30, -0.0, 0.0, 1e-30, 20.0, 90.0, 1e5])
     x = x.to(device)[:, None]
     one = torch.ones(1, 1, device=device)
@@ -101,13 +101,16 @@ def test_activations_far_from_zero(activation, device):
         found.append(torch.stack((y.detach(), *torch.autograd.grad(y.sum(), wild))))
     mine, reference = found
     assert mine[0, 0].isnan()
-    # Of infinity PyTorch's own gelu makes NaN on some devices.
+    # For infinity PyTorch's own gelu returns NaN on some devices.
     torch.testing.assert_close(mine[~reference.isnan()], reference[~reference.isnan()])
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_of_relu_the_hidden_units_are_saved(dropout_p, device):
-    """In place of what it was applied to: they tell its derivative, and no backward makes them again."""
+def test_relu_saves_the_hidden_units(dropout_p, device):
+    """For ReLU the hidden units are saved instead of its inputs.
+
+    They determine the derivative, and backward does not recompute them.
+    """
     tensors = [
         rows_of(s, torch.float32, device, i) for i, s in enumerate(((9, 24), (40, 24), (16, 40)))
     ]
@@ -121,7 +124,7 @@ def test_of_relu_the_hidden_units_are_saved(dropout_p, device):
         torch.testing.assert_close(output, F.linear(hidden, w2))
     arguments = (x, w1, None, w2, None, "relu", dropout_p, seed)
     check_gradients("feed_forward", the_kernel("feed_forward").run, arguments, twice=True)
-    # Of NaN relu makes NaN, which has a gradient, as in the reference.
+    # ReLU of NaN is NaN, and has a gradient, as in the reference.
     x[3, 5] = torch.nan
     for again in (False, True):
         found = []
@@ -133,7 +136,7 @@ def test_of_relu_the_hidden_units_are_saved(dropout_p, device):
             torch.testing.assert_close(mine, reference, equal_nan=True)
 
 
-def test_no_autocast_inside_products(device):
+def test_autocast_does_not_affect_products(device):
     x, w = (rows_of((5, 24), torch.float32, device, seed) for seed in (1, 2))
     expected = the_kernel("linear").run(x, w, None, "gelu", None)
     with torch.autocast(device, torch.bfloat16):
@@ -146,7 +149,7 @@ def test_norms_far_from_zero(far, device):
     hold("layer_norm", (input, (768,), None, None, 1e-5))
 
 
-def test_rows_that_are_not_neighbours(device):
+def test_norms_of_strided_rows(device):
     every = rows_of((4, 6, 512), torch.bfloat16, device, 1)
     weight = rows_of((1024,), torch.bfloat16, device, 2)[::2]
     for input in (every[:, ::2], every[:, 1], every.transpose(0, 1), every.flip(0)[..., 3:499]):
@@ -154,12 +157,13 @@ def test_rows_that_are_not_neighbours(device):
         hold("layer_norm", (input, (width,), weight[:width], None, 1e-5))
 
 
-def test_dropout_over_a_part_of_what_is_normalised(device):
+def test_dropout_with_two_normalized_dimensions(device):
     input, residual = (rows_of((3, 4, 10), torch.float32, device, seed) for seed in (1, 2))
     hold("add_layer_norm", (input, residual, (4, 10), None, None, 1e-5, 0.5, SEED.to(device)))
 
 
-#: Of (2, 5, 24) the arguments of a norm, and what is wrong with them.
+#: Function of a (2, 5, 24) input -> the arguments of an invalid norm, and a part of the error
+#: message.
 WRONG_NORMS = {
     "float64": (lambda x: (x.double(), None, None, None, 1, 1e-5, 0, 0.0, None), "dtype"),
     "dimensions": (lambda x: (x, None, None, None, 4, 1e-5, 0, 0.0, None), "the last 4 .* of 3"),
@@ -169,7 +173,7 @@ WRONG_NORMS = {
     "no seed": (lambda x: (x, x, None, None, 1, 1e-5, 0, 0.5, None), "seed"),
     "probability": (lambda x: (x, x, None, None, 1, 1e-5, 0, 1.5, None), "dropout_p"),
 }
-#: Of (5, 24) those of a linear map.
+#: The same for an invalid linear layer with a (5, 24) input.
 WRONG_MAPS = {
     "float64": (lambda x: (x.double(), x.double(), None, None, 0, False), "dtype"),
     "weight's dtype": (lambda x: (x, x.half(), None, None, 0, False), "weight"),
@@ -182,7 +186,7 @@ WRONG_MAPS = {
 
 
 @pytest.mark.parametrize("name", sorted({*WRONG_NORMS, *WRONG_MAPS}))
-def test_wrong_calls_are_errors(name, device):
+def test_invalid_calls_raise(name, device):
     for calls, operator, shape in (
         (WRONG_NORMS, ops.layer_norm_training, (2, 5, 24)),
         (WRONG_MAPS, ops.linear_training, (5, 24)),
@@ -194,8 +198,8 @@ def test_wrong_calls_are_errors(name, device):
 
 
 @pytest.mark.parametrize("op", KERNELS)
-def test_the_check_on_gpus_knows_the_backend(op, device, monkeypatch):
-    """A small case is right both ways, and wrong numbers are found."""
+def test_the_gpu_check_covers_the_backend(op, device, monkeypatch):
+    """A small case passes in forward and backward, and wrong results are detected."""
     monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
     kernel = the_kernel(op)
     monkeypatch.setitem(gpu._CASES, (op, "small"), GpuCase(op, OPS[op].cases[0]))
@@ -224,7 +228,7 @@ NAMES = ["cross_entropy.cuda", "cross_entropy_backward.cuda"] + [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_torch_is_told_of_an_operator(name, operators):
+def test_operators_have_sharding_rules(name, operators):
     schema = test_operators.schemas()[name]
     test_operators.rule_names_what_there_is(name, schema)
     rule = test_operators.rule_of(name)

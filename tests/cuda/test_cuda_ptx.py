@@ -1,5 +1,7 @@
-"""What nvcc makes of the kernels for sm_80, run by the emulator of PTX: numbers, and the memory that
-each kernel touches. Here runs what g++ never sees: the branches of device.cuh for nvcc."""
+"""nvcc's PTX of the kernels for sm_80, run by the PTX emulator: results, and memory accesses.
+
+This covers the branches of device.cuh for nvcc, which g++ never compiles.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ TAKE = ctypes.CFUNCTYPE(
 
 
 class Emulator:
-    """Takes the launches of the operators from the SIMT machine."""
+    """Receives the operators' launches from the SIMT machine."""
 
     def __init__(self, library: ctypes.CDLL, modules: dict[str, dict[str, str]]) -> None:
         self.library, self.modules = library, modules
@@ -66,7 +68,7 @@ class Emulator:
         program = self.programs[name]
         assert program.threads == threads
         self.ran.add(name)
-        # Of the tensors that the parameter points into, and of nothing else.
+        # Only the tensors into which the parameter points are accessible.
         begin, places = ctypes.c_size_t(), []
         for address in memoryview(argument).cast("Q"):
             size = self.library.simt_allocation(ctypes.c_size_t(address), ctypes.byref(begin))
@@ -76,7 +78,7 @@ class Emulator:
 
     @contextlib.contextmanager
     def running(self, change: Callable[[str], str] | None = None) -> Iterator[None]:
-        """``change``: what becomes of the PTX."""
+        """Context manager that runs launches on the emulator; ``change`` edits the PTX."""
         self.ran.clear()
         self.error = None
         texts, programs = self.texts, self.programs
@@ -107,7 +109,7 @@ def emulator(operators: str) -> Emulator:
 
 
 def norm(width: int, dtype: torch.dtype, device: str) -> None:
-    rows = 37 if width <= 512 else 11  # more than there are threads for at once
+    rows = 37 if width <= 512 else 11  # more rows than threads run at once
     input, residual = (rows_of((rows, width), dtype, device, seed) for seed in (1, 2))
     weight = rows_of((width,), dtype, device, 3)
     hold("add_layer_norm", (input, residual, (width,), weight, None, 1e-5, 0.3, SEED.clone()))
@@ -146,7 +148,7 @@ def decoding(size: int, dtype: torch.dtype, device: str) -> None:
         check("attention", the_kernel("attention").run(*arguments), arguments)
 
 
-#: A source of csrc/cuda -> what its kernels need to run, one and all.
+#: Source of csrc/cuda -> calls that together run each of its kernels.
 CALLS: dict[str, list[tuple[Any, Any]]] = {
     "layer_norm": [
         (norm, width) for width in (248, 512, 2048, 8192, 8200, 255, 515, 8193)
@@ -160,13 +162,13 @@ CALLS: dict[str, list[tuple[Any, Any]]] = {
         *((decoding, size) for size in (32, 64, 128, 31, 63, 127)),
     ],
 }  # fmt: skip
-#: How mangled names spell element types as the first argument of a template.
+#: Element type -> its mangled name as the first argument of a template.
 SPELLED = {torch.float32: "f", torch.bfloat16: "NS0_4bf16E", torch.float16: "NS0_4fp16E"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", CALLS)
-def test_every_kernel(source, dtype, emulator, device):
+def test_ptx_of_every_kernel_is_within_the_budget(source, dtype, emulator, device):
     ran = set()
     for call, size in CALLS[source]:
         with emulator.running():
@@ -178,8 +180,8 @@ def test_every_kernel(source, dtype, emulator, device):
     assert wanted <= ran
 
 
-#: What is wrong in the branches of device.cuh for nvcc -> (a call, an expression in the PTX, what takes
-#: its place, what is told).
+#: Bug in the nvcc branches of device.cuh -> (a call, its size, an expression in the PTX, the
+#: replacement, a part of the message).
 PLANTED = {
     "halves swapped in pack": (
         attention, 32, r"(cvt\.rn\.bf16x2\.f32 \S+) (\S+), (\S+);", r"\1 \3, \2;", "attention: ",

@@ -1,5 +1,6 @@
-"""Memory and races of the CUDA kernels on the SIMT machine, bugs that have to be caught there, and the
-machine's instructions beside those of a GPU."""
+"""Memory errors and races of the CUDA kernels on the SIMT machine, planted bugs, and a comparison
+of the machine's instructions with a GPU's.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ def run(folder, sanitizer, changes=None, main="simt_main.cpp"):
         "UBSAN_OPTIONS": "halt_on_error=1",
         "TSAN_OPTIONS": "halt_on_error=1",
     }
-    # ThreadSanitizer wants the addresses where it expects them.
+    # ThreadSanitizer requires addresses without randomisation.
     command = ["setarch", "-R", str(program)] if sanitizer == THREAD else [str(program)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("sanitizer", [ALL, THREAD])
 @pytest.mark.parametrize("main", MAINS)
-def test_nothing_is_reported(main, sanitizer, tmp_path):
+def test_sanitizers_report_nothing(main, sanitizer, tmp_path):
     done = run(tmp_path, sanitizer, main=main)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done.stderr
 
 
-#: What is wrong -> (sanitizer, file, text, what it becomes, what is said of it).
+#: Bug -> (sanitizer, file, text, replacement, a part of the report)
 PLANTED = {
-    # Numbers stay right, since each warp of the machine has read its scratch by then.
+    # Results stay right: on the machine each warp has read its scratch by then.
     "scratch used again too soon": (
         THREAD, "device.cuh",
         "combine(x, scratch[w]);\n    __syncthreads();", "combine(x, scratch[w]);",
@@ -87,7 +88,7 @@ PLANTED = {
         "      bias_shares[column] = of_bias;\n", "",
         "grad_bias[0] is NaN",
     ),
-    # Numbers stay right, since each warp of the machine has read its tiles by then.
+    # Results stay right: on the machine each warp has read its tiles by then.
     "a tile that is filled while others read it": (
         THREAD, "attention.cuh",
         "    __syncthreads();  // nobody reads the tiles that the next step fills\n", "",
@@ -164,12 +165,12 @@ PLANTED = {
 }  # fmt: skip
 
 
-def test_instructions_do_what_is_defined(tmp_path):
+def test_machine_instructions_match_their_definition(tmp_path):
     done = run(tmp_path, ALL, main="instructions.cu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done
 
 
-#: What is wrong with the machine -> (text of simt.h, what it becomes, what is said of it).
+#: Bug of the machine -> (text of simt.h, replacement, a part of the report)
 WRONG_MACHINES = {
     "mma": ("column = 2 * (lane % 4) + i % 2", "column = 2 * (lane % 4) + 1 - i % 2", "mma, bf16"),
     "ldmatrix": ("rows[t + 1].element[g]", "rows[t].element[g ^ 1]", "ldmatrix, transposed"),
@@ -179,7 +180,7 @@ WRONG_MACHINES = {
 
 
 @pytest.mark.parametrize("name", WRONG_MACHINES)
-def test_a_wrong_machine_is_found(name, tmp_path, monkeypatch):
+def test_bugs_of_the_machine_are_found(name, tmp_path, monkeypatch):
     before, after, said = WRONG_MACHINES[name]
     machine = tmp_path / "machine"
     shutil.copytree(simt_build.HERE, machine, ignore=shutil.ignore_patterns("*.py", "__*"))
@@ -198,8 +199,10 @@ def nvcc() -> str | None:
 
 
 @pytest.mark.skipif(nvcc() is None, reason="there is no nvcc")
-def test_a_gpu_does_what_is_defined(tmp_path):
-    """Compiled for the GPU of this machine and run there; where there is none, for the oldest."""
+def test_gpu_instructions_match_their_definition(tmp_path):
+    """Compiles the instructions for this machine's GPU and runs them; without a GPU, only compiles
+    them for the oldest one.
+    """
     seen = torch.cuda.is_available()
     number = "".join(map(str, torch.cuda.get_device_capability())) if seen else "80"
     program = tmp_path / "instructions"

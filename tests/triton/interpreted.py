@@ -1,7 +1,7 @@
-"""Triton's kernels run on the GPU where there is one, and else in Triton's interpreter.
+"""Runs Triton's kernels on the GPU if there is one, otherwise in Triton's interpreter.
 
-Triton decides when a kernel is decorated, by its environment. So the switch is set while the kernels
-are imported, and no longer: what other tests start does not inherit it.
+Triton reads the switch from the environment when a kernel is decorated. It is therefore set only
+while the kernels are imported; subprocesses of the tests do not inherit it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @contextmanager
 def switched_on() -> Iterator[None]:
-    """Within the block Triton decorates kernels for the machine the tests run on."""
+    """Context manager within which Triton decorates kernels for the GPU or for the interpreter."""
     before = os.environ.get("TRITON_INTERPRET")
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -35,10 +35,10 @@ def switched_on() -> Iterator[None]:
 
 def _why_not() -> str | None:
     spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:  # the folder of these tests has its name
+    if spec is None or spec.origin is None:  # the folder of these tests is also named triton
         return "Triton is not installed"
     if DEVICE == "cpu" and "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
-        # Triton reads the switch when it is first imported. Skipping would lose every Triton test.
+        # Triton reads the switch at its first import. A skip here would lose every Triton test.
         raise RuntimeError(
             "Triton was imported before tests/conftest.py, with its interpreter off: "
             "find out which plugin or module imports it, or set TRITON_INTERPRET=1"
@@ -55,6 +55,6 @@ if WHY_NOT is None:
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """A kernel of the tests' own."""
+    """Decorates a kernel of a test."""
     with switched_on():
         return triton.jit(function, **options)

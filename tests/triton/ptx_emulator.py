@@ -1,19 +1,19 @@
-"""Runs PTX on the CPU, so that what Triton and nvcc compile is tested where there is no GPU.
+"""Runs PTX on the CPU, so that the output of Triton and nvcc is tested without a GPU.
 
-Threads of all blocks of a launch are lanes of NumPy arrays: a register is an array with an element for
-each. Lanes at the lowest program counter go first, which lets those that took different ways meet
-again and keeps barriers. What makes it stricter than a GPU:
+The threads of all blocks of a launch are lanes of NumPy arrays: a register is an array with one element
+per lane. Lanes at the lowest program counter run first, so that divergent lanes reconverge and barriers
+hold. The emulator is stricter than a GPU:
 
-- Memory outside the tensors that the kernel was given cannot be touched, nor off its alignment.
-- Registers and shared memory start as NaN, and what cp.async copies is NaN until the program waits
-  for it, which it must before it ends.
-- Two warps that meet at one place of shared memory, one of them writing, need a barrier between them.
-- Approximate instructions (ex2, lg2, rcp, div.full, ...) err by as much as NVIDIA documents, up or down
-  as the bits of the result have it.
-- A warp must be whole where an instruction is the warp's (mma, ldmatrix, shfl, bar), and all threads of
-  a block that have not ended must reach a barrier, though not at one place of the program.
+- Accesses outside the tensors given to the kernel are errors, and so are misaligned accesses.
+- Registers and shared memory start as NaN. The destination of cp.async is NaN until the program waits
+  for the copy, and it must wait before it ends.
+- If two warps access one address of shared memory and one of them writes, a barrier has to separate them.
+- Approximate instructions (ex2, lg2, rcp, div.full, ...) have the maximum error that NVIDIA documents.
+  Bits of the result determine its sign.
+- Warp-level instructions (mma, ldmatrix, shfl, bar) require all lanes of the warp. All threads of a block
+  that have not ended must reach a barrier, though not at the same instruction.
 
-It knows the instructions that Triton and nvcc make of this package's kernels for sm_80, no others.
+Only the instructions that Triton and nvcc generate for this package's kernels on sm_80 are supported.
 Source: NVIDIA, Parallel Thread Execution ISA, chapter 9.
 """
 
@@ -29,18 +29,18 @@ from typing import Any
 import numpy as np
 
 Array = Any
-#: One instruction: lanes on, the machine.
+#: Executes one instruction; takes the machine and the mask of active lanes (None: all).
 Step = Callable[["Machine", Any], None]
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
-#: Lanes at once: what keeps NumPy's arrays in the caches of a CPU.
+#: Number of lanes at once; at this size NumPy's arrays stay in the CPU's caches.
 _LANES = 8192
 
 
 class EmulationError(AssertionError):
-    """The program did what a GPU would fault at, race over, or leave to chance."""
+    """The program would fault on a GPU, has a race, or depends on unspecified behaviour."""
 
 
 def _widen(bf16: Array) -> Array:
@@ -48,29 +48,34 @@ def _widen(bf16: Array) -> Array:
 
 
 def _narrow(x: Array) -> Array:
-    """fp32 to the nearest bf16, as uint16."""
+    """Rounds fp32 to the nearest bf16, as uint16."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
 
 
 def _flush(x: Array) -> Array:
-    """.ftz: denormals count as 0."""
+    """The .ftz modifier: flushes denormals to 0."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0.0), x), x)
 
 
 def _off(x: Array, relative: Array | float) -> Array:
-    """fp32 values moved by the relative error that an approximation may have, up or down by chance."""
+    """Applies an approximation's maximum relative error to fp32 values; a hash of the bits gives
+    the sign.
+    """
     x = np.asarray(x, np.float32)
     chance = (x.view(np.uint32) * np.uint32(2654435761)) >> np.uint32(31)
     moved = x.astype(np.float64) * (1.0 + np.where(chance == 0, relative, -relative))
-    # What is exact on hardware, too: powers at 0, 1 / 1, infinities.
+    # Hardware is exact here too: powers at 0, 1 / 1, infinities.
     return np.where((x == 1.0) | ~np.isfinite(x), x, moved.astype(np.float32))
 
 
 def _exp2_error(x: Array) -> Array:
-    """2^-22, and a unit in the last place between 0 and 1: there it is what expf calls, whose error
-    the CUDA programming guide bounds by that."""
+    """Returns the maximum relative error of ex2.
+
+    It is 2^-22. For 0 <= x < 1 it is one unit in the last place: expf uses ex2 in this range, and
+    the CUDA programming guide bounds the error of expf by that.
+    """
     return np.where((x >= 0) & (x < 1), 2.0**-23 / np.exp2(x), 2.0**-22)
 
 
@@ -83,7 +88,7 @@ _APPROXIMATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Arr
 
 
 def _fits(dtype: Any, value: Array) -> Array:
-    """``value`` in the bits of a register of the unsigned ``dtype``."""
+    """Converts ``value`` to the bits of a register of the unsigned ``dtype``."""
     value = np.asarray(value)
     if dtype is np.bool_:
         return value.astype(bool)
@@ -97,7 +102,7 @@ def _fits(dtype: Any, value: Array) -> Array:
 
 
 def _kind(suffix: str) -> tuple[str, int]:
-    """'s32' as ('s', 32)."""
+    """Splits 's32' into ('s', 32)."""
     if suffix == "pred":
         return "p", 1
     found = re.fullmatch(r"([bfsu])(\d+)", suffix)
@@ -119,30 +124,30 @@ def _typed(kind: str, width: int, bits: Array) -> Array:
 
 
 def _names(operands: str) -> list[str]:
-    """Of '{%r1, %r2}' the registers."""
+    """Returns the registers of '{%r1, %r2}'."""
     return [name.strip() for name in operands.strip("{} ").split(",")]
 
 
 def kernels(module: str) -> dict[str, str]:
-    """The PTX of each kernel of a module, with what the module declares."""
+    """Returns the PTX of each kernel of a module, including the module's declarations."""
     declared, *entries = re.split(r"(?=^\.(?:visible|weak) \.entry )", module, flags=re.MULTILINE)
     return {re.findall(r"\.entry (\w+)", entry)[0]: declared + entry for entry in entries}
 
 
 class Program:
-    """One kernel's PTX, each instruction a closure."""
+    """The PTX of one kernel, with each instruction as a closure."""
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
         text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", text, flags=re.MULTILINE)
         head = text.split(".entry")[1].split("{")[0]
-        #: Where parameters begin among their bytes.
+        #: Parameter -> its offset in the parameter buffer, in bytes.
         self.parameters: dict[str, int] = {}
         self.parameter_bytes = 0
         for name, size in re.findall(r"\.param [^\n]*?(\w+)(?:\[(\d+)\])?(?=,|\n\))", head):
             self.parameters[name] = self.parameter_bytes
             self.parameter_bytes += -(-int(size or 8) // 8) * 8
-        #: Addresses that names stand for; all shared memory begins at 0.
+        #: Symbol -> address; all shared memory starts at 0.
         self._symbols = {
             **self.parameters,
             **dict.fromkeys(re.findall(r"\.extern \.shared [^\n]*?(\w+)\[", text), 0),
@@ -162,7 +167,7 @@ class Program:
         body = text[start + 1 : text.rindex("}")]
         for statement in re.split(r";|(?<=:)\s", body):
             statement = " ".join(statement.replace("\n", " ").split())
-            # Scopes of inline assembly declare registers of their own.
+            # Inline assembly has scopes that declare their own registers.
             while statement[:1] in ("{", "}"):
                 statement = statement[1:].strip()
             if not statement:
@@ -198,13 +203,13 @@ class Program:
     # Operands ---------------------------------------------------------------------------------
 
     def dtype(self, register: str) -> Any:
-        """The unsigned NumPy type of a register."""
+        """Returns the unsigned NumPy type of a register."""
         if register in self._dtype:
             return self._dtype[register]
         return self._dtype[re.sub(r"\d+$", "", register)]
 
     def _read(self, operand: str, kind: str, width: int) -> Callable[[Machine], Array]:
-        """A function that gives the operand as an array of that type, or as a scalar."""
+        """Returns a function that reads the operand as an array, or a scalar, of the given type."""
         if operand.startswith("%") or operand in self._dtype:
             if operand.startswith(("%tid.", "%ctaid.", "%nctaid.", "%laneid")):
                 return lambda m: _typed(kind, width, m.special[operand])
@@ -227,7 +232,7 @@ class Program:
         return [self._read(operand, kind, width) for operand in operands]
 
     def _write(self, register: str) -> Callable[[Machine, Array, Array], None]:
-        """A function that puts bits or numbers into the lanes that are on."""
+        """Returns a function that writes bits or numbers to the active lanes."""
         if register == "_":
             return lambda m, on, value: None
         dtype = self.dtype(register)
@@ -254,17 +259,17 @@ class Program:
         return lambda m: read(m) + plus
 
     def _apply(self, operands: list[str], function: Any, *types: tuple[str, int]) -> Step:
-        """destination = function(sources), each source of its type."""
+        """destination = function(sources), with one type per source."""
         put = self._write(operands[0])
         reads = [self._read(one, *kind) for one, kind in zip(operands[1:], types, strict=True)]
         return lambda m, on: put(m, on, function(*[read(m) for read in reads]))
 
     def _simple(self, operands: list[str], kind: str, width: int, function: Any) -> Step:
-        """destination = function(sources), all of one type."""
+        """destination = function(sources), with the same type for all."""
         return self._apply(operands, function, *[(kind, width)] * (len(operands) - 1))
 
     def _of_warp(self, operands: list[str], function: Any, *types: tuple[str, int]) -> Step:
-        """destination = function(sources), which are [warps, 32]."""
+        """destination = function(sources), where sources have shape [warps, 32]."""
         put = self._write(operands[0])
         reads = [self._read(one, *kind) for one, kind in zip(operands[1:], types, strict=True)]
 
@@ -275,7 +280,7 @@ class Program:
 
         return step
 
-    # Moving -----------------------------------------------------------------------------------
+    # Data movement ----------------------------------------------------------------------------
 
     def op_mov(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
@@ -555,7 +560,7 @@ class Program:
             convert = lambda x: rounding(x).astype(whole)  # noqa: E731
         return self._simple(operands, *_kind(source), convert)
 
-    # The warp's and the block's ---------------------------------------------------------------
+    # Warp-level and block-level instructions --------------------------------------------------
 
     def op_bar(self, op: list[str], operands: list[str]) -> Step:
         return lambda m, on: m.warps(on)
@@ -598,7 +603,8 @@ class Program:
             m.warps(on)
             rows = np.broadcast_to(at(m), m.lanes).reshape(-1, 32)
             for i, put in enumerate(puts):
-                # Each lane takes two neighbours of matrix i, whose rows lanes 8 i ... 8 i + 7 name.
+                # Each lane gets two adjacent elements of matrix i, whose row addresses are in lanes
+                # 8 i ... 8 i + 7.
                 source = np.repeat(rows[:, 8 * i : 8 * i + 8, None], 4, 2).reshape(-1)
                 source = source + np.tile(
                     np.arange(4, dtype=np.uint64) * np.uint64(4), m.lanes // 4
@@ -648,7 +654,7 @@ class Program:
 
 
 def _quotient(x: Array, y: Array) -> tuple[Array, Array]:
-    """Division of whole numbers, cut off towards 0; what nobody asked for, by 0, gives 0."""
+    """Integer division that truncates towards 0; division by 0, in unused lanes, gives 0."""
     some = np.where(y == 0, y.dtype.type(1), y)
     quotient = (np.abs(x) // np.abs(some)) * (np.sign(x) * np.sign(some))
     quotient = quotient.astype(x.dtype)
@@ -662,7 +668,7 @@ def _floating(op: list[str], width: int) -> Callable[..., Array]:
             return lambda x, y, z: x * y + z
 
         def multiply_add(x: Array, y: Array, z: Array) -> Array:
-            # Products of fp32 are exact in fp64.
+            # fp32 products are exact in fp64.
             exact = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
             near = exact.astype(np.float32)
             if "rm" not in op:
@@ -684,7 +690,7 @@ def _floating(op: list[str], width: int) -> Callable[..., Array]:
 
 
 class Registers(dict[str, Array]):
-    """What was never written has all bits set: NaN, and true."""
+    """Registers of a machine; unwritten ones have all bits set, which is NaN, or true."""
 
     def __init__(self, program: Program, lanes: int) -> None:
         self._program, self._lanes = program, lanes
@@ -695,7 +701,7 @@ class Registers(dict[str, Array]):
 
 
 class Machine:
-    """Some blocks of a launch: their registers and shared memory, and the tensors they were given."""
+    """Some blocks of a launch: their registers and shared memory, and the launch's tensors."""
 
     def __init__(
         self, program: Program, grid: Sequence[int], blocks: range, parameters: Array,
@@ -714,15 +720,16 @@ class Machine:
             "%nctaid.y": ones * np.uint32(y), "%laneid": thread % np.uint32(32),
         }  # fmt: skip
         self.size = shared
-        # Aligned for every width; what a block may touch is the first ``shared`` of it.
+        # Aligned for every access width; a block may only access its first ``shared`` bytes.
         self.stride = -(-shared // 128) * 128 + 128
         self.shared = np.full(self.stride * len(blocks), 0xFF, np.uint8)
         local = np.arange(self.lanes) // self.threads
         self.base = (local * self.stride).astype(np.uint64)
         self.warp = (thread // np.uint32(32)).astype(np.int16)
-        self.epoch = np.zeros(self.lanes, np.int32)  # barriers passed
+        self.epoch = np.zeros(self.lanes, np.int32)  # number of barriers passed
         words = len(self.shared) // 4 + 1
-        # Who wrote and read a word of shared memory last, and after how many barriers.
+        # Per word of shared memory: the last warp that wrote or read it, and its epoch at that
+        # time.
         self.writer, self.written = np.full(words, -1, np.int16), np.full(words, -1, np.int32)
         self.reader, self.read = np.full(words, -1, np.int16), np.full(words, -1, np.int32)
         self.group = np.zeros(self.lanes, np.int64)
@@ -731,7 +738,7 @@ class Machine:
     def run(self) -> None:
         steps, labels, counts = self.program.steps, self.program.labels, self.program.counts
         waiting: dict[int, Array] = {0: np.ones(self.lanes, bool)}
-        parked: dict[int, Array] = {}  # behind a barrier, until all others have reached one
+        parked: dict[int, Array] = {}  # at a barrier that others of the block have not reached
         ended = np.zeros(self.lanes, bool)
 
         def join(places: dict[int, Array], at: int, lanes: Array) -> None:
@@ -787,7 +794,7 @@ class Machine:
             raise EmulationError("copies are under way when the program ends")
 
     def warps(self, on: Array) -> None:
-        """Lanes that are on must be whole warps."""
+        """Raises unless the active lanes form whole warps."""
         if on is not None:
             each = on.reshape(-1, 32)
             if not (each.all(1) == each.any(1)).all():
@@ -796,14 +803,14 @@ class Machine:
     # Memory -----------------------------------------------------------------------------------
 
     def _place(self, at: Array, on: Array, size: int, writing: bool) -> Array:
-        """Where in `shared` the lanes that are on go; checks borders and races."""
+        """Returns the active lanes' offsets in `shared`; checks bounds and races."""
         at = np.broadcast_to(at, self.lanes)
         lanes = slice(None) if on is None else on
         local = at[lanes]
         if (local > np.uint64(max(0, self.size - size))).any() or (local % np.uint64(size)).any():
             raise EmulationError(f"shared memory at {int(local.max())} of {self.size}")
         place = (local + self.base[lanes]).astype(np.int64)
-        if size >= 4:  # smaller ones share words without harm
+        if size >= 4:  # smaller accesses may share a word without a race
             warp, epoch = self.warp[lanes], self.epoch[lanes]
             for word in range(0, size, 4):
                 self._meet((place + word) // 4, warp, epoch, writing)
@@ -817,14 +824,14 @@ class Machine:
                 raise EmulationError("a warp writes where another one reads, without a barrier")
             self.writer[word], self.written[word] = warp, epoch
         else:
-            # -2: several; no single warp may then write without a barrier.
+            # -2: read by several warps; none of them may then write without a barrier.
             several = (self.read[word] == epoch) & (self.reader[word] != warp)
             self.read[word] = epoch
             self.reader[word] = np.where(several, np.int16(-2), warp)
             self.reader[word[self.reader[word] != warp]] = -2
 
     def load(self, at: Array, on: Array, bits: Any, count: int) -> Array:
-        """[lanes, count] elements; lanes that are off get 0."""
+        """Returns [lanes, count] elements; inactive lanes get 0."""
         return self.memory.load(np.broadcast_to(at, self.lanes), on, bits, count)
 
     def load_parameters(self, at: Array, on: Array, bits: Any, count: int) -> Array:
@@ -858,7 +865,7 @@ class Machine:
             raise EmulationError("two lanes write to one place of shared memory")
 
     def copy(self, to: Array, source: Array, on: Array, size: int, count: Array | None) -> None:
-        """cp.async of ``size`` bytes, those from ``count`` on being 0."""
+        """cp.async of ``size`` bytes; bytes from ``count`` on are set to 0."""
         on = np.ones(self.lanes, bool) if on is None else on
         place = self._place(to, on, size, True)
         have = np.full(self.lanes, size) if count is None else np.broadcast_to(count, self.lanes)
@@ -895,7 +902,7 @@ class Machine:
 
 
 class Memory:
-    """The tensors of a launch: (address, bytes) each; nothing beside them can be touched."""
+    """The tensors of a launch, as (address, bytes); any other access is an error."""
 
     def __init__(self, places: Sequence[tuple[int, int]]) -> None:
         merged: list[list[int]] = []
@@ -906,7 +913,8 @@ class Memory:
                 merged.append([start, start + size])
         self.starts = np.array([start for start, _ in merged], np.uint64)
         self.ends = np.array([end for _, end in merged], np.uint64)
-        # From an aligned address on, so that elements of every size can be seen in them.
+        # The arrays start at an aligned address, so that they can be viewed as elements of every
+        # size.
         self.arrays = []
         for start, end in merged:
             first = start // 64 * 64
@@ -914,7 +922,7 @@ class Memory:
             self.arrays.append((first, np.ctypeslib.as_array(raw)))
 
     def _which(self, at: Array, size: int) -> Array:
-        """In which tensor each address is."""
+        """Returns the index of the tensor that contains each address."""
         if (at % np.uint64(size)).any():
             raise EmulationError(f"an access of {size} bytes off its alignment")
         which = np.searchsorted(self.starts, at, side="right") - 1
@@ -935,7 +943,7 @@ class Memory:
         item = np.dtype(bits).itemsize
         places = at if on is None else at[on]
         found = np.empty((len(places), count), bits)
-        # Bytes of cp.async come as bytes, but are aligned as a whole.
+        # cp.async loads bytes, but is aligned as a whole.
         for lanes, (first, array) in self._groups(places, item * count):
             index = ((places[lanes] - np.uint64(first)) // np.uint64(item)).astype(np.int64)
             seen = array[: len(array) // item * item].view(bits)
@@ -959,8 +967,9 @@ def launch(
     program: Program, grid: Sequence[int], shared: int, arguments: Sequence[int | float] | bytes,
     memory: Memory,
 ) -> None:  # fmt: skip
-    """Run all blocks; ``arguments``: addresses and numbers, as the parameters of the PTX have them, or
-    the bytes of all of them."""
+    """Runs all blocks; ``arguments``: one number or address per PTX parameter, or the parameter
+    bytes.
+    """
     if not isinstance(arguments, bytes):
         assert len(arguments) == len(program.parameters)
         arguments = b"".join(

@@ -1,4 +1,4 @@
-"""What the assembler makes of the kernels for five architectures: registers, memory, instructions."""
+"""Machine code of the Triton kernels for five architectures: registers, memory, instructions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CALLS = (
     r"|layer_norm bfloat16 columns 512 dropout"
     r"|feed_forward bfloat16 (relu|few)|cross_entropy bfloat16 classes 1000$"
 )
-#: One table has the tiles of 86 and 120, which have the same instructions and shared memory.
+#: 86 and 120 have the same tile table, since their instructions and shared memory are the same.
 HEADS = {86: "64", 120: "128"}
-#: Bytes a thread that may lie on the stack: in dK and dV two accumulators stay in registers.
+#: Maximum stack bytes per thread; the kernel for dK and dV keeps two accumulators in registers.
 SPILLED = {
     "attention_backward_key_kernel": 256, "attention_backward_query_kernel": 32,
     "matmul_kernel": 64, "matmul_descriptor_kernel": 64,
 }  # fmt: skip
-#: On sm_100 more, with heads in groups.
+#: On sm_100 the limit is higher, for grouped heads.
 SPILLED_100 = {"attention_backward_key_kernel": 512}
-#: What tells that the matrix unit is used.
+#: An instruction that shows that the matrix unit is used.
 UNIT = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
@@ -42,7 +42,7 @@ def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[di
 
 
 @pytest.mark.parametrize("architecture", UNIT)
-def test_resources(architecture):
+def test_registers_spills_and_instructions(architecture):
     ours, theirs = (config.attention("attention_forward", a, 64, True, False) for a in (86, 120))
     assert ours is theirs
     kernels = compiled(architecture)
@@ -56,7 +56,8 @@ def test_resources(architecture):
         if "matmul" in one["kernel"] or "attention" in one["kernel"]:
             assert UNIT[architecture] in one["instructions"], about
         if architecture == 90 and "attention" in one["kernel"]:
-            # The rare walk after something that is not finite goes in pieces of 16 and 32.
+            # The rarely used loop for values that are not finite works on chunks of 16 and 32
+            # columns.
             rare = {16, 32} if "causal" in one["call"] else set()
             assert one["columns"], about
             assert min(set(one["columns"]) - rare) >= 64, about
@@ -65,8 +66,8 @@ def test_resources(architecture):
         assert {max(one["columns"]) for one in products} == {128, 256}
 
 
-def test_walks_over_lists_load_as_far_ahead():
-    """A list's numbers are known before the loads of their tiles."""
+def test_tile_lists_have_as_many_loads_in_flight():
+    """With tile lists, the tile numbers are known before the loads of their tiles."""
     calls = r"attention bfloat16 head 64( bool mask|)$"
     plain, listed = compiled(90, calls, "attention_forward")
     assert max(plain["in_flight"]) == 2
@@ -101,7 +102,7 @@ with config.use_architecture(90):
 
 def test_warming_fills_tritons_cache(tmp_path):
     done = python("-c", WARM, TRITON_CACHE_DIR=str(tmp_path))
-    # All norms, one with dropout, forward and backward; sums of columns are the same for all.
+    # All norms, one of them with dropout, forward and backward; the column sums are shared.
     count = 2 * (len(NORMS) + 1)
     made = [path.stem for path in tmp_path.rglob("*.cubin")]
     assert {name: made.count(name) for name in made} == {

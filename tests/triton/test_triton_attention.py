@@ -1,5 +1,6 @@
-"""What only Triton's attention has: tile lists and their cache, splits of decoding, large strides, packed
-sequences, which the kernels read where they lie."""
+"""Features of Triton's attention alone: tile lists and their cache, split decoding, large strides,
+and packed sequences, which the kernels read in place.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def arguments(q, k, v, mask=None, lengths=None, causal=False, p=0.0, weights=Fal
 
 
 def patchy_mask(t, s, device):
-    """Tiles that nobody sees, that everybody sees, and others; a query that sees nothing."""
+    """Returns a mask with fully masked, fully visible and mixed tiles, and a fully masked query."""
     mask = torch.rand(t, s, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[:16, 16:32] = False
     mask[16:32] = True
@@ -57,7 +58,7 @@ def listed_tiles(lists: mask_tiles.TileLists, row: int) -> tuple[set[int], set[i
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_lists_name_each_tile_once_and_rightly(device, kind, causal, by_keys):
+def test_tile_lists_match_the_mask(device, kind, causal, by_keys):
     b, h, t, s = 2, 1, 70, 90
     block, granule = (32, 16), (16, 16)
     seen = torch.rand(b, h, t, s, generator=torch.Generator().manual_seed(3)) > 0.3
@@ -84,14 +85,15 @@ def test_lists_name_each_tile_once_and_rightly(device, kind, causal, by_keys):
                 other = m if by_keys else n
                 assert ((other in full) + (other in part)) == bool(tile.any())
                 if other in full:
-                    # The border of the keys counts as hidden; that of the queries does not matter.
+                    # A tile across the end of the keys is partial; the end of the queries does not
+                    # matter.
                     assert tile.all()
                     assert (n + 1) * block[1] <= s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("listed", [False, True])
-def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
+def test_masks_match_with_and_without_tile_lists(device, listed, dtype, monkeypatch):
     monkeypatch.setattr(config, "use_block_lists", lambda *sizes: listed)
     q, k, v = drawn(device, b=2, h=2, key_heads=1, t=40, s=42, dv=8, dtype=dtype)
     lengths = torch.tensor([42, 21], device=device)
@@ -102,12 +104,12 @@ def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
 
 @pytest.fixture
 def listed(monkeypatch):
-    """Lists are made of any mask, on a GPU too, where they would not pay for such small ones."""
+    """Builds tile lists for every mask. By default such small masks have none, on a GPU either."""
     monkeypatch.setattr(config, "use_block_lists", lambda *sizes: True)
 
 
-def test_lists_are_of_what_the_mask_holds_now(device, listed):
-    """However it was written to: torch counts no version for this."""
+def test_tile_lists_follow_in_place_changes_of_the_mask(device, listed):
+    """Holds for writes that do not increment the mask's version counter, too."""
     q, k, v = drawn(device, t=40, s=40)
     mask = torch.zeros(1, 1, 40, 40, dtype=torch.bool, device=device)
     mask[..., :16] = True
@@ -119,7 +121,7 @@ def test_lists_are_of_what_the_mask_holds_now(device, listed):
         check("attention", attention(*call), call)
 
 
-def test_views_of_one_mask_have_lists_of_their_own(device, listed):
+def test_views_of_one_mask_have_separate_tile_lists(device, listed):
     q, k, v = drawn(device, t=32, s=40)
     base = patchy_mask(64, 40, device)
     for start in (0, 16, 32):
@@ -136,7 +138,7 @@ CONSTANT = [(2, 1, 20, 1), (1,), (2, 1, 1)]
 
 
 @pytest.mark.parametrize("shape", CONSTANT)
-def test_a_mask_that_is_the_same_for_all_keys_has_the_gradient_0(device, shape):
+def test_a_mask_constant_along_keys_has_zero_gradient(device, shape):
     q, k, v = drawn(device, b=2, t=20, s=35)
     mask = torch.randn(shape).to(device).requires_grad_()
     output, _ = attention(*arguments(q, k, v, mask))
@@ -145,21 +147,21 @@ def test_a_mask_that_is_the_same_for_all_keys_has_the_gradient_0(device, shape):
     assert (gradient == 0).all()
 
 
-def test_gradient_of_an_expanded_mask_is_that_of_each_place(device):
+def test_an_expanded_mask_has_a_gradient_per_element(device):
     q, k, v = drawn(device, b=2, h=2, t=20, s=20)
     mask = torch.randn(20, 20, generator=torch.Generator().manual_seed(5)).to(device)
     expanded = mask.expand(2, 2, 20, 20)
     check_gradients("attention", attention, arguments(q, k, v, expanded))
 
 
-def test_rows_of_finfo_min_attend_to_everything(device):
-    """m + log l rounds to m there: the backward must know the sum apart."""
+def test_rows_masked_by_finfo_min_attend_to_all_keys(device):
+    """m + log l rounds to m there, so the backward needs the sum l separately."""
     q, k, v = drawn(device, h=1, dtype=torch.float16)
     mask = torch.zeros(1, 1, 37, 53, dtype=torch.float32, device=device)
     mask[..., ::2, :] = torch.finfo(torch.float32).min
     call = arguments(q, k, v, mask)
     check("attention", attention(*call), call)
-    # Not the mask's: it is in fp32, but comes from the output in fp16.
+    # Without the mask's gradient: it is in fp32, but computed from the fp16 output.
     check_gradients("attention", attention, call, names=("query", "key", "value"))
 
 
@@ -167,7 +169,7 @@ def test_rows_of_finfo_min_attend_to_everything(device):
 
 
 @pytest.mark.parametrize(("keys", "kernels"), [(64, 1), (640, 2)])
-def test_one_split_needs_no_merging(keys, kernels):
+def test_one_split_runs_no_merge_kernel(keys, kernels):
     q, k = torch.empty(1, 1, 1, 64, device="meta"), torch.empty(1, 1, keys, 64, device="meta")
     found: list[runtime.Launch] = []
     with config.use_architecture(90), runtime.instead_of_launching(found.append):
@@ -180,7 +182,7 @@ def test_one_split_needs_no_merging(keys, kernels):
 
 @pytest.mark.parametrize("far", ["mask", "key"])
 def test_offsets_beyond_32_bits(device, far):
-    """Rows 2^31 elements apart. The memory between them is never touched."""
+    """Rows are 2^31 elements apart. The memory between them is never accessed."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("12 GiB of free memory are needed")
     apart = 2**31 + 16
@@ -199,8 +201,10 @@ def test_offsets_beyond_32_bits(device, far):
         assert torch.equal(ours, theirs)
 
 
-def test_garbage_that_only_rows_behind_the_queries_would_see(device):
-    """By causality; what those rows give is zero, and so are their gradients."""
+def test_garbage_beyond_the_query_lengths_is_ignored(device):
+    """Only rows beyond the query lengths see the garbage, by causality; they and their gradients
+    are 0.
+    """
     q, k, v = drawn(device, b=1, h=2, key_heads=1, t=20, s=20, dv=8)
     for x, garbage in ((q, math.inf), (k, math.nan), (v, -math.inf)):
         x[:, :, 12:] = garbage
@@ -217,8 +221,8 @@ def test_garbage_that_only_rows_behind_the_queries_would_see(device):
         assert not got[:, :, 12:].any()
 
 
-def test_strides_of_the_results(device):
-    """Joining the heads of the output again costs no copy; gradients lie as their tensors do."""
+def test_strides_of_results_and_gradients(device):
+    """Merging the output's heads needs no copy; gradients have the strides of their tensors."""
     q, k, v = drawn(device, b=2, h=3, dv=8)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     forward = (q, k, v, None, None, False, 0.25, 0.0, None)
@@ -230,7 +234,7 @@ def test_strides_of_the_results(device):
         assert gradient.stride() == tensor.stride()
 
 
-def test_units_of_scores():
+def test_scores_are_in_base_2_or_natural_units():
     q, k, v = drawn("cpu", dtype=torch.bfloat16)
 
     def natural(q, k, v, mask, scale):
@@ -252,8 +256,10 @@ def power_kernel(score_ptr, base_ptr, to_ptr, natural: tl.constexpr):
 
 
 @pytest.mark.parametrize("natural", [False, True])
-def test_a_score_above_its_own_maximum_counts_as_that(natural, device):
-    """Compiled, a score is scaled and its base subtracted with one rounding, the base with two."""
+def test_scores_above_the_saved_maximum_are_clamped(natural, device):
+    """Compiled code scales a score and subtracts its base with one rounding, but rounds the base
+    twice.
+    """
     nan, inf = math.nan, math.inf
     scores = torch.tensor([2.0**33 + 1024, 5.0, -inf, nan, -1.0, 0.0, -200.0, inf], device=device)
     bases = torch.tensor([2.0**33, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, inf], device=device)
@@ -271,8 +277,8 @@ def test_a_score_above_its_own_maximum_counts_as_that(natural, device):
 @pytest.mark.parametrize(
     ("starts", "within"), [((0, 6, 14), (0, 6, 10)), ((-3, 4, 9), (0, 4, 9)), ((0, 12, 15), (0, 10, 10))]
 )  # fmt: skip
-def test_offsets_outside_of_the_tensors_reach_nothing(device, starts, within, causal):
-    """Around the ten rows stand NaN in the same memory, and what is around gradients is kept."""
+def test_sequence_offsets_out_of_range_are_clamped(device, starts, within, causal):
+    """The ten rows are surrounded by NaN; memory around the gradients stays unchanged."""
     around = torch.full((3, 30, 2, 16), torch.nan, device=device)
     around[:, 10:20] = torch.randn(3, 10, 2, 16, generator=torch.Generator().manual_seed(0))
     wrong, right = (torch.tensor(x, device=device) for x in (starts, within))
@@ -287,8 +293,8 @@ def test_offsets_outside_of_the_tensors_reach_nothing(device, starts, within, ca
         torch.testing.assert_close(one, found[3], rtol=0, atol=0)
 
 
-def test_nothing_is_padded_or_packed():
-    """Forward and backward are three kernels; beside them results are allocated and zeroed."""
+def test_packed_sequences_are_read_in_place():
+    """Forward and backward run three kernels; all other ops only allocate and zero the results."""
     with torch.device("meta"):
         q = torch.empty(30, 4, 64, requires_grad=True).transpose(0, 1)[None]
         starts = torch.empty(5, dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""Whether the Triton tests can run here: without them this is the one that is skipped."""
+"""Whether the Triton tests can run here; if not, the first of these tests is skipped with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from interpreted import WHY_NOT
 pytestmark = pytest.mark.thorough
 
 
-def test_the_kernels_can_run_here():
+def test_triton_kernels_can_run_here():
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
 
@@ -46,7 +48,7 @@ def test_after(): pass
 """
 
 
-def test_a_process_that_cuda_has_given_up_runs_no_more_tests(tmp_path):
+def test_an_illegal_access_ends_the_test_process(tmp_path):
     (tmp_path / "test_spoilt.py").write_text(_SPOILT)
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

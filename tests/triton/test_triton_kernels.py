@@ -1,6 +1,9 @@
-"""What the op table does not reach of products (both ways of loading, slices of the epilogue, the
-order of tiles, borders), of cross entropy (targets that are no class, statistics, large strides) and
-of dropout, which is held to Philox4x32-10 as the fuzz tests define it."""
+"""Cases of Triton's kernels beyond the op table.
+
+Products: both ways of loading, epilogue slices, tile order, edges. Cross entropy: targets outside
+the classes, statistics, large strides. Dropout: compared with Philox4x32-10 as defined for the fuzz
+tests.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def use_tile(monkeypatch, **changes):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that products of matrices launch, one after the other."""
+    """Returns the kernels that matrix products launch, in order."""
     found, launch = [], matmul.launch
     monkeypatch.setattr(matmul, "launch", lambda *a, **k: (found.append(a[0]), launch(*a, **k))[1])
     return found
@@ -51,10 +54,12 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("sideways", [False, True])
-def test_epilogue_forward(device, monkeypatch, launched, sideways, descriptors, slices):
+def test_epilogue_of_the_forward_matches(
+    device, monkeypatch, launched, sideways, descriptors, slices
+):
     use_tile(monkeypatch, descriptors=descriptors, slices=slices)
     m, n, k = SIZES
-    n = n if sideways else 48  # rows that descriptors can describe
+    n = n if sideways else 48  # a row size that descriptors support
     a, bias, residual = drawn(m, k).to(device), drawn(n).to(device), drawn(m, n).to(device)
     b = drawn(n, k).to(device).t() if sideways else drawn(k, n).to(device)
     seed = torch.tensor(2**62 + 5, device=device)
@@ -79,7 +84,7 @@ def test_epilogue_forward(device, monkeypatch, launched, sideways, descriptors, 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_epilogue_backward(device, monkeypatch, name, own):
+def test_epilogue_of_the_backward_matches(device, monkeypatch, name, own):
     use_tile(monkeypatch, slices=2)
     m, n, k = SIZES
     if not own:
@@ -110,14 +115,15 @@ def test_epilogue_backward(device, monkeypatch, name, own):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x[:, 1:33],  # off alignment
-        lambda x: x[:, :38],  # rows that do not end on 16 bytes: fine, their stride does
+        lambda x: x[:, 1:33],  # misaligned
+        # The rows' length is no multiple of 16 bytes, but their stride is: supported.
+        lambda x: x[:, :38],
         lambda x: x[::2],
         lambda x: x[:1].expand(8, 40),
         lambda x: x.t().contiguous().t(),
     ],
 )
-def test_what_descriptors_cannot_describe_is_loaded_through_pointers(device, monkeypatch, change):
+def test_unsupported_layouts_are_loaded_through_pointers(device, monkeypatch, change):
     use_tile(monkeypatch, descriptors=True)
     a = change(drawn(16, 40, dtype=torch.bfloat16).to(device))
     b = drawn(24, a.shape[1], dtype=torch.bfloat16).to(device).t()
@@ -125,7 +131,7 @@ def test_what_descriptors_cannot_describe_is_loaded_through_pointers(device, mon
     torch.testing.assert_close(result.output, (a.double() @ b.double()).bfloat16())
 
 
-def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkeypatch, launched):
+def test_few_rows_run_addmm_and_at_most_one_kernel(device, monkeypatch, launched):
     x = drawn(config.few_rows + 1, 40).to(device)
     weight, bias, residual = (
         drawn(24, 40).to(device),
@@ -152,7 +158,7 @@ def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkey
         assert (launched, len(products)) == (kernels, int(rows == 64))
 
 
-def test_explain_says_whose_product_it_is(device):
+def test_explain_names_cublas_for_few_rows(device):
     x, weight = drawn(65, 40).to(device), drawn(24, 40).to(device)
     for rows, told in ((64, True), (65, False)):
         explained = transformer_fast.explain("linear", x[:rows], weight, backend="triton")
@@ -160,7 +166,7 @@ def test_explain_says_whose_product_it_is(device):
         assert ("cuBLAS" in str(explained)) == told
 
 
-def test_infinity_and_nan_stay_in_their_rows_and_columns(device, monkeypatch):
+def test_infinity_and_nan_do_not_spread(device, monkeypatch):
     monkeypatch.setattr(config, "few_rows", 0)
     a, b = drawn(40, 24), drawn(24, 40)
     a[3], b[:, 7] = float("nan"), float("inf")
@@ -181,7 +187,7 @@ _places_kernel = jit(_places)
 
 
 @pytest.mark.parametrize(("down", "across", "group"), [(1, 1, 8), (7, 3, 2), (8, 5, 8), (3, 9, 8)])
-def test_every_tile_is_made_once(device, down, across, group):
+def test_every_tile_is_computed_once(device, down, across, group):
     places = torch.zeros(down * across, 2, dtype=torch.int32, device=device)
     _places_kernel[(down * across,)](places, down * 16 - 3, across * 16 - 5, 16, 16, group)
     found = {tuple(place) for place in places.tolist()}
@@ -202,8 +208,8 @@ def drawn_logits(device, rows=9, classes=150, dtype=torch.float32):
 
 @pytest.mark.parametrize("target", [-1, 150, 2**40])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_target_that_is_no_class(device, target, smoothing):
-    """NaN, and not the loss of a logit that stands outside of the row."""
+def test_targets_outside_the_classes_give_nan(device, target, smoothing):
+    """The loss is NaN, and is not computed from a logit outside the row."""
     x, targets = drawn_logits(device)
     expected = cross_entropy(x, targets, IGNORED, smoothing)
     targets[2] = target
@@ -214,7 +220,7 @@ def test_a_target_that_is_no_class(device, target, smoothing):
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
-def test_lse(device, shift):
+def test_log_sum_exp_matches(device, shift):
     x, target = drawn_logits(device)
     x += shift
     _, known = cross_entropy_forward(x, target, IGNORED, 0.0)
@@ -225,7 +231,7 @@ def test_lse(device, shift):
 
 @pytest.mark.parametrize("far", ["rows", "columns"])
 def test_offsets_beyond_32_bits(device, far):
-    """Rows, or columns, 2^30 elements apart. The memory between them is never touched."""
+    """Rows, or columns, are 2^30 elements apart. The memory between them is never accessed."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("12 GiB of free memory are needed")
     apart = 2**30 + 16
@@ -275,7 +281,7 @@ _flags_kernel = jit(_flags, do_not_specialize=["limit", "first_row"])
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0, 1e-9])
 @pytest.mark.parametrize("first_row", [0, 2**31 - 2, 2**32 - 1, 2**40 + 3])
-def test_flags(p, first_row, device):
+def test_dropout_flags_match_philox(p, first_row, device):
     rows, columns, first_column = 4, 32, 24
     drop = philox.dropout_arguments(p)
     seed = torch.tensor(SEED, device=device)
@@ -289,7 +295,7 @@ def test_flags(p, first_row, device):
     assert each.bool().tolist() == expected
 
 
-def test_probabilities_at_the_ends():
+def test_extreme_dropout_probabilities():
     assert not philox.dropout_arguments(0.0).active
     assert philox.dropout_arguments(2.0**-33)[:2] == (True, 0), "one number in 2^16 is dropped"
     assert philox.dropout_arguments(1.0) == (True, 2**16 - 1, 0.0)

@@ -1,7 +1,7 @@
-"""A launch that was made before is made again with the right variant, and variants are few.
+"""Cached launches: a repeated call launches the right variant again, and there are few variants.
 
-Kernels are compiled by a stand-in that only counts, so these run in a process of their own with the
-interpreter off: the tests start this file.
+A stub that only counts replaces the compiler. The cases therefore run in subprocesses without the
+interpreter, for which this file is the program.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CASES = ("variants", "stream", "batches", "fallback", "order", "host", "blocks",
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_launches(case):
+def test_cached_launches(case):
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     python(__file__, case, PYTHONPATH=path)
 
 
 def _calls() -> list[Any]:
-    """Calls that differ in one thing each, which another variant or another number depends on."""
+    """Returns calls that differ in one property each, on which a variant or an argument depends."""
     import torch
 
     from transformer_fast.backends.triton import (
@@ -159,11 +159,11 @@ def _calls() -> list[Any]:
     return found
 
 
-def _told(launches: list[tuple[Any, ...]]) -> list[Any]:
-    """Variants, grids and arguments; of pointers whether there is one and where it is aligned."""
+def _summary(launches: list[tuple[Any, ...]]) -> list[Any]:
+    """Returns variant, grid, stream and arguments of each launch; of pointers only the alignment."""
     import torch
 
-    told = []
+    rows = []
     for binary, grid, stream, args in launches:
         row: list[Any] = []
         kinds = tuple(binary.src.signature.values())
@@ -173,8 +173,8 @@ def _told(launches: list[tuple[Any, ...]]) -> list[Any]:
                 row.append(("pointer", place % 16))
             else:
                 row.append((type(value), value))
-        told.append((binary.hash, grid, stream, row))
-    return told
+        rows.append((binary.hash, grid, stream, row))
+    return rows
 
 
 def variants(machine: Machine) -> None:
@@ -186,23 +186,23 @@ def variants(machine: Machine) -> None:
     for call in calls:
         call_cache.forget()
         call()
-        wanted.append(_told(machine.take()))
+        wanted.append(_summary(machine.take()))
     compiled = len(machine.compiled)
     call_cache.forget()
     order = [*range(len(calls))] * 4
     random.Random(0).shuffle(order)
     for number in order:
         calls[number]()
-        assert _told(machine.take()) == wanted[number], number
+        assert _summary(machine.take()) == wanted[number], number
     assert len(machine.compiled) == compiled
     assert compiled > 60
     known = [plan for store in call_cache._stores for plan in store.values()]
     assert not any(plan is plans._NEVER or plan is plans._SEEN for plan in known)
-    assert len(known) >= 0.9 * len(calls)  # some differ in data only
+    assert len(known) >= 0.9 * len(calls)  # some calls differ in data only
 
 
 def stream(machine: Machine) -> None:
-    """A CUDA graph is captured on a stream of its own, and kernels must follow."""
+    """A CUDA graph is captured on its own stream, where the kernels must be launched."""
     call = _calls()[0]
     for number in (1, 2, 1, 3):
         machine.stream = number
@@ -211,7 +211,7 @@ def stream(machine: Machine) -> None:
 
 
 def batches(machine: Machine) -> None:
-    """Padded batches of any size and length, forward and backward, with and without causality."""
+    """Padded batches of any size and length, forward and backward, causal and not."""
     import torch
 
     from transformer_fast import functional
@@ -248,7 +248,7 @@ def batches(machine: Machine) -> None:
 
 
 def host(machine: Machine) -> None:
-    """What the host does for a call that was made before: Python functions and built-in ones."""
+    """Number of Python and built-in function calls on the host for a repeated call."""
     import torch
 
     from transformer_fast import functional
@@ -303,13 +303,13 @@ def host(machine: Machine) -> None:
         assert count[0] <= MOST_CALLS[name], (name, count[0])
 
 
-#: Function calls of one call of the public function; not remembered it makes 150 to 400.
+#: Maximum number of function calls per public call; an uncached call makes 150 to 400.
 MOST_CALLS = {
     "attention": 63, "layer_norm": 55, "add_layer_norm": 61, "linear": 53, "feed_forward": 69,
     "attention with gradients": 318, "layer_norm with gradients": 244, "linear with gradients": 242,
 }  # fmt: skip
 
-#: With causality and raggedness, which are code of their own.
+#: Variants include causal and ragged ones, which are compiled separately.
 MOST_VARIANTS = {
     "attention_forward_kernel": 4,
     "attention_backward_query_kernel": 4,
@@ -324,8 +324,10 @@ MOST_VARIANTS = {
 
 
 def fallback(machine: Machine) -> None:
-    """A launch that returns something else than a compiled kernel is replayed as it was made, and
-    none is replayed while a hook of Triton's looks at launches."""
+    """Launches that return no compiled kernel are replayed in the original way.
+
+    No launch is replayed while a launch hook of Triton is registered.
+    """
     import triton
 
     from transformer_fast import call_cache
@@ -335,11 +337,11 @@ def fallback(machine: Machine) -> None:
     wanted = []
     for call in calls:
         call()
-        wanted.append(_told(machine.take()))
+        wanted.append(_summary(machine.take()))
     runtime.CompiledKernel = int  # type: ignore[misc, assignment]
     for call, one in zip(calls * 3, wanted * 3, strict=True):
         call()
-        assert _told(machine.take()) == one
+        assert _summary(machine.take()) == one
     call_cache.forget()
     seen: list[Any] = []
     triton.knobs.runtime.launch_enter_hook.add(seen.append)
@@ -357,7 +359,7 @@ def fallback(machine: Machine) -> None:
 
 
 def blocks() -> None:
-    """What is remembered in one block is known in the next, which leaves what it found."""
+    """A later block reuses the cache of an earlier one, and each restores the state it found."""
     import torch
 
     from transformer_fast import call_cache, dispatch, functional
@@ -375,13 +377,13 @@ def blocks() -> None:
         assert (dispatch._state.kernels, dispatch._state.usable) == outside
     other = next(k for k in outside[0]["layer_norm"] if k.backend == "torch")
     dispatch.register(replace(other, dropout=not other.dropout))
-    with stubbed():  # beside other kernels
+    with stubbed():  # with another set of kernels
         functional.layer_norm(x, (16,))
     assert call_cache._calls != known
 
 
 def empty(machine: Machine) -> None:
-    """Tensors with nothing in them are described; those without memory of their own are not."""
+    """Empty tensors have a description; tensors without their own memory have none."""
     import torch
 
     from transformer_fast import call_cache
@@ -393,14 +395,16 @@ def empty(machine: Machine) -> None:
     for other in (torch.empty(0, 4, device="meta"), torch._efficientzerotensor((3, 4)),
                   torch._efficientzerotensor((0, 4)), torch.zeros(3, 4, device="meta")):  # fmt: skip
         assert call_cache.describe((x, other)) is None
-    # Flags, numbers and tuples are told apart, in whatever place.
+    # Flags, numbers and tuples have different descriptions, in any position.
     values = (None, False, True, 0, 1, 0.0, 1.0, "1", (1,), (0,), ())
     keys = {call_cache.describe((x, one, two)) for one in values for two in values}
     assert len(keys) == len(values) ** 2
 
 
 def order(machine: Machine) -> None:
-    """Constants come last: a replayed launch has None for each behind the other arguments."""
+    """Constants come last: a replayed launch passes None for each of them after the other
+    arguments.
+    """
     import importlib
     import pkgutil
 

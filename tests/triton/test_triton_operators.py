@@ -1,4 +1,4 @@
-"""The operators as torch sees them (schema, fakes, tracing), and the calls the kernels refuse."""
+"""Limits of the Triton kernels, and the GPUs that they support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not(op: str, *tensors: torch.Tensor | None, **rest: Any) -> list[str]:
     )
 
 
-def test_limits(device):
+def test_sizes_beyond_the_limits_are_refused(device):
     def rows(*shape):
         return torch.empty(shape, device=device)
 
@@ -42,7 +42,7 @@ def test_limits(device):
     assert "float64" in reason
 
 
-def test_gpus_without_tables_get_those_of_their_family():
+def test_gpus_without_a_tile_table_use_a_related_one():
     own = {number: number for number in backend.ARCHITECTURES}
     for capability, tiles in {**own, 87: 86, 89: 86, 103: 100, 110: 100, 121: 120, 130: 86}.items():
         assert backend.table_for(capability) == tiles
@@ -60,7 +60,7 @@ def test_old_gpus_are_refused(monkeypatch):
     )
 
 
-def test_a_folder_of_the_name_is_not_triton(monkeypatch):
+def test_a_folder_named_triton_is_not_the_package(monkeypatch):
     class Spec:
         origin = None
 

@@ -1,4 +1,4 @@
-"""Public calls on Triton that were made before give the bits of those that were not."""
+"""Repeated public calls on Triton, which use cached plans, give bitwise the results of first calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def public_calls(device):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("number", range(9))
 @pytest.mark.parametrize("wants", [False, True])
-def test_remembered_public_calls_give_the_same_bits(number, wants, device, monkeypatch):
+def test_cached_calls_are_bitwise_equal(number, wants, device, monkeypatch):
     torch.manual_seed(1)
     function, makers, options = list(public_calls(device))[number]
     calls = [[make() for make in makers] for _ in range(5)]
@@ -69,7 +69,7 @@ def test_remembered_public_calls_give_the_same_bits(number, wants, device, monke
         found = all_bits()
         assert [run for _, run in call_cache._calls.values()]
         plans_made = [p for store in call_cache._stores for p in store.values() if callable(p)]
-        assert len(plans_made) >= 2 * wants  # of the forward and of the backward
+        assert len(plans_made) >= 2 * wants  # of forward and backward
         assert plans._NEVER not in plans_made
         call_cache.forget()
     for x, y in zip(found, wanted, strict=True):

@@ -1,8 +1,8 @@
-"""What Triton compiles for sm_80, run by `ptx_emulator`, is within the error budget.
+"""Triton's PTX for sm_80, run by `ptx_emulator`, is within the error budget.
 
-The calls run in a process of their own with the interpreter off, which this file is the program of.
-A test asks for one call after the other, a line each: the name of a case and, to see that the budget
-notices, a change of the PTX (kernel, expression, replacement). It is answered in a line of JSON.
+The calls run in a subprocess without the interpreter, for which this file is the program. A test
+sends one line per call: the name of a case and, to test that the budget catches bugs, a change of
+the PTX (kernel, expression, replacement). The answer is a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import pytest
 pytestmark = pytest.mark.thorough
 
 FILE = Path(__file__).resolve()
-#: The names of the cases, read without importing kernels: the tests' process has the interpreter on.
+#: Case names, parsed from this file: kernels cannot be imported here, with the interpreter on.
 CASES = [
     ast.literal_eval(name)
     for name in re.findall(r'^    yield \(?\s*("[^"]+")', FILE.read_text("utf-8"), re.MULTILINE)
 ]
-#: What a case must have run: kernels, and instructions that tell the way that was taken.
+#: Case -> kernels it must run, and instructions that identify the code path.
 HIT: dict[str, tuple[str, ...]] = {
     "attention": (
         "attention_forward_kernel", "attention_backward_query_kernel",
@@ -57,9 +57,10 @@ KERNELS = {
 
 
 def flat(kinds: Any, values: Any) -> Iterator[Any]:
-    """Arguments of a launch that a compiled kernel has parameters for: no constants, no records.
+    """Yields a launch's arguments that are parameters of the compiled kernel: no constants, no
+    tuples.
 
-    ``kinds``: Triton's names of their types, those of records being tuples.
+    ``kinds``: Triton's type names; those of a tuple argument are a tuple.
     """
     for kind, value in zip(kinds, values, strict=False):  # constants come last
         if isinstance(kind, tuple):
@@ -69,7 +70,7 @@ def flat(kinds: Any, values: Any) -> Iterator[Any]:
 
 
 class Emulator:
-    """The process, from the tests' side."""
+    """The test side of the subprocess."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -104,7 +105,7 @@ def emulator() -> Iterator[Emulator]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_code(emulator, case):
+def test_ptx_is_within_the_budget(emulator, case):
     answer = emulator.ask(case)
     assert answer["ok"], answer["told"]
     instructions = {name.split(": ")[1].split(".")[0] for name in answer["ran"]}
@@ -113,7 +114,7 @@ def test_compiled_code(emulator, case):
         assert wanted in kernels | instructions
 
 
-#: Case, kernel, what is changed in its PTX (an expression and what takes its place), what is told.
+#: (case, kernel, expression in its PTX, replacement, part of the resulting message)
 BUGS = [
     ("attention", "attention_forward", r"max\.f32", "min.f32", "output"),
     ("attention", "attention_forward", r"\.trans\.shared", ".shared", "output"),
@@ -146,7 +147,7 @@ def test_every_kernel_has_a_case():
     assert wanted == KERNELS
 
 
-# In the process of its own -----------------------------------------------------------------------
+# In the subprocess --------------------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -206,7 +207,7 @@ def serve() -> None:
             setattr(config, name, value)
         try:
             with config.use_architecture(80), runtime.instead_of_launching(emulate), nan_memory():
-                # On their alignment loads are wide and go through cp.async.
+                # Aligned loads are wide and use cp.async.
                 placed = tuple(
                     embed_in_nan(x, 64) if isinstance(x, torch.Tensor) else x for x in arguments
                 )
@@ -219,7 +220,7 @@ def serve() -> None:
             answer = {"ok": all(p.ok for p in found), "told": "; ".join(map(str, found))}
         except AssertionError as error:
             answer = {"ok": False, "told": f"{type(error).__name__}: {error}"}
-        except LookupError as error:  # no bug was planted
+        except LookupError as error:  # the expression was not found, so no bug was planted
             answer = {"ok": True, "told": str(error)}
         finally:
             for name, value in before.items():
@@ -241,7 +242,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     listed = {"use_block_lists": lambda *sizes: True}
-    own = {"few_rows": 0}  # products of our own, however few the rows
+    own = {"few_rows": 0}  # our own products, for any number of rows
 
     def made(
         op: str, run: Any, build: Any, dtype: torch.dtype, gradients: bool = True, **settings: Any
@@ -253,7 +254,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
         return make
 
     def patchy(draw: Draw, b: int, h: int, t: int, s: int) -> torch.Tensor:
-        """Tiles hidden, seen, and patchy; a query that sees nothing."""
+        """Returns a mask with masked, visible and mixed tiles, and a fully masked query."""
         mask = draw.bools(1, 1, t, s, true=0.7)
         mask[..., :, 64:128] = False
         mask[..., :64, :64] = True
@@ -268,11 +269,11 @@ def _cases() -> Iterator[tuple[str, Any]]:
         return made("attention", operators.attention, build, dtype, gradients, **(settings or {}))
 
     def packed(draw: Draw) -> Any:
-        """As one projection makes them."""
+        """Strides as after one projection of query, key and value."""
         return arrange(*(x.transpose(1, 2) for x in draw.normal(1, 80, 3, 2, 64).unbind(2)))
 
     def sequences(queries: list[int], keys: list[int], **more: Any) -> Any:
-        """One behind the other, with offsets of any stride and rows that no sequence has."""
+        """Packed sequences, with offsets of any stride, and rows that belong to no sequence."""
 
         def make() -> Any:
             rows, key_rows = sum(queries) + 2, sum(keys) + 3
