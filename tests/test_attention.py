@@ -1,6 +1,7 @@
-"""Attention by masks, few queries, large scores and gradients, its memory, and packed sequences.
+"""Attention: masks, few queries, large scores, gradients, memory, output strides, packed sequences.
 
-Each instruction set has every call: large enough, too, for the ways that some have.
+Every call runs on each instruction set. Some calls are large because some kernels have a code path
+for large sizes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ pytestmark = [
 ]
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
-#: The kernels that have masks.
+#: The kernels that support masks.
 TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend != "torch"]
 CPU_TARGETS = [p for p in TARGETS if p.values[0].kernel.backend == "cpu"]
 FLOAT32 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float32]
@@ -73,14 +74,14 @@ HALF = [p for p in CPU_TARGETS if p.values[0].dtype != torch.float32]
 
 
 def on_units(target: Target) -> bool:
-    """Whether it multiplies on units of bfloat16: on AMX fp32 does, too, as bf16x3."""
+    """True if products run on bfloat16 matrix units; on AMX this includes fp32, as bf16x3."""
     bf16 = target.dtype == torch.bfloat16 and target.isa in ("avx512_bf16", "amx")
     return bf16 or (target.dtype == torch.float32 and target.isa == "amx")
 
 
 UNITS = [p for p in CPU_TARGETS if on_units(p.values[0])]
 BF16X3 = [p for p in UNITS if p.values[0].dtype == torch.float32]
-#: More than the 35 up to which AMX leaves fp32 to multiply-adds.
+#: More than the 35 queries up to which fp32 on AMX uses multiply-adds.
 QUERIES = 43
 SHAPES = list(itertools.product((1, 2), (1, 3), (1, QUERIES), (1, 37)))  # all of (B, H, T, S)
 
@@ -126,13 +127,13 @@ def strided_masks(dtype: torch.dtype) -> list[Call]:
 
 
 def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The same tensor, whose dimensions lie in memory in that order."""
+    """Returns the same tensor, with its dimensions in the given order in memory."""
     back = [order.index(d) for d in range(4)]
     return tensor.permute(order).contiguous().permute(back)
 
 
 def everything_together(dtype: torch.dtype) -> list[Call]:
-    """Mask, causality and lengths at once, over several tiles of keys."""
+    """Mask, causality and lengths in one call, over several tiles of keys."""
     qkv = tensors(70, 600, 8, dtype=dtype)
     generator, calls = torch.Generator().manual_seed(3), []
     for shape in ((1, 1, 1, 600), (2, 1, 70, 1), (1, 2, 70, 600)):
@@ -144,13 +145,14 @@ def everything_together(dtype: torch.dtype) -> list[Call]:
     return calls
 
 
-#: Probabilities of 128 keys are kept; of those, 32 at a time are skipped where they are hidden.
+#: Ranges of masked keys. The kernel keeps the probabilities of 128 keys, and skips groups of 32
+#: that are masked.
 HIDDEN = [(0, 300), (256, 512), (200, 900), (512, 1030), (0, 1030)]
 HIDDEN += [(0, 32), (32, 64), (33, 95), (96, 160), (128, 256), (64, 300)]
 
 
 def hidden_tiles(dtype: torch.dtype) -> list[Call]:
-    """First, middle and last tiles of keys that nobody, or only one query, may see."""
+    """First, middle and last tiles of keys that are masked for all queries, or for all but one."""
     qkv, calls = tensors(60, 1030, 8, heads=1, dtype=dtype, batch=1), []
     for hidden in HIDDEN:
         mask = torch.ones(1, 1, 60, 1030, dtype=torch.bool)
@@ -169,7 +171,7 @@ GARBAGE = [math.nan, math.inf, -math.inf]
 
 
 def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
-    """The oracle keeps it from every query that does not see it."""
+    """NaN or infinity in keys that only some queries see; the oracle excludes it from the others."""
     calls, generator = [], torch.Generator().manual_seed(4)
     for queries, keys, garbage, wild in itertools.product(
         (1, 19, QUERIES), (37, 530), GARBAGE, ("key", "value", "both")
@@ -188,7 +190,7 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
 
 
 def few_queries(dtype: torch.dtype) -> list[Call]:
-    """Around the border between the kernels for few queries, as in decoding, and the others."""
+    """Numbers of queries around the limit between the decode kernels and the others."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -200,7 +202,7 @@ def few_queries(dtype: torch.dtype) -> list[Call]:
             q, k = normal(2, 3, queries, size), normal(2, 3, keys, size)
             v = normal(2, 3, keys, value_size)
             noise = torch.rand(2, 1, queries, keys, generator=generator)
-            # Whole tiles, single keys, and for one batch element everything.
+            # Mask whole tiles and single keys, and for one batch element everything.
             seen = (noise > 0.3) & (torch.arange(keys) % 256 < 130)
             seen[1] &= queries > 1
             added = torch.where(seen, noise - 0.5, -math.inf)
@@ -242,7 +244,7 @@ def strides(dtype: torch.dtype) -> list[Call]:
     ]
 
 
-# A block is 96 queries, a panel 32 keys, a tile 512, 256 or 128 of them.
+# A block has 96 queries, a panel 32 keys, and a tile 512, 256 or 128 keys.
 SIZES = [
     (36, 36, 16, 16), (37, 130, 40, 40), (64, 64, 64, 64), (100, 515, 128, 128), (40, 1, 16, 5),
     (200, 77, 256, 256), (97, 1030, 33, 70), (193, 300, 128, 128), (100, 270, 136, 160),
@@ -261,7 +263,7 @@ def of_call(build: Any) -> str:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("calls", CALLS, ids=of_call)
-def test_calls(target, calls):
+def test_calls_are_within_the_budget(target, calls):
     check_calls(target, calls, offsets=(0, 3) if calls is strided_masks else (1,))
 
 
@@ -271,8 +273,8 @@ def hidden_by_bools(dtype: torch.dtype) -> list[Call]:
 
 @pytest.mark.parametrize("target", UNITS)
 @pytest.mark.parametrize("calls", [hidden_by_bools, grouped_heads, *CALLS[-11:-1]], ids=of_call)
-def test_gradients_of_calls(target, calls):
-    """By the backward of bfloat16's units. The op table has others."""
+def test_gradients_are_within_the_budget(target, calls):
+    """Gradients with bfloat16 matrix units; the op table covers the other kernels."""
     check_calls(target, calls, gradients=True)
 
 
@@ -290,7 +292,7 @@ def saturated(dtype: torch.dtype) -> list[Call]:
 
 
 def growing(dtype: torch.dtype) -> list[Call]:
-    """The first keys' scores are what probabilities refer to at first."""
+    """Scores grow after the first keys, which determine the initial reference of the exponents."""
     query, key, value = tensors(100, 300)
     calls = []
     for far, low in itertools.product((5.0, 14.0, 30.0, 100.0, 2000.0), (0.0, -1e31)):
@@ -305,7 +307,7 @@ def growing(dtype: torch.dtype) -> list[Call]:
 
 
 def lowest(dtype: torch.dtype) -> list[Call]:
-    """Masks that add the lowest finite number hide nothing where all keys have it."""
+    """Masks that add the lowest finite number; where all keys have it, none is masked."""
     qkv = tensors(50, 140)
     masks = [torch.full((1, 1, 50, 140), torch.finfo(torch.float32).min)]
     masks.append(masks[0].clone())
@@ -324,7 +326,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 def not_finite(dtype: torch.dtype) -> list[Call]:
-    """One such number, or a row, or a channel."""
+    """NaN or infinity in one element, one row, or one channel."""
     calls = []
     for (name, given), value, tensor in itertools.product(GIVEN.items(), GARBAGE, range(3)):
         for place in ((0, 0, 5, 3), (0, 1, 5), (0, 1, slice(None), 5)):
@@ -336,7 +338,7 @@ def not_finite(dtype: torch.dtype) -> list[Call]:
 
 @pytest.mark.parametrize("target", FLOAT32)
 @pytest.mark.parametrize("calls", [saturated, growing, lowest, not_finite], ids=of_call)
-def test_calls_of_float32(target, calls):
+def test_extreme_scores_in_float32(target, calls):
     if calls is saturated and target.isa == "baseline":
         pytest.skip("one row is just outside the budget: its probabilities are 0 and 1")
     check_calls(target, calls)
@@ -345,8 +347,8 @@ def test_calls_of_float32(target, calls):
 @pytest.mark.parametrize("value", [3e38, -3e38, 1e36])
 @pytest.mark.parametrize("name", GIVEN)
 @pytest.mark.parametrize("target", FLOAT32)
-def test_large_values(target, name, value):
-    """A value near the largest number; scores too large for fp32 are as in fp32."""
+def test_values_near_the_largest_number(target, name, value):
+    """A value near the largest fp32 number; scores that overflow behave as in fp32."""
     qkv = tensors(40, 150, 16)
     qkv[2][0, 0, 5, 3] = value
     check_target(target, arrange(*qkv, **GIVEN[name]))
@@ -368,14 +370,15 @@ def accepted(target: Target, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_garbage_hidden_from_all_changes_no_bit(target):
-    """Beyond a length, under a mask, in the future: the same result as with zeros there."""
+def test_masked_garbage_has_no_effect(target):
+    """Garbage beyond a length, under a mask or in the future: bitwise the result with zeros there."""
     refused = None
     more = (3e38, 1e-36) if target.dtype == torch.float32 else ()
     for queries, keys in ((19, 37), (19, 300), (1, 300), (19, 530), (QUERIES, 300)):
         place = torch.arange(keys)
         late = gaps = place >= queries
-        if target.isa == "amx" and more and queries == QUERIES:  # others take NaN another way
+        # On other kernels NaN selects another code path.
+        if target.isa == "amx" and more and queries == QUERIES:
             gaps = late & (place < 130) | (place >= 290)
         lengths = torch.tensor([queries, min(queries, 7)])
         for hidden, given in (
@@ -398,7 +401,7 @@ def test_garbage_hidden_from_all_changes_no_bit(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_garbage_queries_stay_in_their_rows(target):
+def test_garbage_queries_affect_only_their_rows(target):
     query, key, value = tensors(130, 37, 8, heads=3, dtype=target.dtype)
     query[:, :, ::7] = math.nan
     query[0, 1, 5] = math.inf
@@ -409,11 +412,11 @@ def test_garbage_queries_stay_in_their_rows(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_rows_that_see_nothing_are_exactly_zero(target):
+def test_fully_masked_rows_are_exactly_zero(target):
     query, key, value = tensors(QUERIES, 37, 8, heads=3, dtype=target.dtype)
     visible = draw().bools(2, 3, QUERIES, 37)
     visible[:, :, ::3] = False
-    query[:, :, 6] = math.nan  # even then
+    query[:, :, 6] = math.nan  # even if the query is NaN
     for mask in (visible, torch.where(visible, 0.0, -math.inf)):
         arguments = accepted(target, arrange(query, key, value, mask=mask, weights=True))
         output, weights = run(target, on(target, arguments))
@@ -424,8 +427,10 @@ def test_rows_that_see_nothing_are_exactly_zero(target):
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("target", CPU_TARGETS)
-def test_every_distance_between_the_first_keys_and_the_largest(target, weights):
-    """The sum of a row, referred to its first keys, takes every size around the type's end."""
+def test_any_distance_between_first_and_largest_scores(target, weights):
+    """The row sum, relative to the first keys' scores, takes all magnitudes near the dtype's
+    limits.
+    """
     distance = torch.linspace(85.0, 92.0, 120)[:, None]
     below = torch.where(torch.arange(70) < 40, -distance, 0.0)[None, None]
     query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)
@@ -436,9 +441,10 @@ def test_every_distance_between_the_first_keys_and_the_largest(target, weights):
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": torch.tensor(7)}], ids=len)
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("target", HALF)
-def test_a_key_that_has_all_of_a_row_gives_its_value(target, queries, options, generator):
-    """Whatever power of e it is, referred to the first keys of the row: weights are rounded to
-    multiply the values, and sum up to 1 all the same."""
+def test_a_dominant_key_gives_exactly_its_value(target, queries, options, generator):
+    """Holds for every distance from the first keys' scores. Weights are rounded before they
+    multiply the values, and still sum to 1.
+    """
     mask = torch.zeros(1, 1, queries, 75)
     mask[..., 60] = torch.linspace(30.0, 50.0, queries)
     query = torch.zeros(1, 2, queries, 16)
@@ -454,19 +460,19 @@ def test_a_key_that_has_all_of_a_row_gives_its_value(target, queries, options, g
 @pytest.mark.parametrize("queries", [2, 20])
 @pytest.mark.parametrize("power", [28, 34, 60])
 @pytest.mark.parametrize("target", FLOAT32)
-def test_scores_beyond_the_precision_of_their_exponents(target, queries, power, generator):
-    """Integers times a power of two: every product and sum is exact, so are the probabilities."""
+def test_scores_with_exact_large_exponents(target, queries, power, generator):
+    """Integers times a power of two: all products, sums and therefore probabilities are exact."""
     query, key = (torch.randint(-9, 10, (1, 2, n, 16), generator=generator) for n in (queries, 75))
     key = key * 2.0 ** (power // 2)
     value = torch.randn(1, 2, 75, 16, generator=generator)
-    # 0.3 is rounded, and so are the products with it.
+    # 0.3 is rounded, and so are its products.
     for scale in (0.25, 0.3):
         query_times = query * 2.0 ** (power - power // 2)
         check_target(target, accepted(target, arrange(query_times, key, value, scale=scale)))
 
 
 @pytest.mark.parametrize("power", [20, 28, 34])
-def test_gradients_of_scores_beyond_the_precision_of_their_exponents(power, float_isa, generator):
+def test_gradients_with_exact_large_exponents(power, float_isa, generator):
     query, key = (torch.randint(-9, 10, (1, 2, n, 16), generator=generator) for n in (20, 75))
     value = torch.randn(1, 2, 75, 16, generator=generator)
     check_gradients_of(query.float(), key * 2.0**power, value)
@@ -474,8 +480,8 @@ def test_gradients_of_scores_beyond_the_precision_of_their_exponents(power, floa
 
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("target", FLOAT32)
-def test_huge_values_behind_the_lowest_number(target, queries, generator):
-    """finfo.min is no -inf, but e to it is 0: neither as a weight nor as a factor is it more."""
+def test_huge_values_masked_by_finfo_min_have_no_effect(target, queries, generator):
+    """exp(finfo.min) is 0, although finfo.min is not -inf: masked values have no effect at all."""
     value = torch.randn(1, 1, 300, 16, generator=generator)
     value[:, :, :270] = 8.5e37
     mask = torch.zeros(1, 1, 1, 300)
@@ -483,7 +489,8 @@ def test_huge_values_behind_the_lowest_number(target, queries, generator):
     query, key = (torch.randn(1, 1, n, 16, generator=generator) for n in (queries, 300))
     for weights in (False, True):
         arguments = arrange(query, key, value, mask=mask, weights=weights)
-        # Measured without the huge values, beside which the budget would be huge.
+        # The error unit comes from a call without the huge values, which would make the budget
+        # huge.
         seen = arrange(query, key[:, :, 270:], value[:, :, 270:], weights=weights)
         result = run(target, accepted(target, arguments))
         output, found = result if isinstance(result, tuple) else (result, None)
@@ -495,7 +502,7 @@ def test_huge_values_behind_the_lowest_number(target, queries, generator):
 
 @pytest.mark.parametrize("target", FLOAT16)
 def test_denormal_queries(target, generator):
-    """All of a query below 2^-14, and keys so large that its scores are not."""
+    """All elements of a query are below 2^-14, but its scores are not, because keys are large."""
     query = torch.randn(1, 2, 20, 16, generator=generator).half() * 2.0**-15
     assert query.abs().max() < 2.0**-13
     key, value = (torch.randn(1, 2, 75, 16, generator=generator) for _ in range(2))
@@ -507,8 +514,10 @@ def test_denormal_queries(target, generator):
     "options", [{}, {"causal": True}, {"weights": True}, {"dropout_p": 0.3}], ids=str
 )
 @pytest.mark.parametrize("keys", [40, 300])
-def test_gradients_where_one_key_has_almost_all(keys, options, float_isa, generator):
-    """Queries meet their own keys at scores around 200: dP - delta is a difference of equal terms."""
+def test_gradients_if_one_key_has_almost_all_of_a_row(keys, options, float_isa, generator):
+    """Each query meets its own key with a score up to 200: dP - delta is a difference of equal
+    terms.
+    """
     key, value = (torch.randn(1, 2, keys, 16, generator=generator) for _ in range(2))
     if "dropout_p" in options:
         options = {**options, "seed": torch.tensor(7)}
@@ -519,10 +528,12 @@ def test_gradients_where_one_key_has_almost_all(keys, options, float_isa, genera
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("queries", [17, 256])
-def test_equal_values_far_from_zero_leave_scores_no_slope(queries, dtype, isa, generator):
-    """dP is dO V, as exact as the sums of fp32: only they are left where it is the same for all keys.
+def test_equal_values_give_query_and_key_gradients_near_zero(queries, dtype, isa, generator):
+    """If values are equal, dP = dO V is the same for all keys, and only fp32 summation errors
+    remain.
 
-    Integers, so that O is V; scores so large that the forward keeps their maximum and sum apart.
+    Values are integers, so that O equals V. Scores are so large that the forward stores their
+    maximum and sum separately.
     """
 
     def integers(least, most, *size):
@@ -535,7 +546,7 @@ def test_equal_values_far_from_zero_leave_scores_no_slope(queries, dtype, isa, g
     output, _ = cpu.attention(*arrange(*inputs))
     torch.testing.assert_close(output, value[:, :, :1].expand_as(output), rtol=0, atol=0)
     dquery, dkey = torch.autograd.grad(output, (query, key), grad)
-    # The largest sum of |dO V|, times a unit of rounding for dP and one for delta.
+    # The largest sum of |dO V|, times one unit of rounding for dP and one for delta.
     rounding = (grad.abs().double() @ value.double().mT).max() * 2 * torch.finfo(torch.float32).eps
     assert dquery.abs().max() <= rounding * key.abs().max() / math.sqrt(16)
     assert dkey.abs().max() <= rounding * query.abs().max() / math.sqrt(16) * queries
@@ -543,7 +554,9 @@ def test_equal_values_far_from_zero_leave_scores_no_slope(queries, dtype, isa, g
 
 @pytest.mark.parametrize("queries", [1, 2, 4])
 def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generator):
-    """The backward's scores are those of the forward, though inference has a shorter way there."""
+    """The backward recomputes the scores of the forward, although inference has another code path
+    here.
+    """
     query = 1e4 * torch.randn(4, 1, queries, 16, generator=generator)
     key, value = (torch.randn(4, 1, 90, 16, generator=generator) for _ in range(2))
     check_gradients_of(query, key, value)
@@ -565,13 +578,13 @@ def broadcast_name(full: tuple[bool, ...]) -> str:
 @pytest.mark.parametrize("full", every_broadcast(), ids=broadcast_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mask_gradient_of_every_broadcast(full, dtype, backend):
-    """Tiles of keys and blocks of queries on every side of the sums, and what else there may be."""
+    """Sums over several tiles of keys and blocks of queries, combined with the other options."""
     target = backend.of("attention", dtype)
     if dtype == torch.bfloat16 and not on_units(target):
         pytest.skip("for the CPU's units of bfloat16")
     sizes = (2, 2, 131, 530) if backend.name == "cpu" else (2, 2, 20, 35)
     shape = tuple(n if f else 1 for n, f in zip(sizes, full, strict=True))
-    if backend.name != "cpu":  # which takes masks of four dimensions
+    if backend.name != "cpu":  # the others also support fewer dimensions
         shape = shape[full.index(True) if any(full) else 3 :]
     mask = draw(dtype).normal(*shape)
     given: dict[str, Any] = {"dropout_p": 0.1, "seed": torch.tensor(5)}
@@ -587,15 +600,15 @@ def test_mask_gradient_of_every_broadcast(full, dtype, backend):
 
 @pytest.mark.parametrize("size", [1, 3, 16, 17, 64, 80, 128, 136])
 @pytest.mark.parametrize("length", [1, 15, 113, 225])
-def test_head_sizes_and_lengths(size, length, isa):
-    # Few values would make the reference's own error, the unit, a matter of luck.
+def test_gradients_of_head_sizes_and_lengths(size, length, isa):
+    # The error unit is the reference's own error, which would be a matter of luck for few values.
     batch = 4 if length == 1 else 1
     q, k, v = tensors(length, 300 if length > 100 else 47, size, batch=batch)
     check_gradients_of(q, k, v, causal=length > 100)
 
 
-def test_keys_shared_out_in_parts(isa):
-    """Few heads and many keys: each part of the keys has its own sum for the queries."""
+def test_gradients_with_keys_in_several_splits(isa):
+    """Few heads and many keys: each split of the keys has its own sum for the queries' gradients."""
     q, k, v = tensors(40, 1100, 16, batch=1, key_heads=1)
     check_gradients_of(q, k, v, lengths=torch.tensor([900]), gqa=True)
 
@@ -605,7 +618,7 @@ def finite(*tensors: Tensor) -> bool:
 
 
 def trained(target: Target, qkv: tuple[Tensor, ...], up: Tensor, **options: Any) -> list[Tensor]:
-    """The output, and the gradients of query, key and value, and of a mask that has one."""
+    """Returns the output and the gradients of query, key, value and a mask that requires one."""
     leaves = [x.clone().to(target.device).requires_grad_() for x in qkv]
     _, _, _, mask, *rest = on(target, arrange(*qkv, **options))
     with in_use(target.isa):
@@ -615,7 +628,7 @@ def trained(target: Target, qkv: tuple[Tensor, ...], up: Tensor, **options: Any)
 
 
 def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> None:
-    """``exact``: to the bit. What is not finite sends a call, or a walk over keys, another way."""
+    """``exact``: bitwise. NaN or infinity may select another code path."""
     eps = torch.finfo(found[0].dtype).eps
     close = 0.0 if exact else max(1e-5, 10 * eps)
     torch.testing.assert_close(found, clean, rtol=close, atol=close)
@@ -624,8 +637,8 @@ def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> Non
 @pytest.mark.parametrize("garbage", [*GARBAGE, 3e38, 1e-36])
 @pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_garbage_at_hidden_places_and_gradients(dtype, garbage, how, backend):
-    """Keys and values hidden from a query reach neither its gradient nor, through it, others'."""
+def test_masked_garbage_does_not_reach_gradients(dtype, garbage, how, backend):
+    """Masked keys and values affect neither the gradient of a query nor other gradients through it."""
     if backend.name != "cpu" and (dtype != torch.float32 or garbage not in GARBAGE):
         pytest.skip("for the CPU's units of bfloat16")
     q, k, v = tensors(40, 60, 16, dtype=dtype)
@@ -651,8 +664,8 @@ def test_garbage_at_hidden_places_and_gradients(dtype, garbage, how, backend):
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_that_some_queries_see(dtype, added, backend):
-    """NaN in a key or a value spoils those, and nothing of the others."""
+def test_visible_garbage_affects_only_queries_that_see_it(dtype, added, backend):
+    """NaN in a key or value affects only the queries that see it."""
     target = backend.of("attention", dtype)
     q, k, v = tensors(20, 150, 16, batch=1, dtype=dtype)
     mask = torch.randn(20, 150, generator=torch.Generator().manual_seed(4)) > 0
@@ -672,8 +685,8 @@ def test_garbage_that_some_queries_see(dtype, added, backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_in_queries_that_see_nothing(dtype, backend):
-    """Neither they nor the gradients that come to them reach anything else."""
+def test_garbage_in_fully_masked_queries_has_no_effect(dtype, backend):
+    """Fully masked queries and their incoming gradients affect nothing else."""
     target = backend.of("attention", dtype)
     q, k, v = tensors(40, 53, 16, batch=1, dtype=dtype)
     mask = torch.rand(1, 1, 40, 53, generator=torch.Generator().manual_seed(1)) > 0.4
@@ -688,11 +701,11 @@ def test_garbage_in_queries_that_see_nothing(dtype, backend):
     assert not any(x[:, :, 7:9].any() for x in results[1][:2])
 
 
-# One share of the keys, and several; shares of nothing, and lengths that end within one.
+# One split of the keys and several; empty splits, and lengths that end within a split.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [1, 60, 700])
 @pytest.mark.parametrize("sizes", [(24, 24), (33, 40), (128, 64)], ids=str)
-def test_one_query(sizes, keys, dtype, backend, monkeypatch):
+def test_decoding_one_query(sizes, keys, dtype, backend, monkeypatch):
     target = backend.of("attention", dtype)
     if backend.name == "triton":
         tile = config.DecodeTile(16, 16 if keys == 700 else 1024, 4, 1)
@@ -710,8 +723,8 @@ def test_one_query(sizes, keys, dtype, backend, monkeypatch):
         arguments = arrange(q, k, v, mask=given, lengths=lengths, gqa=True)
         assert target.refusal(arguments) is None
         check_target(target, arguments, offset=int(backend != CUDA))
-    # In float32 the reference's error on so few numbers is luck, and with Triton's close to the limit;
-    # the op table has a larger call.
+    # In float32 the reference's error on so few numbers is a matter of luck, and Triton's is close
+    # to the limit. The op table has a larger call.
     lucky = backend.name == "triton" and dtype == torch.float32 and keys == 60
     if keys < 512 and not lucky:
         check_gradients("attention", target.kernel.run, on(target, arguments))
@@ -720,7 +733,7 @@ def test_one_query(sizes, keys, dtype, backend, monkeypatch):
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
 @pytest.mark.parametrize("stride", [0, 1, 3])
 def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
-    """Every kernel that reads lengths, of keys or of queries."""
+    """Covers every kernel that reads lengths of keys or queries."""
     if backend.name == "triton":
         monkeypatch.setattr(config, "use_block_lists", lambda *sizes: stride > 0)
     q, k, v = tensors(9, 20, 16, batch=3)
@@ -741,12 +754,12 @@ def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
 @pytest.mark.parametrize("value", [*GARBAGE, 3e38, 1e-36, 1e-42])
 @pytest.mark.parametrize("tensor", ["query", "key", "value", "upstream"])
 @pytest.mark.parametrize("target", UNITS)
-def test_gradients_of_numbers_that_units_cannot_multiply(target, tensor, value):
-    """One of them sends the call to the multiply-adds: what is finite there is finite here."""
+def test_gradients_of_values_that_matrix_units_cannot_multiply(target, tensor, value):
+    """Such a number makes the call fall back to multiply-adds: the same elements are finite."""
     if value == 3e38 and tensor in ("query", "key"):
         pytest.skip("whether scores overflow depends on the order of sums")
     dtype, eps = target.dtype, torch.finfo(target.dtype).eps
-    # Of the second batch element, so that the mask's gradient begins anew.
+    # In the second batch element, so that the mask's gradient has to restart.
     masked = {"mask": draw(dtype).normal(1, 2, 200, 600).requires_grad_()}
     calls = [(60, 150, (0, 1, 7, 5), {"causal": True}), (200, 600, (1, 1, 150, 5), masked)]
     for queries, keys, place, given in calls[:1] if tensor == "upstream" else calls:
@@ -764,8 +777,8 @@ def test_gradients_of_numbers_that_units_cannot_multiply(target, tensor, value):
 
 
 @pytest.mark.parametrize("target", [p for p in UNITS if p not in BF16X3])
-def test_an_fp32_mask_of_bfloat16_calls(target):
-    """Its gradient is of its own type and not rounded to bfloat16."""
+def test_fp32_masks_of_bfloat16_calls_have_fp32_gradients(target):
+    """The gradient has the mask's dtype, and is not rounded to bfloat16."""
     up, mask = draw(target.dtype).normal(2, 2, 50, 16), draw().normal(1, 2, 50, 70)
     qkv = tensors(50, 70, 16, dtype=target.dtype)
     *_, found = trained(target, qkv, up, mask=mask.requires_grad_())
@@ -778,8 +791,8 @@ def test_an_fp32_mask_of_bfloat16_calls(target):
 
 @pytest.mark.parametrize("queries", [35, 36])
 @pytest.mark.parametrize("target", BF16X3)
-def test_the_number_of_queries_decides_the_way(target, queries):
-    """Nothing of it would be tested if products were never taken as bf16x3."""
+def test_bf16x3_is_used_from_36_queries_on(target, queries):
+    """Proves that bf16x3 is used from 36 queries on; other tests depend on that."""
     qkv, up = tensors(queries, 70), draw().normal(2, 2, queries, 40)
     for call in (
         lambda way: [run(way, arrange(*qkv))[0]],
@@ -791,8 +804,8 @@ def test_the_number_of_queries_decides_the_way(target, queries):
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("target", BF16X3)
-def test_channels_that_are_not_adjacent(target, which):
-    """The backward works out the scores of the forward, whatever the strides."""
+def test_strided_channels_give_the_same_gradients(target, which):
+    """The backward recomputes exactly the scores of the forward, whatever the strides."""
     query, key, value = tensors(49, 45)
     near = [30.0 * query, key[:, :, :1].expand(key.shape).contiguous(), value]
     far = list(near)
@@ -803,8 +816,8 @@ def test_channels_that_are_not_adjacent(target, which):
 
 
 @pytest.mark.parametrize("target", BF16X3)
-def test_one_visible_key(target):
-    """Its value comes out to the last bit."""
+def test_one_visible_key_gives_exactly_its_value(target):
+    """The output is bitwise the value of that key."""
     query, key, value = tensors(80, 200)
     places = torch.randint(0, 200, (80,), generator=torch.Generator().manual_seed(1))
     mask = torch.zeros(80, 200, dtype=torch.bool)
@@ -818,8 +831,8 @@ def test_one_visible_key(target):
 @pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-36, 1e-42])
 @pytest.mark.parametrize("name", GIVEN)
 @pytest.mark.parametrize("target", BF16X3)
-def test_tiny_values(target, name, size):
-    """Where fp32 runs out of bits, errors are no larger than the smallest normal number."""
+def test_tiny_values_have_errors_below_the_smallest_normal(target, name, size):
+    """Where fp32 underflows, errors are at most the smallest normal number."""
     least = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
     for tensor in range(3):
         qkv = list(tensors(40, 150, 16))
@@ -829,7 +842,7 @@ def test_tiny_values(target, name, size):
         true = oracle("attention", arguments)[0]
         parity = compare("output", got, expected, true, OUTPUT_FACTOR, least_size=least)
         assert parity.ok, parity
-    # One of them among others.
+    # A tiny row and channel among others.
     query, key, value = tensors(40, 150, 16)
     value[:, :, 33] *= size
     value[:, :, :, 3] *= size
@@ -838,8 +851,8 @@ def test_tiny_values(target, name, size):
 
 @pytest.mark.parametrize("size", [1e-20, 1e-33, 1e-37])
 @pytest.mark.parametrize("target", BF16X3)
-def test_tiny_gradients(target, size):
-    """They are not lost where components would be."""
+def test_tiny_gradients_do_not_vanish(target, size):
+    """They do not vanish where their bfloat16 components would."""
     qkv, up = tensors(60, 150, 16), draw().normal(2, 2, 60, 16)
     ours, plain = (trained(target, qkv, up * s)[1:] for s in (size, 1.0))
     for one, two in zip(ours, plain, strict=True):
@@ -848,8 +861,8 @@ def test_tiny_gradients(target, size):
 
 
 @pytest.mark.parametrize("target", BF16X3)
-def test_gradients_of_large_scores(target):
-    """Those that grow along the keys; and probabilities that add up to 1 where scores saturate."""
+def test_gradients_of_growing_and_saturated_scores(target):
+    """Scores that grow along the keys, and saturated scores, whose probabilities sum to 1."""
     grown = [(name, (*a[:10], False, *a[11:])) for name, a in growing(torch.float32)]
     check_calls(target, lambda dtype: [c for c in grown if "-1e" not in c[0]], gradients=True)
     up = draw().normal(1, 2, 70, 20)
@@ -869,7 +882,7 @@ def rows_of_others(given: dict[str, Any], begin: int, end: int) -> dict[str, Any
 @pytest.mark.parametrize("name", [n for n in options(1, 1) if "dropout" not in n])
 @pytest.mark.parametrize("target", BF16X3)
 def test_a_row_does_not_depend_on_the_others(target, name):
-    """How many they are, what they hold, how large their scores grow and what is hidden from them."""
+    """Independent of the number, content, score range and mask of the other rows."""
     query, key, value = tensors(200, 300)
     given = options(200, 300)[name]
     whole = run(target, arrange(query, key, value, **given))
@@ -895,8 +908,8 @@ def test_a_row_does_not_depend_on_the_others(target, name):
 
 
 @pytest.mark.parametrize("target", BF16X3)
-def test_as_exact_as_torch(target):
-    """Closer to the truth than torch's attention in fp32."""
+def test_errors_are_smaller_than_pytorchs(target):
+    """The error is smaller than that of PyTorch's attention in fp32."""
     shares = []
     for sizes in ((36, 36, 16), (64, 100, 40), (100, 100, 64), (200, 300, 128), (77, 33, 256)):
         for causal in (False, True):
@@ -915,7 +928,7 @@ def test_as_exact_as_torch(target):
 
 
 @needs_native
-def test_gradients_lie_as_their_tensors_do():
+def test_gradients_have_the_strides_of_their_tensors():
     packed = torch.randn(2, 9, 3, 4, 8)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in packed.unbind(2))
     output, _ = cpu.attention(*arrange(q, k, v))
@@ -929,8 +942,10 @@ def test_gradients_lie_as_their_tensors_do():
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("leading", [(2, 4), (2,), (3, 2, 4)], ids=str)
-def test_the_output_may_be_changed_in_place(leading, p):
-    """Where nothing else is to be known of it: the backward reads the output that was returned."""
+def test_changing_the_output_in_place_raises_in_backward(leading, p):
+    """Changing the output in place is an error in backward, because backward reads the returned
+    output.
+    """
     q, k, v = (torch.randn(*leading, 40, 16, requires_grad=True) for _ in range(3))
     for change in (lambda y: y.mul_(2), lambda y: y[..., 0].zero_()):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
@@ -939,7 +954,7 @@ def test_the_output_may_be_changed_in_place(leading, p):
             y.sum().backward()
 
 
-def test_a_mask_made_in_inference_mode():
+def test_masks_made_in_inference_mode_can_be_trained_with():
     q, k, v = (x.requires_grad_() for x in tensors(40, 40, 16))
     with torch.inference_mode():
         mask = torch.rand(40, 40) < 0.5
@@ -952,7 +967,7 @@ def test_a_mask_made_in_inference_mode():
 
 
 def grown(call: Callable[[], Any]) -> float:
-    """MiB of memory that the call takes at its highest."""
+    """Returns the peak memory of the call in MiB."""
     found = peak(call)
     if found is None:
         pytest.skip("this system does not tell the peak of a call's memory")
@@ -960,8 +975,8 @@ def grown(call: Callable[[], Any]) -> float:
 
 
 @needs_native
-def test_no_memory_for_the_scores() -> None:
-    """(1, 8, 4096, 4096) scores take 512 MiB; training may not take a third of that."""
+def test_training_does_not_store_the_scores() -> None:
+    """(1, 8, 4096, 4096) scores would take 512 MiB; training must use less than a third of that."""
     q, k, v = (x.requires_grad_() for x in tensors(4096, 4096, 8, batch=1, heads=8))
 
     def train() -> None:
@@ -985,8 +1000,8 @@ NEEDS_NO_SQUARE: dict[str, dict[str, Any]] = {
 
 @needs_native
 @pytest.mark.parametrize("kind", NEEDS_NO_SQUARE)
-def test_attention_needs_no_square(kind: str) -> None:
-    """A matrix of scores would be 256 MiB. The output is a quarter of one; huge pages round up."""
+def test_no_score_matrix_is_stored(kind: str) -> None:
+    """A score matrix would take 256 MiB. The output takes a quarter of a MiB; huge pages round up."""
     arguments = arrange(*tensors(KEYS, KEYS, 8, batch=1, heads=1), **NEEDS_NO_SQUARE[kind])
 
     def attend() -> None:
@@ -996,7 +1011,7 @@ def test_attention_needs_no_square(kind: str) -> None:
     assert grown(attend) < 48
 
 
-# Packed sequences, each as if it were alone, and as if all were padded ---------------------------
+# Packed sequences: compared with single sequences and with padded ones ---------------------------
 
 EVERY = pytest.mark.parametrize("backend", [CPU, TRITON, CUDA], indirect=True, ids=str)
 
@@ -1008,7 +1023,7 @@ def starts_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def packed(behind: int = 2, heads: int = 4, key_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with some rows behind the last sequence, which are NaN."""
+    """Returns queries, keys and values; ``behind`` rows after the last sequence are NaN."""
     torch.manual_seed(0)
     q = torch.randn(sum(ROWS) + behind, heads, 8)
     k = torch.randn(sum(KEY_ROWS) + behind, key_heads, 8)
@@ -1037,7 +1052,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
 @pytest.mark.parametrize(
     "how", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str
 )
-def test_each_sequence_is_alone(how, more, dtype, backend):
+def test_packed_sequences_match_single_sequences(how, more, dtype, backend):
     target = backend.of("attention")
     tensors = on(target, packed(key_heads=2 if "enable_gqa" in how else 4))
     starts, key_starts = on(target, (starts_of(ROWS, dtype), starts_of(KEY_ROWS, dtype)))
@@ -1055,7 +1070,7 @@ def test_each_sequence_is_alone(how, more, dtype, backend):
 
 
 @EVERY
-def test_dropout_is_that_of_padded_sequences(backend):
+def test_packed_dropout_matches_padded_dropout(backend):
     tensors = on(backend.of("attention"), packed(behind=0))
     starts = on(backend.of("attention"), (starts_of(ROWS), starts_of(KEY_ROWS)))
     leaves, padded = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
@@ -1079,7 +1094,7 @@ def test_dropout_is_that_of_padded_sequences(backend):
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_no_queries_or_no_keys(lengths):
+def test_packed_sequences_without_queries_or_keys(lengths):
     some = starts_of([2] * len(lengths))
     none, rows = starts_of(lengths), torch.randn(2 * len(lengths), 2, 8)
     empty = torch.empty(0, 2, 8, requires_grad=True)
@@ -1092,8 +1107,8 @@ def test_no_queries_or_no_keys(lengths):
 
 
 @EVERY
-def test_packed_sequences_in_one_graph(backend):
-    """The same offsets for queries and keys, too."""
+def test_packed_sequences_compile_to_one_graph(backend):
+    """With the same offsets for queries and keys."""
     target = backend.of("attention")
     starts = on(target, (starts_of(ROWS),))[0]
 
@@ -1109,7 +1124,7 @@ def test_packed_sequences_in_one_graph(backend):
     torch.testing.assert_close(*found)
 
 
-def test_packed_sequences_do_not_wait_for_the_device():
+def test_packed_sequences_do_not_synchronize():
     with torch.device("meta"):
         q = torch.empty(30, 4, 8, requires_grad=True)
         starts = torch.empty(5, dtype=torch.int32)
@@ -1119,7 +1134,7 @@ def test_packed_sequences_do_not_wait_for_the_device():
     assert found.shape == (30, 4, 8)
 
 
-def test_errors_of_packed_sequences():
+def test_invalid_packed_sequences_raise():
     rows, starts = torch.randn(4, 2, 8), torch.tensor([0, 4])
     call = F.varlen_attn
     with pytest.raises(TypeError, match=r"cu_seq_q must be int32 or int64, not torch\.float32"):
@@ -1135,7 +1150,7 @@ def test_errors_of_packed_sequences():
 
 
 @EVERY
-def test_what_is_beyond_the_longest_is_left_out(backend):
+def test_rows_beyond_the_maximum_length_are_zero(backend):
     given = on(backend.of("attention"), (*packed(behind=0), starts_of(ROWS), starts_of(KEY_ROWS)))
     whole = F.varlen_attn(*given, 17, 20, backend=backend.name)
     part = F.varlen_attn(*given, 4, 20, backend=backend.name)
@@ -1144,7 +1159,7 @@ def test_what_is_beyond_the_longest_is_left_out(backend):
     assert whole[~kept].any()
 
 
-#: Memory orders of queries, and the calls whose results PyTorch lays out by other rules.
+#: Memory orders of the queries, and calls for which PyTorch has different rules for strides.
 ORDERS = ("bhtd", "bthd", "tbhd", "hbtd", "thbd", "bhdt")
 LAID_OUT: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -1199,14 +1214,14 @@ def laid_out_calls(name: str) -> list[tuple[list[Tensor], dict[str, Any]]]:
 
 
 def strides_of(x: Tensor) -> list[int]:
-    """Strides that matter: of dimensions of size 1 nothing is ever read."""
+    """Returns the strides of dimensions of more than one element; others are never used."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_the_output_has_the_strides_of_pytorchs(backend, name):
-    """With and without gradients, and of fake tensors, whose strides compiled programs rely on."""
+def test_the_output_has_pytorchs_strides(backend, name):
+    """With and without gradients, and for fake tensors, whose strides compiled programs rely on."""
     for (query, key, value), given in laid_out_calls(name):
         for grad in (False, True):
             q, k, v = (x.detach().requires_grad_(grad) for x in (query, key, value))
@@ -1224,7 +1239,7 @@ def test_the_output_has_the_strides_of_pytorchs(backend, name):
 
 @EVERY
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_kernels_lay_their_output_out_as_they_are_asked(backend, contiguous):
+def test_kernels_return_the_requested_strides(backend, contiguous):
     target = backend.of("attention")
     for order, size in (("bthd", 8), ("tbhd", 8), ("bthd", 5)):
         query, key = in_order(order, b=2, h=2, t=3, d=8), in_order("bhtd", b=2, h=2, t=4, d=8)
@@ -1235,7 +1250,7 @@ def test_kernels_lay_their_output_out_as_they_are_asked(backend, contiguous):
         torch.testing.assert_close(output, run(target, arguments)[0])
 
 
-def test_packed_sequences_lie_in_rows():
+def test_packed_results_are_contiguous():
     rows, starts = torch.randn(4, 2, 8), torch.tensor([0, 4])
     for value in (rows, rows[..., :5]):
         for p in (0.0, 0.1):
