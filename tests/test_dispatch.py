@@ -698,11 +698,28 @@ def test_dtypes(kernel):
         mixed = list(call.tensors)
         mixed[places[-1]] = mixed[places[-1]].double()
         other = call._replace(tensors=tuple(mixed))
-        if kernel.dtypes:
-            told = "it needs all tensors in one dtype, and the call mixes dtypes"
+        told = "it needs all tensors in one dtype, and the call mixes dtypes"
+        if not kernel.dtypes:
+            assert accepts(kernel, other)
+        elif kernel.same_dtype is None:
             check_refusal(kernel, other, told)
         else:
-            assert accepts(kernel, other)
+            told = told.replace(", and", ", or weight and bias in float32, and")
+            check_refusal(kernel, other, told)
+            check_float_weights(kernel, in_dtype(call, torch.bfloat16), told)
+
+
+def check_float_weights(kernel: Kernel, call: Call, told: str) -> None:
+    """Beside rows of low precision: weight and bias as one, and no bias without a weight."""
+    rows, others = call.tensors[: kernel.same_dtype], call.tensors[kernel.same_dtype :]
+    wide = tuple(t if t is None else t.float() for t in others)
+    assert accepts(kernel, call._replace(tensors=(*rows, *wide)))
+    if len(others) == 2:
+        for wrong in ((wide[0], others[1]), (others[0], wide[1]), (None, wide[1])):
+            check_refusal(kernel, call._replace(tensors=(*rows, *wrong)), told)
+    if len(rows) == 2:
+        wide = call._replace(tensors=(rows[0], rows[1].float(), *others))
+        check_refusal(kernel, wide, told)
 
 
 CALLABLE = "it supports named activations only, and the call has a callable"

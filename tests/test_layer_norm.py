@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate_checks import check, compiled
 from hand_written import B, Block, M, Norm, T, causal
+from harness import drawn, kernel_of
 from module_checks import check_budget
 from torch import Tensor
 
@@ -22,8 +23,10 @@ from transformer_fast import (
     nn,
     reference,
     strict,
+    testing,
     use_backend,
 )
+from transformer_fast.dispatch import explain_call
 from transformer_fast.functional.layer_norm import (
     ANNOTATED,
     ANNOTATED_BIASED,
@@ -33,7 +36,7 @@ from transformer_fast.functional.layer_norm import (
     add_norm_on,
 )
 from transformer_fast.models import AnnotatedLayerNorm
-from transformer_fast.testing import GRADIENT_FACTOR
+from transformer_fast.testing import GRADIENT_FACTOR, call_of, require_grad
 
 pytestmark = pytest.mark.sampled(40)
 
@@ -55,6 +58,30 @@ def test_what_is_dropped_is_gone(values, isa):
 
 
 # RMSNorm -----------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
+def test_float_weights_beside_rows_of_low_precision(op, dtype, isa):
+    """What CPU autocast makes of every norm: a kernel has it, and gradients have the weights' dtype."""
+    x, *rest = drawn(op, "prime columns", dtype)
+    parameters = [t for t in rest if isinstance(t, Tensor) and t.shape == x.shape[-1:]]
+    arguments = (x, *(t.float() if any(t is p for p in parameters) else t for t in rest))
+    assert explain_call(call_of(op, require_grad(op, arguments))).backend == "cpu"
+    testing.check(op, kernel_of(op).run(*arguments), arguments)
+    testing.check_gradients(op, kernel_of(op).run, arguments)
+
+
+@needs_native
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_the_gradients_of_parameters_have_their_dtype_in_traces(has_weight):
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8) if has_weight else None
+    statistics = torch.zeros(3), torch.ones(3)
+    arguments = (x, None, x, weight, *statistics, 1, 0, 0.0, None, True, False, True, True)
+    torch.library.opcheck(BACKWARD.of["cpu"], arguments, test_utils="test_faketensor")
+    *_, grad_weight, grad_bias = BACKWARD.of["cpu"](*arguments)
+    assert grad_weight.dtype == grad_bias.dtype == (torch.float32 if has_weight else x.dtype)
 
 
 def test_by_hand():

@@ -114,6 +114,9 @@ class Kernel:
     run: Callable[..., Any]
     devices: tuple[str, ...] = ()  # empty: any
     dtypes: frozenset[torch.dtype] = ANY_DTYPE
+    #: Leading tensors of a call that must have one dtype; the others may be float32, too. None: all
+    #: have one dtype.
+    same_dtype: int | None = None
     gradients: bool = False
     mask_gradient: bool = False
     query_lengths: bool = False
@@ -248,6 +251,23 @@ def _gain(kernel: Kernel, call: Call) -> float:
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
+def _mixes(kernel: Kernel, call: Call) -> bool:
+    """True if the tensors have dtypes that the kernel does not support beside each other."""
+    tensors, same = call.tensors, kernel.same_dtype
+    dtype = tensors[0].dtype  # type: ignore[union-attr]
+    if same is None:
+        return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
+    others = {tensor.dtype for tensor in tensors[same:] if tensor is not None}
+    # A bias without a weight has the rows' dtype: the weight tells the type of the gradients.
+    if tensors[same] is None:
+        return bool(others - {dtype})
+    return (
+        len(others) > 1
+        or not others <= {dtype, torch.float32}
+        or any(tensor is not None and tensor.dtype != dtype for tensor in tensors[:same])
+    )
+
+
 def why_not(kernel: Kernel, call: Call) -> list[str]:
     """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
     first = call.tensors[0]
@@ -265,8 +285,12 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
         if wrong:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
             reasons.append(f"it supports {names}, and the call has {str(wrong[0])[6:]}")
-        if any(dtype != first.dtype for dtype in dtypes):
-            reasons.append("it needs all tensors in one dtype, and the call mixes dtypes")
+        if _mixes(kernel, call):
+            reasons.append(
+                "it needs all tensors in one dtype"
+                + (", or weight and bias in float32" if kernel.same_dtype is not None else "")
+                + ", and the call mixes dtypes"
+            )
     if call.needs_grad:
         if not kernel.gradients:
             reasons.append("it has no backward, and the call needs gradients")
@@ -302,7 +326,9 @@ def _fits(kernel: Kernel, call: Call) -> bool:
             return False
         for tensor in tensors:
             if tensor is not None and tensor.dtype != dtype:
-                return False
+                if kernel.same_dtype is None or _mixes(kernel, call):
+                    return False
+                break
     if call.needs_grad:
         if not kernel.gradients:
             return False

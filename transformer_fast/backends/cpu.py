@@ -147,7 +147,7 @@ def _register() -> None:
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (
-        *norm_kernels("cpu"),
+        *norm_kernels("cpu", float_weights=True),
         Kernel(
             "attention",
             "cpu",

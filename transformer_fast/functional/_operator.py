@@ -35,7 +35,8 @@ class Rule(NamedTuple):
 
         /x   the order of the dimensions in memory, if it is another; ``attention``: the memory of
              `reference.attention.empty_output`; ``planes``: that of `_empty_planes`
-        :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider
+        :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider;
+             ``@name``: that of this argument, if it is there
         ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
 
@@ -264,7 +265,10 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
     dtypes = {"": first.dtype, "wide": torch.promote_types(first.dtype, torch.float32)}
     results = []
     for result in map(_result, rule.results.split()):
-        dtype = dtypes.get(result.dtype) or getattr(torch, result.dtype)
+        if result.dtype[:1] == "@":
+            dtype = getattr(given[result.dtype[1:]], "dtype", first.dtype)
+        else:
+            dtype = dtypes.get(result.dtype) or getattr(torch, result.dtype)
         if not result.is_there(given):
             found = first.new_empty((0,))
         elif result.like:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -371,7 +372,11 @@ BACKWARD = Operator(
     " Tensor rstd, int dims, int kind, float dropout_p, Tensor? seed, bool want_source, bool want_input,"
     " bool want_weight, bool want_bias)"
     " -> (Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    Rule(_TENSORS, "...*?want_source ...*?want_input *?want_weight *?want_bias", by="."),
+    Rule(
+        _TENSORS,
+        "...*?want_source ...*?want_input *:@weight?want_weight *:@weight?want_bias",
+        by=".",
+    ),
 )
 
 
@@ -403,10 +408,15 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 )
 
 
-def norm_kernels(backend: str, ops: Iterable[str] = NORMS, **limits: Any) -> list[Kernel]:
+def norm_kernels(
+    backend: str, ops: Iterable[str] = NORMS, float_weights: bool = False, **limits: Any
+) -> list[Kernel]:
     """Returns the records of a backend whose operators have these norms, alone and behind a sum.
 
     Operators that have RMS norms have the Annotated Transformer's, too.
+
+    Args:
+        float_weights: whether rows of low precision may have weights and biases in float32.
     """
     records = []
     for op in ops:
@@ -420,6 +430,8 @@ def norm_kernels(backend: str, ops: Iterable[str] = NORMS, **limits: Any) -> lis
         ]
     if "rms_norm" in ops:
         records += _annotated_kernels(backend, **limits)
+    if float_weights:
+        records = [replace(r, same_dtype=2 if r.op.startswith("add_") else 1) for r in records]
     return records
 
 
@@ -547,7 +559,9 @@ class NormFunction(Function):
         source = sum
         if residual is None:
             source = input if needs[1] or needs[4] else None
-        ctx.save_for_backward(source, weight if needs[1] or needs[2] else None, mean, rstd, seed)
+        # For the gradients of weight and bias it is saved as well: they have its dtype.
+        weight = weight if needs[1] or needs[2] or needs[4] or needs[5] else None
+        ctx.save_for_backward(source, weight, mean, rstd, seed)
         return output if residual is None else (output, sum)
 
     @staticmethod

@@ -143,15 +143,9 @@ Tensor wanted_like(const Tensor& like, bool wanted) {
   return wanted ? empty_tensor_like(like) : empty_tensor(like, {0});
 }
 
-// Converts a gradient that was summed in float32 to the type of the others.
-Tensor as_type(const Tensor& sums, const Tensor& like) {
-  if (!is_reduced_float(like)) return sums;
-  return torch::stable::to(sums, like.scalar_type());
-}
-
-// source, grad, grad_sum and their gradients have one type; weight has the same or float32. Results
-// that are not wanted are empty. grad_input: of the dropout's input; without dropout it equals
-// grad_source.
+// source, grad, grad_sum and their gradients have one type; weight has the same or float32, and so
+// have grad_weight and grad_bias. Results that are not wanted are empty. grad_input: of the
+// dropout's input; without dropout it equals grad_source.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
     Tensor mean, Tensor rstd, int64_t dims, int64_t kind, double dropout_p,
@@ -184,12 +178,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   Tensor grad_source = wanted_like(source, want_source);
   Tensor grad_input = wanted_like(source, want_input);
   const auto shape = source.sizes().slice(static_cast<size_t>(source.dim() - dims));
-  Tensor grad_weight = want_weight ? empty_tensor(source, shape, true) : empty_tensor(source, {0});
-  Tensor grad_bias = want_bias ? empty_tensor(source, shape, true) : empty_tensor(source, {0});
+  const Tensor& like = weight ? *weight : source;
+  Tensor grad_weight = want_weight ? empty_tensor(like, shape) : empty_tensor(source, {0});
+  Tensor grad_bias = want_bias ? empty_tensor(like, shape) : empty_tensor(source, {0});
   if (source.numel() == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);
-    return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};
+    return {grad_source, grad_input, grad_weight, grad_bias};
   }
   const NormRows dy = norm_rows(grad, n), s = norm_rows(source, n);
   const NormRows extra = grad_sum ? norm_rows(*grad_sum, n) : NormRows{source, nullptr, 0};
@@ -198,6 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   const bool shares = want_weight || want_bias;
   const LayerNormBackwardArgs args{
       .type = element_of(source),
+      .sum_type = element_of(like),
       .grad = dy.data,
       .grad_sum = extra.data,
       .source = s.data,
@@ -224,13 +220,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 16384 * blocks / (rows * n)), run);
   for (int which = 0; which < 2 && shares; ++which) {
     if (!(which == 0 ? want_weight : want_bias)) continue;
-    float* total = static_cast<float*>((which == 0 ? grad_weight : grad_bias).mutable_data_ptr());
+    void* total = (which == 0 ? grad_weight : grad_bias).mutable_data_ptr();
     torch::stable::parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
     });
   }
   trim_shared_scratch();
-  return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};
+  return {grad_source, grad_input, grad_weight, grad_bias};
 }
 
 }  // namespace

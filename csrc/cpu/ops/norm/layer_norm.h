@@ -76,6 +76,7 @@ TF_KERNEL_AMX(void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, l
 // Backward of the same y.
 struct LayerNormBackwardArgs {
   Element type;          // of grad, grad_sum, source, grad_source and grad_input
+  Element sum_type;      // of dweight and dbias
   const void* grad;      // (rows, n): of y, rows grad_stride apart
   const void* grad_sum;  // (rows, n): of s, if it is a result too, or nullptr
   const void* source;    // (rows, n): s
@@ -99,8 +100,9 @@ TF_KERNEL(long layer_norm_backward_scratch(const LayerNormBackwardArgs& args))
 TF_KERNEL(void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block,
                                          float* scratch))
 
-// Sums columns [begin, end) of the partial results: `which` 0 for dweight, 1 for dbias.
-TF_KERNEL(void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total,
+// Sums columns [begin, end) of the partial results: `which` 0 for dweight, 1 for dbias. `total` has
+// elements of type args.sum_type.
+TF_KERNEL(void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total,
                                        long begin, long end))
 
 }  // namespace tf

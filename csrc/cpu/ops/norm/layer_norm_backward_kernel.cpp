@@ -153,13 +153,16 @@ void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, fl
   dispatch_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
 }
 
-void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,
+void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total, long begin,
                              long end) {
-  each_vector(end - begin, [&](long j, long count) {
-    Vec sum = zero();
-    for (long block = 0; block < args.blocks; ++block)
-      sum = sum + load_some(args.partial + (block * 2 + which) * args.n + begin + j, count);
-    store_some(total + begin + j, sum, count);
+  dispatch_element(args.sum_type, [&](auto type) {
+    auto* to = static_cast<decltype(type)*>(total) + begin;
+    each_vector(end - begin, [&](long j, long count) {
+      Vec sum = zero();
+      for (long block = 0; block < args.blocks; ++block)
+        sum = sum + load_some(args.partial + (block * 2 + which) * args.n + begin + j, count);
+      store_some(to + j, sum, count);
+    });
   });
 }
 
