@@ -1,4 +1,6 @@
-"""What `functional.cross_entropy` and its kin take, refuse and leave to PyTorch."""
+"""`functional.cross_entropy` and its variants: supported and invalid calls, and calls that run on
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def logits_and_target(*shape: int, dtype: torch.dtype = torch.float32):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torchs_shapes(shape, reduction):
+def test_every_shape_matches_pytorch(shape, reduction):
     x, target = logits_and_target(*shape)
     for smoothing, ignored in ((0.0, -100), (0.2, 3)):
         options = {
@@ -61,8 +63,10 @@ def test_torchs_shapes(shape, reduction):
         torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
 
 
-def test_planes_of_classes_are_read_in_place():
-    """Neither logits nor gradients are copied to have the classes adjacent; torch's layout is kept."""
+def test_images_are_read_in_place():
+    """No copy makes the classes adjacent, neither of logits nor of gradients; PyTorch's strides are
+    kept.
+    """
     x, target = logits_and_target(3, 5, 8, 9)
     leaf = x.clone().requires_grad_()
     gradient_strides = []
@@ -76,7 +80,7 @@ def test_planes_of_classes_are_read_in_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_dtypes(dtype):
+def test_results_have_the_dtype_of_the_logits(dtype):
     x, target = logits_and_target(50, 200, dtype=dtype)
     x.requires_grad_()
     loss = F.cross_entropy(x, target)
@@ -89,7 +93,7 @@ def test_dtypes(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
-def test_what_is_left_to_torch():
+def test_other_calls_run_on_pytorch():
     x, target = logits_and_target(6, 7)
     weight, probable = torch.rand(7), torch.softmax(torch.randn(6, 7), 1)
     calls = [((x, target, weight), {}), ((x, probable), {}), ((x, target), {"reduce": False})]
@@ -117,7 +121,7 @@ def test_what_is_left_to_torch():
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_calls_fail_as_torchs(change, error):
+def test_invalid_calls_raise_as_in_pytorch(change, error):
     arguments = {"input": torch.randn(3, 7), "target": torch.tensor([0, 6, 1])} | change
     for function in (F.cross_entropy, TF.cross_entropy):
         with pytest.raises(error):
@@ -126,7 +130,7 @@ def test_bad_calls_fail_as_torchs(change, error):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
-def test_logits_of_dtypes_that_torch_refuses(shape, dtype):
+def test_logits_of_other_dtypes_raise_as_in_pytorch(shape, dtype):
     x, target = logits_and_target(*shape)
     x = x.to(dtype)
     calls = (
@@ -143,14 +147,14 @@ def test_logits_of_dtypes_that_torch_refuses(shape, dtype):
 
 
 @pytest.mark.parametrize("devices", [("meta", "cpu"), ("cpu", "meta")])
-def test_a_target_on_another_device(devices):
+def test_a_target_on_another_device_raises(devices):
     x, target = logits_and_target(5, 7)
     x, target = x.to(devices[0]), target.to(devices[1])
     assert told(lambda: F.cross_entropy(x, target)) == told(lambda: TF.cross_entropy(x, target))
 
 
 def trained(target, x, classes, up):
-    """Losses, and the gradient of the logits."""
+    """Returns the losses, and the gradient of the logits."""
     leaf = x.clone().to(target.device).requires_grad_()
     losses = target.kernel.run(leaf, classes.to(target.device), -100, 0.1)
     (gradient,) = torch.autograd.grad(losses, leaf, up.to(target.device))
@@ -160,9 +164,11 @@ def trained(target, x, classes, up):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_garbage_in_ignored_rows(backend, dtype, garbage):
-    """Their losses and gradients are 0, the other rows' are those without garbage; so it is with
-    garbage in the gradient that comes to them."""
+def test_garbage_in_ignored_rows_has_no_effect(backend, dtype, garbage):
+    """Losses and gradients of ignored rows are 0; other rows are as without garbage.
+
+    The same holds for garbage in the incoming gradient.
+    """
     x, target = logits_and_target(9, 150, dtype=dtype)
     target[1::3] = -100
     results = []
@@ -180,8 +186,8 @@ def test_garbage_in_ignored_rows(backend, dtype, garbage):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("values", [(math.nan,), (math.inf,), (-math.inf,) * 150])
 @pytest.mark.parametrize("column", [0, 70, 149])
-def test_garbage_stays_in_its_row(backend, column, values):
-    """As PyTorch has it: NaN, for these rows only."""
+def test_garbage_affects_only_its_row(backend, column, values):
+    """As in PyTorch, only these rows become NaN."""
     x, target = logits_and_target(9, 150)
     x[3, torch.arange(column, column + len(values)) % 150] = torch.tensor(values)
     losses, gradient = trained(backend.of("cross_entropy"), x, target, torch.ones(9))
@@ -193,8 +199,8 @@ def test_garbage_stays_in_its_row(backend, column, values):
 @pytest.mark.parametrize("small", [False, True], ids=["kernels", "small calls"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nothing_of_ignored_rows_counts(dtype, value, small, request):
-    """Torch multiplies their gradients by zero, which leaves NaN."""
+def test_ignored_rows_have_zero_gradients(dtype, value, small, request):
+    """PyTorch multiplies the gradients of ignored rows by zero, which gives NaN."""
     if small:
         request.getfixturevalue("small_calls")
     reductions, backends = ("mean", "sum", "none"), (None, "reference", "torch")
@@ -216,8 +222,8 @@ def test_nothing_of_ignored_rows_counts(dtype, value, small, request):
             assert torch.equal(leaf.grad[1], torch.zeros_like(leaf.grad[1]))
 
 
-def test_long_rows():
-    """Several blocks of classes, and several parts of a vocabulary."""
+def test_long_rows_match_pytorch():
+    """Rows of several blocks of classes, and a vocabulary of several chunks."""
     generator = torch.Generator().manual_seed(0)
     for classes in (1, 5003, 4096, 4097, 12289):
         x = torch.randn(3, 16, generator=generator)
@@ -234,7 +240,7 @@ def test_long_rows():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_linear_cross_entropy(reduction, bias):
+def test_linear_cross_entropy_matches_pytorch(reduction, bias):
     x, w, b = torch.randn(9, 16), torch.randn(4100, 16) / 4, torch.randn(4100) if bias else None
     target = torch.randint(0, 4100, (9,))
     target[4] = -100
@@ -249,7 +255,7 @@ def test_linear_cross_entropy(reduction, bias):
     assert_same_numbers(ours, theirs, given, {}, grad=True)
 
 
-def test_linear_cross_entropy_of_one_row():
+def test_linear_cross_entropy_without_a_batch():
     x, w, target = torch.randn(16), torch.randn(30, 16), torch.tensor(4)
     loss = F.linear_cross_entropy(x, w, target, reduction="none")
     assert loss.shape == ()
@@ -270,7 +276,7 @@ def test_linear_cross_entropy_of_one_row():
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_calls_of_linear_cross_entropy(change, error, match):
+def test_invalid_calls_of_linear_cross_entropy_raise(change, error, match):
     arguments = {
         "input": torch.randn(2, 16),
         "linear_weight": torch.randn(30, 16),
@@ -280,7 +286,7 @@ def test_bad_calls_of_linear_cross_entropy(change, error, match):
         F.linear_cross_entropy(**(arguments | change))
 
 
-def test_module():
+def test_the_module_matches_pytorchs():
     x, target = logits_and_target(6, 7)
     options = {"ignore_index": 2, "label_smoothing": 0.1, "reduction": "sum"}
     ours, theirs = nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
@@ -292,7 +298,7 @@ def test_module():
     )
 
 
-def test_compiled_with_gradients():
+def test_compiled_losses_match_eager():
     x, target = logits_and_target(6, 7)
     w = torch.randn(30, 7)
 
@@ -305,7 +311,7 @@ def test_compiled_with_gradients():
 
 
 class Largest(Watch):
-    """How many elements the largest result of an operator has."""
+    """Records the number of elements of the largest result of an operator."""
 
     elements = 0
 
@@ -318,7 +324,7 @@ OP = "linear_cross_entropy"
 
 
 def built(dtype, rows, inputs, classes):
-    """The arguments of `linear_cross_entropy`, of whose rows a fifth is ignored."""
+    """Returns arguments of `linear_cross_entropy`; a fifth of the rows is ignored."""
     draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
     x, weight, bias = draw.normal(rows, inputs), draw.weight(classes, inputs), draw.normal(classes)
     target = torch.randint(0, classes, (rows,))
@@ -337,7 +343,9 @@ def kernel(request):
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Calls a function of parts of so many logits, while what checks it makes all logits at once."""
+    """Returns a wrapper that limits chunks to ``logits`` elements. The checks themselves compute
+    all logits at once.
+    """
 
     def wrapped(run, logits, *more):
         def part(*arguments):
@@ -358,8 +366,8 @@ def in_parts(monkeypatch):
     ["cpu", "torch", "reference", pytest.param("triton", marks=pytest.mark.thorough)],
     indirect=True,
 )
-def test_all_logits_are_never_in_memory(in_parts, at_once, kernel, dtype):
-    """And what is worked out in parts is what the oracle says, gradients included."""
+def test_memory_is_one_chunk_of_logits(in_parts, at_once, kernel, dtype):
+    """Results and gradients computed in chunks are within the budget, too."""
     sizes = (600, 8, 50) if kernel.backend == "triton" else (1000, 24, 700)
     *_, classes = sizes
     arguments, run = built(dtype, *sizes), in_parts(kernel.run, at_once * classes)
@@ -375,10 +383,8 @@ def test_all_logits_are_never_in_memory(in_parts, at_once, kernel, dtype):
 
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_logits_are_never_in_memory_of_compiled_programs(
-    monkeypatch, in_parts, dtype, kernel, summed
-):
-    """And the forward makes nothing that is for the backward."""
+def test_memory_of_compiled_programs_is_one_chunk(monkeypatch, in_parts, dtype, kernel, summed):
+    """The forward computes nothing that only the backward needs."""
     arguments = built(dtype, 1000, 24, 700)
     seen, flops = Largest(), []
 
@@ -396,7 +402,7 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(
             return original(*arguments)
 
     monkeypatch.setattr(chunked_loss, "_gradients", in_operator)
-    torch._dynamo.reset()  # each dtype and flag is compiled anew, which may be some times only
+    torch._dynamo.reset()  # each dtype and flag is recompiled, and dynamo limits recompilations
     compiled = torch.compile(
         kernel.run, fullgraph=True, backend=aot_autograd(fw_compiler=measured), dynamic=False
     )
@@ -412,8 +418,10 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_losses_that_are_added_up(in_parts, kernel, dtype, isa):
-    """They are worked out with the losses; where a loss counts for more than others, once more."""
+def test_gradients_of_summed_losses_match(in_parts, kernel, dtype, isa):
+    """The forward computes the gradients together with the losses. If losses have unequal weights,
+    the backward recomputes them.
+    """
     arguments, parts = built(dtype, 333, 37, 301), in_parts(kernel.run, 96 * 301, True)
 
     def run(*arguments):
@@ -437,8 +445,10 @@ def test_gradients_of_losses_that_are_added_up(in_parts, kernel, dtype, isa):
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
-    """As PyTorch has it, whose mean of no losses is NaN; nor where the loss has an infinite one."""
+def test_chunks_of_ignored_rows_have_zero_gradients(monkeypatch, backend, dtype):
+    """As in PyTorch, whose mean of no losses is NaN. It also holds for an infinite incoming
+    gradient.
+    """
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
     weight.requires_grad_()
@@ -454,7 +464,7 @@ def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
     assert not gradient[:70].isfinite().any()
 
 
-def test_parts_can_be_differentiated_twice(monkeypatch):
+def test_chunks_can_be_differentiated_twice(monkeypatch):
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
     x, weight = draw.normal(130, 2).requires_grad_(), draw.weight(3, 2).requires_grad_()
@@ -472,7 +482,7 @@ def test_parts_can_be_differentiated_twice(monkeypatch):
 
 
 class Alive(Watch):
-    """How many elements are in memory at most, in what operators have made of more than 100."""
+    """Records the peak number of elements in results of operators of more than 100 elements."""
 
     def __init__(self):
         super().__init__()
@@ -490,7 +500,7 @@ class Alive(Watch):
 
 
 def all_derivatives():
-    """Of a loss with 1280 x 70 logits: functions of input, weight, bias and what they move by."""
+    """Returns functions of input, weight, bias and their tangents, with a loss of 1280 x 70 logits."""
     target = torch.randint(0, 70, (1280,), generator=torch.Generator().manual_seed(0))
     target[::5] = -100
 
@@ -500,7 +510,7 @@ def all_derivatives():
         )
 
     def derived(function, times):
-        """The gradient along the moves, so many times."""
+        """Returns the ``times``-fold directional derivative's gradient."""
 
         def once(x, w, b, moves):
             values = [t.detach().requires_grad_() for t in (x, w, b)]
@@ -565,8 +575,8 @@ def batched(loss, x, w, b):
 
 
 @pytest.mark.parametrize("name", all_derivatives())
-def test_all_logits_are_never_in_memory_for_derivatives(monkeypatch, name):
-    """Of any order and mode, and under transforms of torch.func."""
+def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
+    """Derivatives of any order and mode, and under transforms of torch.func."""
     draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
     shapes = (1280, 3), (70, 3), (70,)
     arguments = *(draw.normal(*s) for s in shapes), tuple(draw.normal(*s) for s in shapes)
@@ -580,7 +590,7 @@ def test_all_logits_are_never_in_memory_for_derivatives(monkeypatch, name):
     assert alive.elements < 1280 * 70 / 2
 
 
-def test_rows_whose_number_depends_on_data_are_compiled(monkeypatch):
+def test_data_dependent_numbers_of_rows_compile(monkeypatch):
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, target = logits_and_target(200, 7)
     weight = torch.randn(9, 7)

@@ -1,4 +1,4 @@
-"""Which kernel the dispatcher takes, and every limit of every kernel."""
+"""Which kernel the dispatcher selects, its explanations, and every limit of every kernel."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CALL = Call("linear", (X,), False)
 
 
 def runs_as(name):
-    """A kernel function that tells who it is."""
+    """Returns a kernel function that returns the name."""
     return lambda *arguments: name
 
 
 @pytest.fixture
 def table(monkeypatch):
-    """An empty table of kernels; returns a function that adds one for linear."""
+    """Installs an empty table of kernels; returns a function that adds a kernel for linear."""
     monkeypatch.setattr(dispatch, "_state", dispatch._State(kernels={"linear": ()}))
 
     def add(backend, **limits):
@@ -51,7 +51,7 @@ def table(monkeypatch):
     return add
 
 
-# Choosing ----------------------------------------------------------------------------------------
+# Selection ---------------------------------------------------------------------------------------
 
 
 def test_the_table_has_every_op_and_ends_in_the_reference():
@@ -63,16 +63,16 @@ def test_the_table_has_every_op_and_ends_in_the_reference():
     assert dispatch.BACKENDS == ("cuda", "triton", "cpu", "torch", "reference")
 
 
-def test_order_of_asking_is_not_that_of_registering(table):
+def test_the_order_of_backends_does_not_depend_on_registration(table):
     for backend in ("reference", "cpu", "triton", "torch", "cuda"):
         table(backend)
     for backend in dispatch.BACKENDS:
         assert select(CALL).backend == backend
-        table(backend, unavailable="it is not here")  # replaces the first
+        table(backend, unavailable="it is not here")  # replaces the earlier kernel of the backend
     assert len(dispatch.kernels("linear")) == 5
 
 
-def test_first_that_fits(table):
+def test_the_first_usable_backend_is_selected(table):
     table("reference")
     table("torch")
     table("cpu", dtypes=frozenset({torch.float64}))
@@ -106,8 +106,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize("one", LIMITS)
-def test_choosing_and_explaining_agree(table, one):
-    """The quick checks that choose, and those that make sentences."""
+def test_selection_and_explanation_agree(table, one):
+    """Compares the fast checks of selection with those that build sentences."""
     for other in LIMITS:
         limits = {"devices": ("cpu",), "gradients": True, **one, **other}
         table("cpu", **limits)
@@ -125,7 +125,7 @@ def test_choosing_and_explaining_agree(table, one):
         ]
 
 
-def test_a_table_that_is_replaced_is_read_anew(table, monkeypatch):
+def test_changes_of_the_table_take_effect(table, monkeypatch):
     table("reference")
     table("cpu")
     assert select(CALL).backend == "cpu"
@@ -135,7 +135,7 @@ def test_a_table_that_is_replaced_is_read_anew(table, monkeypatch):
     assert select(Call("linear", (X.to("meta"),), False)).backend == "reference"
 
 
-def test_unproven_runs_only_when_named(table):
+def test_unvalidated_kernels_run_only_if_named(table):
     table("reference")
     table("triton", proven=frozenset())
     assert select(CALL).backend == "reference"
@@ -147,7 +147,7 @@ def test_unproven_runs_only_when_named(table):
 FEW = PreferLater(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
 
 
-def test_a_kernel_yields_to_a_later_one(table):
+def test_a_kernel_may_prefer_a_later_backend(table):
     table("cpu", gradients=True, prefers_later=(FEW,))
     table("torch", gradients=True)
     table("reference", gradients=True)
@@ -165,14 +165,14 @@ def test_a_kernel_yields_to_a_later_one(table):
     told = dispatch.explain_call(yielding)
     assert told.backend == "torch"
     assert told.reasons["cpu"] == ["few rows are faster there"]
-    # A named backend runs what it can run.
+    # A named backend runs every call that it supports.
     assert select(yielding, "cpu").backend == "cpu"
     assert why_not(cpu, yielding) == []
     with strict():
         assert select(yielding).backend == "torch"
 
 
-def test_a_kernel_does_not_yield_to_the_reference(table):
+def test_the_reference_is_never_preferred(table):
     table("cpu", gradients=True, prefers_later=(FEW,))
     table("torch", gradients=True, unavailable="it is elsewhere")
     table("reference", gradients=True)
@@ -183,7 +183,7 @@ def test_a_kernel_does_not_yield_to_the_reference(table):
     assert dispatch.explain_call(yielding).backend == "cpu"
 
 
-def test_a_kernel_yields_for_its_own_reasons_only(table):
+def test_preferences_apply_only_under_their_condition(table):
     big = dataclasses.replace(FEW, when=lambda call: call.tensors[1] is not None)
     table("cpu", gradients=True, prefers_later=(big,))
     table("torch", gradients=True)
@@ -191,8 +191,8 @@ def test_a_kernel_yields_for_its_own_reasons_only(table):
     assert select(Call("linear", (X, X), True)).backend == "torch"
 
 
-def test_traced_programs_yield_to_nobody():
-    """They are to serve any number of rows."""
+def test_preferences_are_ignored_while_tracing():
+    """The number of rows is dynamic there."""
     kernel = kernel_of("linear")
     one = dataclasses.replace(kernel, prefers_later=(dataclasses.replace(FEW, when=None),))
     assert dispatch.why_prefers_later(one, Call("linear", (X,), True)) is not None
@@ -204,7 +204,7 @@ def test_traced_programs_yield_to_nobody():
     assert torch.equal(asked(X), X + 1)
 
 
-def test_proven_on_some_gpus_runs_there_only(table, monkeypatch):
+def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
     table("reference")
     table("triton", proven=frozenset({90, 80}))
     with FakeTensorMode():
@@ -238,14 +238,14 @@ def test_named_backend_never_falls_back(table):
     )
 
 
-def test_backend_without_a_kernel(table):
+def test_naming_a_backend_without_a_kernel_raises(table):
     table("reference")
     with pytest.raises(NotImplementedError, match=r"^backend 'cuda' has no kernel for linear\.$"):
         select(CALL, "cuda")
 
 
 @pytest.mark.parametrize("name", ["gpu", "CPU", ""])
-def test_unknown_backend(name):
+def test_unknown_backends_raise(name):
     message = f"backend must be one of cuda, triton, cpu, torch, reference, not {name!r}"
     for called in (
         lambda: select(CALL, name),
@@ -257,12 +257,12 @@ def test_unknown_backend(name):
 
 
 @pytest.mark.parametrize(("op", "backend"), [("conv", "cpu"), ("linear", "mps")])
-def test_register_knows_ops_and_backends(op, backend):
+def test_registering_unknown_ops_or_backends_raises(op, backend):
     with pytest.raises(ValueError, match="unknown op or backend"):
         register(Kernel(op, backend, runs_as("x")))
 
 
-def test_every_public_function_takes_a_named_backend():
+def test_every_public_function_has_a_backend_argument():
     weight = torch.randn(4, 4)
     x = torch.randn(1, 1, 3, 4)
     for called in (
@@ -292,7 +292,7 @@ def test_use_backend_nests_and_ends(table):
                 assert select(CALL).backend == "cpu"
             assert select(CALL).backend == "torch"
         assert select(CALL).backend == "reference"
-        assert select(CALL, "cpu").backend == "cpu"  # what the call says goes first
+        assert select(CALL, "cpu").backend == "cpu"  # the call's argument takes precedence
     assert select(CALL).backend == "cpu"
 
 
@@ -345,7 +345,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
         ]
         with strict(False):
             assert select(CALL).backend == "reference"
-        assert select(CALL, "reference").backend == "reference"  # named is named
+        assert select(CALL, "reference").backend == "reference"  # a named backend is exempt
         assert select(Call("linear", (X.double(),), False)).backend == "cpu"
     assert select(CALL).backend == "reference"
 
@@ -353,7 +353,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
 # explain -----------------------------------------------------------------------------------------
 
 
-def test_explain_tells_all_in_sentences(table):
+def test_explain_gives_a_reason_per_backend(table):
     table("reference")
     table("torch")
     table("cpu", dtypes=frozenset({torch.float64, torch.bfloat16}))
@@ -366,7 +366,7 @@ def test_explain_tells_all_in_sentences(table):
     )
 
 
-def test_explain_a_refused_call(table):
+def test_explain_a_call_that_a_named_backend_refuses(table):
     table("reference")
     table("cpu", dtypes=frozenset({torch.float64}))
     told = dispatch.explain_call(CALL, "cpu")
@@ -378,7 +378,7 @@ def test_explain_a_refused_call(table):
     )
 
 
-def test_explain_puts_backends_of_other_devices_last_and_together():
+def test_explain_groups_backends_of_other_devices_at_the_end():
     told = transformer_fast.explain("linear", X, X, activation=torch.sin)  # a callable
     assert str(told).splitlines() == [
         "linear runs on 'reference'.",
@@ -476,13 +476,13 @@ class Twice(nn.Linear):
     ],
     ids=["torch.nn", "several ops", "subclass"],
 )
-def test_explain_says_how_for_other_modules(module, told):
+def test_explain_of_unsupported_modules_says_what_to_do(module, told):
     with pytest.raises(TypeError, match=told):
         transformer_fast.explain(module, X)
 
 
 @pytest.mark.parametrize("op", ["conv", torch.relu, 3])
-def test_explain_unknown_op(op):
+def test_explain_of_unknown_ops_raises(op):
     with pytest.raises(ValueError, match=r"^op must be one of layer_norm, add_layer_norm, "):
         transformer_fast.explain(op, X)
 
@@ -495,7 +495,7 @@ def test_explain_bad_call_raises_like_the_function():
 # Environment -------------------------------------------------------------------------------------
 
 
-def test_environment(monkeypatch):
+def test_environment_variables_set_backend_and_strict(monkeypatch):
     monkeypatch.setattr(dispatch, "_state", dispatch._State())
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend)
@@ -516,7 +516,7 @@ def test_environment(monkeypatch):
         dispatch._read_environment()
 
 
-def test_environment_of_a_new_process():
+def test_environment_variables_apply_to_a_new_process():
     code = (
         "import torch, transformer_fast as t\n"
         "x = torch.zeros(2, 3)\n"
@@ -533,13 +533,13 @@ def test_environment_of_a_new_process():
 
 
 @pytest.mark.parametrize("value", ["", "0", "12", "4096"])
-def test_a_number_in_the_environment(monkeypatch, value):
+def test_whole_numbers_in_the_environment_are_read(monkeypatch, value):
     monkeypatch.setenv("TRANSFORMER_FAST_PACKED_MB", value)
     assert _switches.count("TRANSFORMER_FAST_PACKED_MB", 5) == (int(value) if value else 5)
 
 
 @pytest.mark.parametrize("value", ["4g", "-1", "1.5", " 3", "\u0663", "inf"])
-def test_no_number_in_the_environment(monkeypatch, value):
+def test_other_values_than_whole_numbers_raise(monkeypatch, value):
     monkeypatch.setenv("TRANSFORMER_FAST_PACKED_MB", value)
     with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_PACKED_MB must be a whole number"):
         _switches.count("TRANSFORMER_FAST_PACKED_MB", 5)
@@ -560,12 +560,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "name", "value", "told"), WRONG)
-def test_a_command_tells_a_wrong_variable_in_one_sentence(command, name, value, told):
+def test_commands_report_invalid_variables_in_one_line(command, name, value, told):
     (line,) = python("-m", *command, status=1, **{name: value}).stderr.splitlines()
     assert line.startswith(f"{name} {told}")
 
 
-def test_unknown_backend_in_the_environment_of_a_new_process():
+def test_an_unknown_backend_variable_fails_the_import():
     done = python("-c", "import transformer_fast", status=1, TRANSFORMER_FAST_BACKEND="fastest")
     assert "ValueError: TRANSFORMER_FAST_BACKEND must be one of cuda," in done.stderr
 
@@ -573,15 +573,15 @@ def test_unknown_backend_in_the_environment_of_a_new_process():
 # Cost --------------------------------------------------------------------------------------------
 
 
-def test_select_costs_little():
-    """Counted in functions called, of Python and of C: 13, 13 and 16 now, some microseconds in all."""
+def test_select_makes_few_function_calls():
+    """Counts Python and C function calls: 13, 13 and 16 today, a few microseconds in all."""
     x = torch.randn(1, 8, 64, 64)
     for call, most in (
         (Call("layer_norm", (x, x, x), False), 15),
         (Call("attention", (x, x, x), False, is_causal=True), 15),
         (Call("feed_forward", (x, x, x, x, x), False, 0.0, "relu"), 18),
     ):
-        select(call)  # what the first call loads
+        select(call)  # warms up caches
         called: list[str] = []
 
         def note(frame: Any, event: str, argument: Any, called: list[str] = called) -> None:
@@ -610,7 +610,7 @@ KERNELS = [
 
 
 def calls_of(kernel: Kernel, requires_grad: bool = False) -> list[tuple[str, Call]]:
-    """The op table's calls, as this kernel would meet them on its own device."""
+    """Returns the op table's calls as they would be on the kernel's own device."""
     found = []
     for dtype in DTYPES:
         if kernel.dtypes and dtype not in kernel.dtypes:
@@ -628,7 +628,7 @@ def calls_of(kernel: Kernel, requires_grad: bool = False) -> list[tuple[str, Cal
 
 
 def accepted(kernel: Kernel, **wanted: Any) -> Call:
-    """A call of the op table that nothing speaks against, apart from where it would run."""
+    """Returns a call of the op table that the kernel supports, apart from the device."""
     here = dataclasses.replace(kernel, devices=(), unavailable=None)
     for _, call in calls_of(kernel, wanted.get("needs_grad", False)):
         wished = all(getattr(call, name) == value for name, value in wanted.items())
@@ -638,7 +638,7 @@ def accepted(kernel: Kernel, **wanted: Any) -> Call:
 
 
 def check_refusal(kernel: Kernel, call: Call, sentence: str) -> None:
-    """The sentence is among the reasons, and the named backend raises with it."""
+    """Checks that the sentence is a reason, and that the named backend raises with it."""
     assert sentence in why_not(kernel, call)
     state = dispatch._State(kernels={kernel.op: (kernel,)})
     before, dispatch._state = dispatch._state, state
@@ -670,7 +670,7 @@ def accepts(kernel: Kernel, call: Call) -> bool:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_devices(kernel):
+def test_calls_on_other_devices_are_refused(kernel):
     call = accepted(kernel)
     elsewhere = call._replace(
         tensors=tuple(None if t is None else t.to("meta") for t in call.tensors)
@@ -684,7 +684,7 @@ def test_devices(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_dtypes(kernel):
+def test_calls_in_other_dtypes_are_refused(kernel):
     call = accepted(kernel)
     names = ", ".join(sorted(map(name_of, kernel.dtypes)))
     for dtype in DTYPES:
@@ -723,7 +723,7 @@ def check_float_weights(kernel: Kernel, call: Call, told: str) -> None:
 
 
 CALLABLE = "it supports named activations only, and the call has a callable"
-#: Limits that a kernel has or has not: what it says of a call beyond them.
+#: Limit -> (the reason that the kernel gives, a function that changes a call to exceed the limit).
 ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
     "gradients": (
         "it has no backward, and the call needs gradients",
@@ -741,7 +741,7 @@ ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
 
 @pytest.mark.parametrize("limit", ABLE)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_a_kernel_has_or_has_not(kernel, limit):
+def test_optional_features_are_supported_or_refused(kernel, limit):
     if kernel.op != "attention" and limit in ("mask_gradient", "query_lengths"):
         return
     learns = limit == "gradients" and kernel.gradients
@@ -761,7 +761,7 @@ def test_what_a_kernel_has_or_has_not(kernel, limit):
         check_refusal(kernel, call._replace(activation="mish"), told)
 
 
-# What Kernel.refuses says: for each sentence, what brings it about -------------------------------
+# Kernel.refuses: each sentence, and the call that causes it --------------------------------------
 
 Change = Callable[[Call], Call]
 MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -814,7 +814,7 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
     ("key", "sentence", "change"),
     [(key, *entry) for key, entries in REFUSED.items() for entry in entries],
 )
-def test_refuses(key, sentence, change):
+def test_own_limits_are_refused_with_their_sentence(key, sentence, change):
     op, backend = key
     kernel = kernel_of(op, backend)
     call = accepted(kernel)
@@ -823,8 +823,8 @@ def test_refuses(key, sentence, change):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_masks_that_the_cpu_reads(dtype):
-    """Beside those it refuses above: bool, float32, and float masks of query's dtype."""
+def test_supported_mask_dtypes_on_the_cpu(dtype):
+    """In addition to those refused above: bool, float32, and float masks of query's dtype."""
     kernel = kernel_of("attention")
     here = dataclasses.replace(kernel, unavailable=None)
     call = in_dtype(accepted(kernel), dtype)
@@ -834,15 +834,17 @@ def test_masks_that_the_cpu_reads(dtype):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_that_refuses_is_listed(kernel):
-    """A kernel with limits of its own needs their sentences in REFUSED (those of a GPU backend are
-    tested beside it)."""
+    """The sentences of a kernel's own limits have to be in REFUSED.
+
+    Those of the GPU backends are tested in their folders.
+    """
     if kernel.refuses is not None and kernel.backend in ("cpu", "torch"):
         assert (kernel.op, kernel.backend) in REFUSED
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_accept_most_of_what_they_claim(kernel):
-    """Limits that refused everything would make every other test of a kernel pass."""
+def test_kernels_accept_calls_within_their_limits(kernel):
+    """If the limits refused everything, every other test of a kernel would pass."""
     if kernel.backend == "torch" and kernel.op == "attention":
         return
     here = dataclasses.replace(kernel, devices=(), unavailable=None)
@@ -850,7 +852,7 @@ def test_kernels_accept_most_of_what_they_claim(kernel):
     assert sum(not why_not(here, call) for _, call in calls) >= len(calls) / 2
 
 
-def test_all_reasons_are_told_at_once():
+def test_all_reasons_are_given_at_once():
     kernel = kernel_of("linear")
     x = torch.zeros(2, 2, dtype=torch.float64, device="meta")
     call = Call("linear", (x, x, None, None), False, activation=torch.sin)
@@ -859,7 +861,7 @@ def test_all_reasons_are_told_at_once():
 
 
 def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool = True) -> Call:
-    """With two matrices of `count` weights, none of which is in memory."""
+    """Returns a call with two matrices of `count` weights, expanded from one element."""
     x = torch.zeros(rows, 64, dtype=dtype)
     weight = torch.zeros(1, 1, dtype=dtype).expand(count // 64, 64)
     tensors = (x, weight, None, None) if op == "linear" else (x, weight, None, weight.t(), None)
@@ -867,8 +869,8 @@ def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool =
 
 
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
-def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
-    """On each side of every limit, for the instruction set that it was measured with."""
+def test_products_that_the_cpu_backend_leaves_to_pytorch(op, isa):
+    """Both sides of every limit, for the instruction set on which it was measured."""
     kernel = kernel_of(op)
     least, few, most = {
         ("linear", "avx512_bf16"): (2**22, 256, 256),
@@ -900,8 +902,8 @@ def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
     ]  # fmt: skip
 
 
-def test_what_follows_a_product_keeps_it(isa):
-    """An activation or a residual is added in the kernel's epilogue."""
+def test_products_with_an_epilogue_stay_on_the_cpu_kernel(isa):
+    """The kernel's epilogue adds an activation or a residual."""
     call = linear_call("linear", 2**22, 1, torch.bfloat16)
     x = call.tensors[0]
     assert select(call._replace(activation="relu")).backend == "cpu"
