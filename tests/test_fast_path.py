@@ -1,4 +1,4 @@
-"""Calls so small that PyTorch's ops take them: one rule for dispatcher, functions and modules."""
+"""The small-size fallback to PyTorch's ops: one rule for dispatcher, functions and modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _ours(run: Callable[[], Any]) -> list[str]:
 
 
 def _calls(grad: bool) -> dict[str, Callable[[int], tuple[Any, ...]]]:
-    """Per op: the arguments of the public function with a number of rows."""
+    """Returns, per op, a function of the number of rows that returns arguments of the public
+    function.
+    """
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, requires_grad=grad)
@@ -61,7 +63,7 @@ _LARGE = {"attention": 512}
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("op", _calls(False))
-def test_the_function_runs_what_explain_says(op: str, grad: bool) -> None:
+def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
     for rows in (1, 20, _LARGE.get(op, 8192)):
         arguments = _calls(grad)[op](rows)
         told = transformer_fast.explain(op, *arguments)
@@ -75,7 +77,7 @@ def test_the_function_runs_what_explain_says(op: str, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("op", _calls(False))
-def test_a_named_backend_is_obeyed(op: str) -> None:
+def test_a_named_backend_overrides_the_fallback(op: str) -> None:
     call = _call(op, _calls(False)[op](20))
     with transformer_fast.use_backend("cpu"):
         assert _ours(call)
@@ -87,7 +89,7 @@ def test_a_named_backend_is_obeyed(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:enable_nested", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("name", CASES)
-def test_small_modules_give_torchs_numbers(name: str, training: bool) -> None:
+def test_small_modules_match_pytorch(name: str, training: bool) -> None:
     case = CASES[name]
     theirs = case.make(torch.nn).train(training)
     inputs = tuple(x.requires_grad_(training) for x in case.inputs())
@@ -101,7 +103,7 @@ def _norm(rows: int = 4096) -> list[Any]:
     return [leaves[0], (8,), leaves[1][0].detach(), leaves[2][0].detach(), 1e-5]
 
 
-def test_a_norm_goes_straight_to_the_kernel_that_the_dispatcher_would_take() -> None:
+def test_the_direct_kernel_is_the_dispatchers_choice() -> None:
     arguments = _norm()
     assert fast_path.plain(arguments[0], *arguments[2:4])
     run = fast_path.kernel("layer_norm", arguments[0], *arguments[2:4])
@@ -130,13 +132,13 @@ def test_a_norm_goes_straight_to_the_kernel_that_the_dispatcher_would_take() -> 
         (4, lambda: 1),
     ],
 )
-def test_what_is_not_plainly_the_kernels_is_the_dispatchers(
+def test_unusual_arguments_go_through_the_dispatcher(
     place: int, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = _norm()
     arguments[place] = value()
     chosen = []
-    # The first question that only the dispatcher's road asks.
+    # The first function that only the dispatcher's path calls.
     known = functional.layer_norm.__globals__
     monkeypatch.setitem(known, "leaves_to_torch", lambda *_, **__: chosen.append(True) or False)
     with fast_path.handed_over(on=False), contextlib.suppress(Exception):
@@ -146,7 +148,7 @@ def test_what_is_not_plainly_the_kernels_is_the_dispatchers(
 
 @pytest.mark.parametrize("eps", [None, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rms_norms_are_the_same_on_the_fast_path(
+def test_rms_norms_are_bitwise_equal_on_the_fast_path(
     dtype: torch.dtype, eps: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = torch.randn(3, 8, dtype=dtype) * 1e-3, torch.randn(8, dtype=dtype)
@@ -165,7 +167,7 @@ def test_rms_norms_are_the_same_on_the_fast_path(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
-def test_named_backends_and_transforms_are_the_dispatchers() -> None:
+def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):
         with transformer_fast.use_backend(name):
@@ -190,7 +192,7 @@ def test_named_backends_and_transforms_are_the_dispatchers() -> None:
 
 
 @pytest.mark.parametrize("change", ["mask", "causal", "weights", "dropout", "lead", "autocast"])
-def test_small_attention_that_pytorch_does_otherwise_is_not_handed_over(change: str) -> None:
+def test_small_attention_falls_back_only_if_pytorch_agrees(change: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     options: dict[str, Any] = {
         "mask": {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
@@ -206,7 +208,7 @@ def test_small_attention_that_pytorch_does_otherwise_is_not_handed_over(change: 
 
 
 @pytest.mark.parametrize("keys", [5, 2048])
-def test_attention_with_grouped_heads(keys: int) -> None:
+def test_small_attention_with_grouped_heads_falls_back(keys: int) -> None:
     q, k, v = torch.randn(2, 4, 5, 32), torch.randn(2, 2, keys, 32), torch.randn(2, 2, keys, 32)
 
     def run() -> Tensor:
@@ -221,7 +223,7 @@ def test_attention_with_grouped_heads(keys: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [None, 5])
-def test_small_losses_of_linear_maps_are_torchs(rows: int | None, reduction: str) -> None:
+def test_small_linear_cross_entropy_runs_on_pytorch(rows: int | None, reduction: str) -> None:
     lead = () if rows is None else (rows,)
     x, weight, bias = (torch.randn(n, requires_grad=True) for n in ((*lead, 8), (6, 8), (6,)))
     target = torch.randint(6, lead)
@@ -243,7 +245,7 @@ def test_small_losses_of_linear_maps_are_torchs(rows: int | None, reduction: str
 
 
 @pytest.mark.parametrize("ignored", [-100, 2])
-def test_ignored_rows_of_small_linear_maps_reach_no_gradient(ignored: int) -> None:
+def test_small_losses_ignore_nan_in_ignored_rows(ignored: int) -> None:
     x, weight, bias = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6, requires_grad=True)
     x[1] = math.nan
     x.requires_grad_()
@@ -256,7 +258,7 @@ def test_ignored_rows_of_small_linear_maps_reach_no_gradient(ignored: int) -> No
         assert gradient.isfinite().all()
 
 
-def test_small_modules_meet_no_kernel() -> None:
+def test_small_modules_run_no_kernel() -> None:
     x = torch.randn(2, 7, 32)
     for name in ("Linear", "LayerNorm"):
         module = CASES[name].make(nn)
@@ -270,7 +272,7 @@ def test_small_modules_meet_no_kernel() -> None:
             assert _ours(lambda: attention(x, x, x))
 
 
-def test_hooks_and_parametrisations_are_seen() -> None:
+def test_hooks_and_parametrisations_take_effect() -> None:
     seen: list[str] = []
     x = torch.randn(3, 8)
     linear = nn.Linear(8, 8)
@@ -301,7 +303,7 @@ def test_hooks_and_parametrisations_are_seen() -> None:
             torch.testing.assert_close(after, expected)
 
 
-def test_autocast_and_transforms_hold() -> None:
+def test_small_modules_under_autocast_and_transforms() -> None:
     linear, theirs = nn.Linear(8, 8), torch.nn.Linear(8, 8)
     theirs.load_state_dict(linear.state_dict())
     x = torch.randn(3, 8)
@@ -319,9 +321,12 @@ def test_autocast_and_transforms_hold() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("threads_of_torch", [1, 2])
-def test_gradients_of_norms_of_many_rows_stay_with_the_kernels(threads_of_torch: int) -> None:
-    """PyTorch's, sums of the rows of a thread, are 4 to 12 times as far from the truth as the
-    reference's. However many threads there are, since results do not depend on their number."""
+def test_norm_gradients_of_many_rows_run_on_kernels(threads_of_torch: int) -> None:
+    """With many rows PyTorch's gradients have 4 to 12 times the reference's error.
+
+    They are sums over the rows of each thread. The rule holds for any number of threads, since
+    results must not depend on it.
+    """
     torch.set_num_threads(threads_of_torch)
     for rows, ours in ((128, False), (129, True)):
         x, weight, bias = (torch.randn(n, 8, requires_grad=True) for n in (rows, 1, 1))
@@ -334,13 +339,13 @@ def test_gradients_of_norms_of_many_rows_stay_with_the_kernels(threads_of_torch:
             assert not _ours(lambda a=arguments: functional.layer_norm(*a))
 
 
-def test_few_rows_of_large_matrices_stay_with_the_kernels() -> None:
+def test_few_rows_of_large_matrices_run_on_kernels() -> None:
     x, weight = torch.randn(4, 512), torch.randn(512, 512)
     assert _ours(lambda: functional.linear(x, weight)) == ["linear.cpu"]
     assert transformer_fast.explain("linear", x, weight).backend == "cpu"
 
 
-def test_the_gradient_of_large_tables_is_ours() -> None:
+def test_gradients_of_large_embeddings_run_on_our_kernel() -> None:
     tokens = torch.randint(0, 9, (5,))
     table = nn.Embedding(9, 8)
     assert not _ours(lambda: table(tokens).sum().backward())
@@ -348,7 +353,7 @@ def test_the_gradient_of_large_tables_is_ours() -> None:
     assert _ours(lambda: large(tokens).sum().backward()) == ["embedding_backward.cpu"]
 
 
-def test_the_dispatcher_tells_of_small_calls_where_it_is_asked() -> None:
+def test_recorded_calls_name_the_backend_of_small_calls() -> None:
     x, norm = torch.randn(2, 8), nn.LayerNorm(8)
     from transformer_fast.measure.calls import record
 
@@ -361,8 +366,8 @@ def test_the_dispatcher_tells_of_small_calls_where_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
-def test_derivatives_of_small_norms_under_transforms(name: str) -> None:
-    """The truth is finite differences: where PyTorch's forward mode is differentiated it is wrong."""
+def test_derivatives_of_small_norms_match_finite_differences(name: str) -> None:
+    """Compared with finite differences, since derivatives of PyTorch's forward mode are wrong here."""
     func, step = torch.func, 1e-6
     x, along, weight, bias, factor = (torch.randn(n, 6).double() for n in (3, 3, 1, 1, 3))
 
@@ -388,7 +393,7 @@ def test_derivatives_of_small_norms_under_transforms(name: str) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_short_way_refuses_what_the_long_one_does() -> None:
+def test_the_fast_path_raises_the_same_errors() -> None:
     x, big = torch.randn(3, 8), torch.randn(64, 512)
     with pytest.raises(RuntimeError, match="device"):
         functional.linear(x, torch.empty(5, 8, device="meta"))
@@ -405,7 +410,7 @@ def test_the_short_way_refuses_what_the_long_one_does() -> None:
 
 
 @torch.no_grad()
-def test_sizes_may_be_symbolic() -> None:
+def test_symbolic_sizes_are_supported() -> None:
     x, weight = torch.randn(300, 512), torch.randn(600, 512)
     traced = make_fx(lambda x, w: functional.linear(x, w), tracing_mode="symbolic")(x, weight)
     expected = torch.nn.functional.linear(x[:7], weight)
@@ -413,7 +418,7 @@ def test_sizes_may_be_symbolic() -> None:
 
 
 @torch.no_grad()
-def test_a_negative_view_has_no_copy_of_its_own() -> None:
+def test_negative_views_of_weights_match() -> None:
     x, weight = torch.randn(64, 512), torch.nn.Parameter(torch.randn(512, 512))
     y = functional.linear(x, weight, backend="cpu" if _native.module else None)
     negative = functional.linear(x, torch._neg_view(weight))

@@ -1,4 +1,4 @@
-"""Every kernel that can run here: every case, every length, every gradient."""
+"""Every kernel that can run here, on every case, size and gradient."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ from transformer_fast.testing.oracle import as_results
 pytestmark = [
     pytest.mark.sampled(50),
     pytest.mark.usefixtures("two_threads"),
-    # Rows that hide everything, and infinities on purpose, make NumPy warn in the interpreter.
+    # Fully masked rows and intended infinities make NumPy warn in the interpreter.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-#: A normalised single value has the gradient 0, which PyTorch computes as a difference of large numbers.
+#: The gradient of a norm over a single value is 0; PyTorch computes it as a difference of large
+#: numbers.
 GRADIENT_CASES = [
     param
     for param in targets_and_cases(all_isas=False)
@@ -79,7 +80,7 @@ def test_outputs(target, case):
 
 
 @pytest.mark.parametrize(("target", "case"), GRADIENT_CASES)
-def test_gradients_by_pytorch(target, case):
+def test_gradients_through_autograd(target, case):
     arguments = drawn(target.op, case, target.dtype)
     names = tuple(name for name in OPS[target.op].gradients_of if name != "attn_mask")
     reason = target.refusal(require_grad(target.op, arguments, names))
@@ -105,7 +106,7 @@ def test_inputs_are_not_modified_nor_returned(target, case):
 
 
 class NoProducts(Watch):
-    """Raises where PyTorch multiplies matrices."""
+    """Raises if PyTorch multiplies matrices."""
 
     ENDS = ("mm", "mv", "dot", "linear", "matmul", "attention", "convolution", "einsum")
 
@@ -116,7 +117,7 @@ class NoProducts(Watch):
 
 
 @pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "linear", "sdpa"])
-def test_products_are_noticed(op):
+def test_the_check_detects_matrix_products(op):
     x = torch.randn(2, 3, 3)
     call = {
         "mm": lambda: x[0] @ x[1],
@@ -133,7 +134,7 @@ def test_products_are_noticed(op):
 
 
 def _few_rows(dtype):
-    """Calls for which the dispatcher would take PyTorch's product on some CPU."""
+    """Yields calls for which the dispatcher selects PyTorch's product on some CPUs."""
     for rows in (1, 17, 100):
         x, wide = torch.randn(rows, 512, dtype=dtype), torch.randn(2048, 512, dtype=dtype)
         bias = torch.randn(2048, dtype=dtype)
@@ -147,8 +148,8 @@ def _few_rows(dtype):
 @pytest.mark.parametrize(
     "target", [param for param in targets() if param.values[0].kernel.backend == "cpu"]
 )
-def test_the_cpu_never_multiplies_by_pytorch(target):
-    """Forward and backward, on every case of the op table and for few rows of large weights."""
+def test_cpu_kernels_never_call_pytorchs_products(target):
+    """Forward and backward, on every case of the op table, and for few rows of large weights."""
     cases = [
         (case.name, drawn(target.op, case.name, target.dtype)) for case in OPS[target.op].cases
     ]
@@ -166,15 +167,15 @@ def test_the_cpu_never_multiplies_by_pytorch(target):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_has_a_kernel_to_test(op):
-    """Nothing above would fail if the table of kernels were empty."""
+def test_every_op_has_a_cpu_kernel(op):
+    """If the table of kernels were empty, all tests above would pass."""
     assert any(k.backend == "cpu" for k in dispatch.kernels(op))
     assert len(targets(op)) >= 1
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_dispatcher_chooses_a_kernel_for_an_ordinary_call(op, generator):
-    """On a CPU with the native module, fp32 without gradients does not end in the reference."""
+def test_ordinary_calls_do_not_run_on_the_reference(op, generator):
+    """On a CPU with the native module, fp32 inference does not run on the reference."""
     reasons = [k.unavailable for k in dispatch.kernels(op) if k.backend == "cpu"]
     if reasons[0]:
         pytest.skip(reasons[0])
@@ -182,9 +183,9 @@ def test_the_dispatcher_chooses_a_kernel_for_an_ordinary_call(op, generator):
     assert dispatch.select(call_of(op, arguments)).backend in ("cpu", "torch")
 
 
-#: Bytes in a vector.
+#: Bytes per vector.
 VECTOR = {"baseline": 16, "avx2": 32}
-#: Around the panels, tiles and blocks of the kernels, and a prime beyond them all.
+#: Sizes around the panels, tiles and blocks of the kernels, and a prime beyond all of them.
 FAR = (47, 48, 49, 55, 56, 57, 63, 64, 65, 111, 112, 113, 127, 128, 129, 191, 223, 224, 225, 255,
        256, 257, 511, 513, 521)  # fmt: skip
 OFFSETS = (0, 1, 3)
@@ -193,7 +194,7 @@ ALL = [
     for op, row in ROWS.items()
     for what in row.sweeps
     for param in targets(op)
-    if param.values[0].kernel.backend != "torch"  # PyTorch sweeps its own
+    if param.values[0].kernel.backend != "torch"  # PyTorch's own ops are not swept
 ]
 
 
@@ -204,7 +205,7 @@ def call(op: str, what: str, n: int, dtype: torch.dtype) -> tuple[tuple[Any, ...
 
 
 @pytest.mark.parametrize(("target", "what"), ALL)
-def test_lengths(target, what):
+def test_sizes_and_offsets(target, what):
     lanes = VECTOR.get(target.isa, 64) // target.dtype.itemsize
     refused = None
     for n in (*range(2 * lanes + 2), *FAR):
@@ -223,20 +224,22 @@ def test_lengths(target, what):
 
 @functools.cache
 def refused(op: str, case: str) -> bool:
-    """Whether the CPU leaves the gradients of a case to others."""
+    """True if the CPU backend does not support the gradients of a case."""
     arguments = require_grad(op, drawn(op, case, torch.float32))
     return _native.module is not None and bool(
         dispatch.why_not(kernel_of(op), call_of(op, arguments))
     )
 
 
-def test_most_cases_are_accepted() -> None:
-    """What a backward refuses, it does not test here: that must stay the exception."""
+def test_most_gradients_are_supported() -> None:
+    """Gradients that a backend refuses are not tested here, so refusals must be rare."""
     assert sum(refused(op, case.name) for op, spec in OPS.items() for case in spec.cases) <= 2
 
 
 def trained() -> Iterator[Any]:
-    """Every case on every backend; in the interpreter, which is slow, the dtypes take turns."""
+    """Yields every case on every backend; in Triton's interpreter, which is slow, one dtype per
+    case.
+    """
     turn = itertools.cycle(DTYPES)
     for op, case in ((op, case.name) for op, spec in OPS.items() for case in spec.cases):
         ways = [*BACKENDS, *([CUBLAS] if op in ("linear", "feed_forward") else [])]
@@ -250,8 +253,8 @@ def trained() -> Iterator[Any]:
                     yield pytest.param(op, case, dtype, backend, id=name)
 
 
-def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of many classes some rows: a program takes few, and the interpreter takes 0.1 s for each."""
+def limit_rows(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Limits the rows of a call with many classes: the interpreter takes 0.1 s per row."""
     if "target" not in OPS[op].arguments:
         return arguments
     target = OPS[op].arguments.index("target")
@@ -260,23 +263,24 @@ def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...]) -> tuple[Any, 
 
 
 @pytest.mark.parametrize(("op", "case", "dtype", "backend"), [*trained()], indirect=["backend"])
-def test_results_and_gradients_of_training(op, case, dtype, backend):
-    """Results on the way to gradients, and those."""
+def test_training_is_within_the_budget(op, case, dtype, backend):
+    """Checks the results of the training path and the gradients."""
     target, arguments = backend.of(op, dtype), drawn(op, case, dtype)
     few = case == "scores of deviation 300, few queries"
     if few and dtype == torch.float16 and backend.name == "cpu":
         pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")
     saturated = backend.name == "triton" and case in SATURATED and dtype != torch.float32
-    # In float32 the backward's exponents, differences of numbers of 1,000, are known to 1e-4.
+    # In float32 the exponents of the backward are differences of numbers around 1000, with errors
+    # of 1e-4.
     saturated |= backend.name == "triton" and case == "scores of deviation 300"
     if backend.name == "triton" and target.device == "cpu":
-        arguments = few_rows_of_many_classes(op, arguments)
+        arguments = limit_rows(op, arguments)
     arguments = embed_all_in_nan(on(target, arguments), int(backend != CUDA))
     check_trained(target.kernel, arguments, gradients=not saturated)
 
 
 def cases_of(op: str, backend: Backend) -> list[Case]:
-    """All on the CPU, and a few on what is slow."""
+    """Returns all cases on the CPU, and three on slow backends."""
     cases = OPS[op].cases
     return [*cases] if backend == CPU else [cases[0], OPS[op].case(ROWS[op].sample), cases[-1]]
 
@@ -297,8 +301,8 @@ EVERY_CALL = pytest.mark.parametrize(
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
-def check_alone_and_again(target: Target, arguments: tuple[Any, ...]) -> None:
-    """Asking for one gradient only, or for all others, gives the same ones, and so does one thread."""
+def check_requested_gradients(target: Target, arguments: tuple[Any, ...]) -> None:
+    """Gradients are bitwise equal if only one or all but one are requested, and with one thread."""
     run, op = target.kernel.run, target.op
     arguments = on(target, arguments)
     found = gradients(op, run, arguments)
@@ -312,24 +316,28 @@ def check_alone_and_again(target: Target, arguments: tuple[Any, ...]) -> None:
 
 
 @EVERY_CALL
-def test_gradients_alone_and_again(op: str, case: str, backend: Backend) -> None:
+def test_gradients_do_not_depend_on_which_are_requested(
+    op: str, case: str, backend: Backend
+) -> None:
     if (op, case) == ("feed_forward", "strided") and "amx" in ISAS and backend == CPU:
         pytest.skip("there the gradient of weight1 alone is taken by a product of another order")
     dtype = torch.float32 if backend == CPU else torch.bfloat16
-    check_alone_and_again(backend.of(op, dtype), drawn(op, case, dtype))
+    check_requested_gradients(backend.of(op, dtype), drawn(op, case, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_alone_and_again_of_large_calls(op: str, dtype: torch.dtype) -> None:
+def test_large_gradients_do_not_depend_on_which_are_requested(op: str, dtype: torch.dtype) -> None:
     for arguments in ROWS[op].large(Draw(dtype, "cpu", torch.Generator().manual_seed(0))):
-        check_alone_and_again(CPU.of(op, dtype), arguments)
+        check_requested_gradients(CPU.of(op, dtype), arguments)
 
 
 @EVERY_CALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_second_derivatives(op: str, case: str, backend: Backend, dtype: torch.dtype) -> None:
-    """By the reference's formula, from what the kernel's forward saved."""
+def test_second_derivatives_are_within_the_budget(
+    op: str, case: str, backend: Backend, dtype: torch.dtype
+) -> None:
+    """Computed by the reference's formula from the tensors that the kernel's forward saved."""
     target = backend.of(op, dtype)
     check_gradients(op, target.kernel.run, on(target, drawn(op, case, dtype)), twice=True)
 
@@ -347,7 +355,7 @@ def test_opcheck(op: str, backend: Backend, dtype: torch.dtype) -> None:
 
 
 @EVERY_KERNEL
-def test_one_graph_forward_and_backward(op: str, backend: Backend) -> None:
+def test_calls_compile_to_one_graph(op: str, backend: Backend) -> None:
     target = backend.of(op)
     arguments = on(target, drawn(op, ROWS[op].sample, torch.float32))
     for compiler in ("aot_eager", "inductor") if backend == CPU else ("aot_eager",):
@@ -355,7 +363,7 @@ def test_one_graph_forward_and_backward(op: str, backend: Backend) -> None:
 
 
 @EVERY_KERNEL
-def test_empty_calls_are_the_references(op: str, backend: Backend) -> None:
+def test_empty_calls_match_the_reference(op: str, backend: Backend) -> None:
     target = backend.of(op)
     for case in cases_of(op, backend):
         arguments = on(target, drawn(op, case.name, torch.float32))
@@ -373,7 +381,7 @@ def test_empty_calls_are_the_references(op: str, backend: Backend) -> None:
 
 
 @EVERY_KERNEL
-def test_the_public_function_runs_it_when_named(op: str, backend: Backend) -> None:
+def test_public_functions_run_the_named_kernel(op: str, backend: Backend) -> None:
     arguments = on(backend.of(op), OPS[op].tiny.build(torch.float32, "cpu", None))
     public = OPS[op].public or (lambda functional, *given: getattr(functional, op)(*given))
     with use_backend(backend.name), record() as found:
@@ -381,7 +389,7 @@ def test_the_public_function_runs_it_when_named(op: str, backend: Backend) -> No
     assert list(found.calls) == [(op, backend.name)]
 
 
-#: What is done to a gradient, in (..., rows, columns), before it comes to a kernel's backward.
+#: Layouts of the incoming gradient, (..., rows, columns), of a kernel's backward.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda grad: grad[..., :1].expand(grad.shape),
     "one number": lambda grad: grad.flatten()[0].expand(grad.shape),
@@ -409,13 +417,15 @@ def test_upstream_gradients_of_any_layout(op: str, backend: Backend, dtype: torc
                 torch.autograd.grad(results, leaves, ups, retain_graph=True)
                 for ups in (grads, [grad.contiguous() for grad in grads])
             )
-            # On GPUs some products are PyTorch's, in an order that depends on strides.
+            # On GPUs some products are PyTorch's, whose summation order depends on strides.
             close = 0.0 if backend.name == "cpu" else 1e-2
             torch.testing.assert_close(found, expected, rtol=close, atol=close, msg=name)
             assert_same([x.detach() for x in (*leaves, *grads)], before)
 
 
-def test_gradients_of_norms_of_rows_far_from_zero(float_isa: str) -> None:
-    """Half a unit of the mean is up to 1e-5 of what is left there, in all of a row."""
+def test_norm_gradients_of_rows_far_from_zero(float_isa: str) -> None:
+    """The mean's rounding error is half a unit, up to 1e-5 of the centred values, and equal in all
+    of a row.
+    """
     x = 100.0 + 0.5 * torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     check_gradients("layer_norm", kernel_of("layer_norm").run, (x, (4,), None, None, 1e-12))

@@ -1,4 +1,4 @@
-"""What is special to norms: RMSNorm's, and The Annotated Transformer's; the op table has the rest."""
+"""RMSNorm and the Annotated Transformer's norm; the op table covers the rest of the norms."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why
 
 @needs_native
 @pytest.mark.parametrize("values", [float("nan"), float("inf")])
-def test_what_is_dropped_is_gone(values, isa):
-    """A dropped element gives 0 whatever it was, and passes no gradient."""
+def test_dropped_elements_have_no_effect(values, isa):
+    """A dropped element gives 0 whatever its value, and has a gradient of 0."""
     seed = torch.tensor(4)
     dropped = reference.dropout(torch.ones(6, 40), 0.5, seed) == 0
     x = torch.ones(6, 40).masked_fill(dropped, values).requires_grad_()
@@ -84,30 +84,30 @@ def test_the_gradients_of_parameters_have_their_dtype_in_traces(has_weight):
     assert grad_weight.dtype == grad_bias.dtype == (torch.float32 if has_weight else x.dtype)
 
 
-def test_by_hand():
+def test_rms_norm_matches_a_hand_computed_example():
     x = torch.tensor([[3.0, -4.0], [0.0, 0.0]])
     y = reference.rms_norm(x, (2,), torch.tensor([2.0, 1.0]), 0.5)
     torch.testing.assert_close(y, torch.tensor([[6.0, -4.0], [0.0, 0.0]]) / (12.5 + 0.5) ** 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_default_eps_is_pytorchs(dtype):
+def test_the_default_eps_matches_pytorch(dtype):
     x = torch.full((2, 8), 1e-3, dtype=dtype)
     torch.testing.assert_close(functional.rms_norm(x, 8), F.rms_norm(x, (8,)))
 
 
-def test_the_default_eps_is_that_of_the_sum():
+def test_the_default_eps_has_the_dtype_of_the_sum():
     x, r = torch.full((1, 4), 1e-4), torch.zeros(1, 4, dtype=torch.float64)
     y, total = functional.add_rms_norm(x, r, 4)
     torch.testing.assert_close(y, F.rms_norm(total, (4,)))
 
 
-def test_the_modules_eps_counts():
+def test_the_module_applies_its_eps():
     x = torch.randn(3, 5, 8)
     torch.testing.assert_close(nn.RMSNorm((5, 8), 0.1)(x), torch.nn.RMSNorm((5, 8), 0.1)(x))
 
 
-def test_complex_and_empty_rows_are_as_in_pytorch():
+def test_complex_and_empty_inputs_match_pytorch():
     x = torch.randn(2, 4, dtype=torch.complex64)
     torch.testing.assert_close(nn.RMSNorm(4)(x), torch.nn.RMSNorm(4)(x))
     x, weight = torch.empty(3, 0, requires_grad=True), torch.empty(0, requires_grad=True)
@@ -127,20 +127,20 @@ def test_complex_and_empty_rows_are_as_in_pytorch():
         (lambda f: f(torch.ones(2, 3), 3, eps="no"), TypeError, "eps"),
     ],
 )
-def test_wrong_arguments_are_named(call, error, words):
+def test_errors_name_the_invalid_argument(call, error, words):
     with pytest.raises(error, match=words):
         call(functional.rms_norm)
     with pytest.raises(error, match=words):
         call(lambda x, *rest, **more: functional.add_rms_norm(x, x, *rest, **more))
 
 
-def test_the_residual_has_inputs_shape():
+def test_a_residual_of_another_shape_raises():
     with pytest.raises(ValueError, match="residual"):
         functional.add_rms_norm(torch.ones(2, 3), torch.ones(3), 3)
 
 
 @needs_native
-def test_explanation_and_kinds():
+def test_rms_norm_runs_on_the_cpu_kernel():
     x, weight = torch.randn(4, 24), torch.randn(24)
     assert explain("rms_norm", x, 24, weight).backend == "cpu"
     with pytest.raises(RuntimeError, match="kind"):
@@ -148,7 +148,7 @@ def test_explanation_and_kinds():
 
 
 @pytest.mark.parametrize(("model", "name"), [("t5", "T5LayerNorm"), ("llama", "LlamaRMSNorm")])
-def test_those_of_transformers(model, name):
+def test_norms_of_transformers_are_replaced(model, name):
     pytest.importorskip("transformers")
     theirs = getattr(
         importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
@@ -190,11 +190,11 @@ WRITTEN = {f.__name__: f for f in (llama_norm, t5_norm, root_mean_square, torchs
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_compile_backend(fresh, name):
+def test_hand_written_rms_norms_are_rewritten(fresh, name):
     model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(WRITTEN[name]))
     [report] = check(model, 1 + 3 * torch.randn(B, T, M), rms_norm=1, layer_norm=0)
     assert not {"mean", "pow", "sqrt", "rsqrt"} & set(report.others)
-    check(model, 1e-3 * torch.randn(B, T, M), rms_norm=1)  # eps counts
+    check(model, 1e-3 * torch.randn(B, T, M), rms_norm=1)  # small inputs, for which eps matters
     half = copy.deepcopy(model).bfloat16()
     ours, reports = compiled(half)
     x = torch.randn(B, T, M).bfloat16()
@@ -206,7 +206,7 @@ def test_compile_backend(fresh, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
-def test_casts_that_round_stay(fresh, dtype):
+def test_rounding_casts_prevent_the_rewrite(fresh, dtype):
     def norm(x: Tensor) -> Tensor:
         q = x.to(dtype)
         return q * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -216,7 +216,7 @@ def test_casts_that_round_stay(fresh, dtype):
     torch.testing.assert_close(ours(x), norm(x), rtol=0, atol=2**-7)
 
 
-def test_a_wider_weight_widens_the_result(fresh):
+def test_a_wider_weight_gives_the_wider_dtype(fresh):
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         square = x.float().pow(2).mean(-1, keepdim=True)
         return weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
@@ -227,7 +227,7 @@ def test_a_wider_weight_widens_the_result(fresh):
     torch.testing.assert_close(ours(x, weight), norm(x, weight), rtol=2**-7, atol=2**-7)
 
 
-# The Annotated Transformer's, against its module in plain PyTorch --------------------------------
+# The Annotated Transformer's norm, compared with its module in plain PyTorch ---------------------
 
 
 def annotated(
@@ -248,7 +248,7 @@ def results(
     backend: str,
     rounded_to: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
-    """The output and all gradients."""
+    """Returns the output and all gradients."""
     norm, x = annotated(rows, columns, rounded_to)
     norm, x = norm.to(dtype), x.to(dtype).requires_grad_()
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(rounded_to).to(dtype)
@@ -262,7 +262,7 @@ def results(
 @pytest.mark.parametrize("columns", [2, 3, 15, 16, 33, 64, 130, 512])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_annotated_norm_is_the_plain_one(rows, columns, dtype, isa):
+def test_the_annotated_norm_matches_plain_pytorch(rows, columns, dtype, isa):
     ours = results(rows, columns, dtype, "cpu")
     plain = results(rows, columns, dtype, "reference")
     true = results(rows, columns, torch.float64, "reference", rounded_to=dtype)
@@ -271,7 +271,7 @@ def test_the_annotated_norm_is_the_plain_one(rows, columns, dtype, isa):
 
 
 @needs_native
-def test_rows_of_equal_values(isa):
+def test_the_annotated_norm_of_equal_values(isa):
     norm, _ = annotated(1, 24, torch.float32)
     x = torch.full((3, 24), 2.5, requires_grad=True)
     y = norm(x)
@@ -284,7 +284,7 @@ def test_rows_of_equal_values(isa):
 
 
 @needs_native
-def test_what_runs_on_the_kernel():
+def test_calls_that_run_on_the_kernel():
     norm, x = annotated(3, 8, torch.float32)
     assert "NormFunction" in type(norm(x).grad_fn).__name__
     assert "NormFunction" not in type(norm.double()(x.double()).grad_fn).__name__
@@ -296,7 +296,7 @@ def test_what_runs_on_the_kernel():
 
 
 @needs_native
-def test_strides_and_inference():
+def test_annotated_norms_of_strided_inputs():
     norm, x = annotated(5, 12, torch.float32)
     turned = x.transpose(0, 1)
     with torch.inference_mode():

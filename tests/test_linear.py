@@ -1,8 +1,9 @@
-"""Linear maps and feed-forward networks by every way that rows, sizes and instruction sets decide.
+"""linear and feed_forward on every code path that rows, sizes and instruction sets select.
 
-Up to `direct_rows` rows read a weight where it lies, others packed copies, which are kept of parameters.
-Half types have panels of rows by twos, in parts where they do not fit. On CPUs with AMX fp32 goes by
-bf16x3: from 12 rows on panels are split as they are read, from 144 on packed as components.
+Up to `direct_rows` rows read a weight in place. More rows use packed copies, which are cached for
+parameters. Low precision has panels of pairs of rows, and packs them in chunks if they do not fit.
+On CPUs with AMX, fp32 is multiplied as bf16x3: from 12 rows on panels are split as they are read,
+and from 144 rows on they are packed as components.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 OPS = torch.ops.transformer_fast
 Call = tuple[str, tuple[Any, ...]]
 
-#: Every build; the fp32 kernels of AVX-512-BF16 are those of AVX-512.
+#: Every build; AVX-512-BF16 has the fp32 kernels of AVX-512.
 PRODUCTS = [
     p
     for op in ("linear", "feed_forward")
@@ -85,7 +86,7 @@ def built(target: Target, rows: int, *sizes: int, **options: Any) -> tuple[Any, 
 
 
 def replaced(arguments: tuple[Any, ...], **places: Any) -> tuple[Any, ...]:
-    """Other arguments at the places ``a0``, ``a1``, ..."""
+    """Returns the arguments with those at positions ``a0``, ``a1``, ... replaced."""
     changed = list(arguments)
     for place, value in places.items():
         changed[int(place[1:])] = value
@@ -93,7 +94,9 @@ def replaced(arguments: tuple[Any, ...], **places: Any) -> tuple[Any, ...]:
 
 
 def packed(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same with weights of which packed copies are kept; few rows read others as they are."""
+    """Turns weights into parameters, for which packed copies are cached; few rows read other
+    weights in place.
+    """
     weights = {"a1": arguments[1]} | ({"a3": arguments[3]} if op == "feed_forward" else {})
     return replaced(arguments, **{name: torch.nn.Parameter(w) for name, w in weights.items()})
 
@@ -102,8 +105,10 @@ def packed(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def of_linear(dtype: torch.dtype) -> Iterator[Call]:
-    """Chunks of 64 inputs, running sums of 512, slabs of 1024; pairs of 16 rows, blocks of 256; panels
-    of 32 outputs, blocks of 512."""
+    """Edges of inputs: chunks of 64, running sums of 512, slabs of 1024.
+
+    Edges of rows: pairs of 16, blocks of 256. Edges of outputs: panels of 32, blocks of 512.
+    """
     for rows, inputs in itertools.product(
         (12, 16, 17, 32, 33, 48, 49, 64, 72, 111, 143, 144, 300),
         (1, 31, 33, 64, 65, 96, 257, 512, 513, 1023, 1024, 1025, 1100, 1537, 2051),
@@ -116,7 +121,7 @@ def of_linear(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def of_ends(dtype: torch.dtype) -> Iterator[Call]:
-    """Activation, residual and bias, without and with gaps between rows."""
+    """Activation, residual and bias, with and without gaps between rows."""
     for inputs, activation in itertools.product((70, 1030), ACTIVATIONS):
         for residual, outputs in itertools.product((False, True), (1, 16, 32, 47, 96)):
             arguments = linear(75, inputs, outputs, activation, residual)
@@ -131,7 +136,7 @@ def of_ends(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def of_network(dtype: torch.dtype) -> Iterator[Call]:
-    """Up to 143 rows two threads take columns, from 144 on rows."""
+    """Up to 143 rows two threads split the columns, from 144 rows on the rows."""
     every = (12, 31, 48, 65, 112, 143, 144, 145, 300)
     for rows, activation in itertools.product(every, ACTIVATIONS[1:]):
         for model, hidden, outputs in ((40, 129, 40), (33, 127, 70), (65, 300, 1)):
@@ -151,8 +156,8 @@ SIZES = {"linear": (of_linear, of_ends), "feed_forward": (of_network,)}
         for calls in SIZES[p.values[0].op]
     ],
 )
-def test_sizes(target, calls):
-    """With weights that lie anywhere, and with packed copies of parameters. `ops` sweeps the rest."""
+def test_sizes_at_panel_and_block_edges(target, calls):
+    """Unaligned weights, and packed copies of parameters. The sweeps of `ops` cover other sizes."""
     check_calls(target, calls)
     for _, arguments in calls(target.dtype):
         check(target.op, run(target, packed(target.op, arguments)), arguments)
@@ -162,7 +167,7 @@ def test_sizes(target, calls):
 # Gradients -----------------------------------------------------------------------------------------
 
 
-#: What decides a kernel's way: few rows, odd ones, and more than a block has.
+#: Numbers of rows that select a code path: few, odd, and more than a block.
 ROWS = {
     torch.float32: (1, 2, 5, 6, 7, 47, 48, 49, 64, 150, 257, 300),
     **dict.fromkeys(DTYPES[1:], (1, 23, 24, 31, 32, 33, 45, 256, 257)),
@@ -195,22 +200,24 @@ def trained_network(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @pytest.mark.parametrize("target", PRODUCTS)
-def test_gradients(target):
+def test_gradients_are_within_the_budget(target):
     calls = trained_linear if target.op == "linear" else trained_network
     check_calls(target, calls, gradients=True)
 
 
 @pytest.mark.parametrize("rows", [9, 15, 64, 256, 257])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bf16", "fp16"])
-def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa: str) -> None:
-    """As by panels that were packed before, bit by bit: outputs and the input's gradient."""
+def test_panels_packed_on_the_fly_give_the_same_bits(
+    rows: int, dtype: torch.dtype, isa: str
+) -> None:
+    """Outputs and input gradients are bitwise those of panels packed beforehand."""
     generator = torch.Generator().manual_seed(rows)
     for n, k in ((128, 67), (131, 256), (520, 130)):
         x, weight, bias, grad = (
             torch.randn(shape, generator=generator).to(dtype)
             for shape in ((rows, k), (n, k), (n,), (rows, n))
         )
-        wide = torch.nn.functional.pad(weight, (3, 5))[:, 3 : 3 + k]  # rows that are further apart
+        wide = torch.nn.functional.pad(weight, (3, 5))[:, 3 : 3 + k]  # a larger row stride
         copy, turned = OPS.cpu_pack_weight(weight, rows), weight.t().contiguous()
         expected = OPS.linear_packed.cpu(x, weight, copy, bias, None, 2)
         by_columns = OPS.linear_packed.cpu(
@@ -225,8 +232,8 @@ def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("target", [p for p in FLOAT32 if p.values[0].op == "linear"])
-def test_slopes_far_out(target: Target, activation: str) -> None:
-    """1 to the right and 0 to the left, however far, and in between torch's in fp64."""
+def test_activation_derivatives_of_large_inputs(target: Target, activation: str) -> None:
+    """Derivatives are 1 for large inputs and 0 for very negative ones; in between they match fp64."""
     far = torch.tensor([100.0, 1e4, 1e10, 7e12, 1e20, 1e38])
     x = torch.cat([far, -far, torch.linspace(-14, 14, 2001)])[:, None].requires_grad_()
     with in_use(target.isa):
@@ -240,11 +247,12 @@ def test_slopes_far_out(target: Target, activation: str) -> None:
     torch.testing.assert_close(slope[12:], wanted[12:].float(), rtol=0.0, atol=3e-7)
 
 
-# Numbers that components cannot say ----------------------------------------------------------------
+# Values that bf16x3 cannot represent
+# ---------------------------------------------------------------
 
 
 def as_floats(op: str, arguments: tuple[Any, ...]) -> Truth:
-    """The truth, but what is too large for fp32 is infinite."""
+    """Returns the truth, with infinity for results beyond fp32's range."""
     truth = truth_of(op, arguments)
     ((name, true),) = truth.true.items()
     large = true.abs() > torch.finfo(torch.float32).max
@@ -253,8 +261,8 @@ def as_floats(op: str, arguments: tuple[Any, ...]) -> Truth:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-36, 1e-42])
 @pytest.mark.parametrize("target", FLOAT32)
-def test_wild_values(target, value):
-    """One of them, anywhere, a row of them, and rows of tiny ones."""
+def test_extreme_values_are_within_the_budget(target, value):
+    """Such a value anywhere, a row of them, and rows of tiny values."""
     network = target.op == "feed_forward"
     places = itertools.product(("x", "w", "both", "row", "rest"), (20, 75, 150), ACTIVATIONS)
     for place, rows, activation in places:
@@ -266,13 +274,13 @@ def test_wild_values(target, value):
         if place == "x":
             x[3, 5] = value
         if place in ("w", "both"):
-            x[:, 5] *= 0.1  # no overflow
+            x[:, 5] *= 0.1  # avoids overflow
             weight[7, 5] = value
         if place == "both":
             x[3, 5], weight[7, 5] = value, 0.5
         if place == "row":
             x[rows - 1] = value * 0.01
-        if place == "rest" and abs(value) < 1.0:  # of tiny inputs alone
+        if place == "rest" and abs(value) < 1.0:  # tiny inputs only
             arguments = replaced(arguments, a2=None, **({"a4": None} if network else {}))
             x.mul_(1e-36)
         elif place == "rest":
@@ -283,8 +291,8 @@ def test_wild_values(target, value):
 
 
 @pytest.mark.parametrize("target", LINEAR)
-def test_overflow_on_the_way(target):
-    """Sums that leave the range are infinite, and those that stay are not."""
+def test_overflowing_sums_are_infinite(target):
+    """Sums beyond fp32's range are infinite; sums that only approach the limit are finite."""
     arguments = linear(80, 70, 50)
     arguments[0][3, 5], arguments[1][:, 5] = 3e38, 0.9
     arguments[1][7, 5], arguments[1][9, 5] = 8.0, -8.0
@@ -295,8 +303,8 @@ def test_overflow_on_the_way(target):
 
 @pytest.mark.parametrize(("place", "size"), [(0, 1e-42), (1, 1e-36), (1, 1e-42), (1, 1e-30)])
 @pytest.mark.parametrize("target", BF16X3)
-def test_below_the_smallest(target, place, size):
-    """Where fp32 runs out of bits, errors are no larger than the smallest normal number."""
+def test_tiny_values_have_errors_below_the_smallest_normal(target, place, size):
+    """Where fp32 underflows, errors are at most the smallest normal number."""
     arguments = replaced(built(target, 130, 70, 50, activation="relu"), a2=None)
     arguments = replaced(arguments, a4=None)
     arguments[place].mul_(size)
@@ -310,7 +318,7 @@ def test_below_the_smallest(target, place, size):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e-36])
 @pytest.mark.parametrize("target", FLOAT32)
-def test_gradients_of_wild_values(target, value):
+def test_gradients_of_extreme_values(target, value):
     arguments = built(target, 150, 70, 90, activation="relu")
     if value == 1e-36:
         arguments[0].mul_(value)
@@ -323,7 +331,7 @@ def test_gradients_of_wild_values(target, value):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("target", [p for p in PRODUCTS if p.values[0].op == "feed_forward"])
-def test_what_is_not_finite_comes_through(target: Target, value: float) -> None:
+def test_infinity_and_nan_reach_gradients_as_in_pytorch(target: Target, value: float) -> None:
     d = drawing(target.dtype)
     x, weight1, weight2 = d.normal(50, 40), d.weight(60, 40), d.weight(40, 60)
     x[3, 5] = value
@@ -337,22 +345,23 @@ def test_what_is_not_finite_comes_through(target: Target, value: float) -> None:
 
 
 @pytest.mark.parametrize("target", LINEAR)
-def test_negative_zero(target):
+def test_weights_of_negative_zero_give_the_bias(target):
     x, weight, bias, *rest = linear(80, 70, 50)
     parameter = torch.nn.Parameter(torch.full_like(weight, -0.0))
     for _ in range(2):
         assert torch.equal(run(target, (x, parameter, bias, *rest)), bias.expand(80, 50))
 
 
-# Ways ----------------------------------------------------------------------------------------------
+# Code paths
+# -----------------------------------------------------------------------------------------
 
-#: Where it is not 4: some instruction sets lack the instructions for it.
+#: Maximum rows that read a weight in place, if not 4: some instruction sets lack the instructions.
 DIRECT_ROWS: dict[str, dict[str, int]] = {
     "float32": {},
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8},
     "float16": {"baseline": 0},
 }
-#: Of weights that no cache keeps, where it is more.
+#: The same for weights larger than any cache, if not 8 (float32) or 4.
 DISTANT_ROWS: dict[str, dict[str, int]] = {
     "float32": {"amx": 4},
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12},
@@ -361,8 +370,8 @@ DISTANT_ROWS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_rows_read_the_weight_itself(dtype: torch.dtype, rows: int, isa: str) -> None:
-    """No copy of a parameter is kept, and a single element that is written is seen."""
+def test_few_rows_read_the_weight_in_place(dtype: torch.dtype, rows: int, isa: str) -> None:
+    """No packed copy is cached, and a write of a single element takes effect."""
     assert _native.module is not None
     cpu_packing.forget()
     name, generator = str(dtype).removeprefix("torch."), torch.Generator().manual_seed(rows)
@@ -389,7 +398,7 @@ def test_few_rows_read_the_weight_itself(dtype: torch.dtype, rows: int, isa: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_few_more_rows_read_a_distant_weight_itself(dtype: torch.dtype, isa: str) -> None:
+def test_more_rows_read_an_uncached_weight_in_place(dtype: torch.dtype, isa: str) -> None:
     assert _native.module is not None
     cpu_packing.forget()
     name = str(dtype).removeprefix("torch.")
@@ -406,14 +415,14 @@ def test_a_few_more_rows_read_a_distant_weight_itself(dtype: torch.dtype, isa: s
         check(
             "linear", run(target, (x, weight, None, None, None)), (x, weight.detach(), *[None] * 3)
         )
-        weight.data[-1, -1] = 100.0 + count  # a single element
+        weight.data[-1, -1] = 100.0 + count  # a single element changes
     assert memory.packed() == 0
 
 
 @pytest.mark.parametrize("rows", [11, 12, 143, 144])
 @pytest.mark.parametrize("target", BF16X3)
-def test_rows_decide_the_way(target, rows):
-    """Nothing of it would be tested if products were never taken as bf16x3."""
+def test_bf16x3_is_selected_by_the_number_of_rows(target, rows):
+    """Proves that bf16x3 is used; other tests depend on that."""
     native = _native.module
     with in_use("amx"):
         way = native.splits_panels(rows), native.packs_pieces(rows)
@@ -425,7 +434,8 @@ def test_rows_decide_the_way(target, rows):
         assert not any(native.splits_panels(n) or native.packs_pieces(n) for n in (rows, 1 << 20))
 
 
-# Packed copies of either kind ----------------------------------------------------------------------
+# Packed copies of both formats
+# ---------------------------------------------------------------------
 
 
 def packed_both_ways(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -439,14 +449,14 @@ on_amx = pytest.mark.skipif("amx" not in ISAS, reason=_native.why_not or "this C
 
 @on_amx
 @pytest.mark.parametrize("rows", [8, 20, 75, 300])
-def test_a_copy_of_the_other_kind_serves(rows, amx):
+def test_packed_copies_of_either_format_are_usable(rows, amx):
     x, weight, bias, *_ = arguments = linear(rows, 70, 50)
     pieces, whole = packed_both_ways(weight)
     got = [OPS.linear_packed.cpu(x, weight, copy, bias, None, 0) for copy in (pieces, whole)]
     for result in got:
         check("linear", result, arguments)
     assert not torch.equal(*got)
-    # A copy in fp32 that 144 rows or more are given is multiplied in fp32.
+    # With 144 rows or more, a copy in fp32 is multiplied in fp32.
     plain = run(LINEAR[0].values[0]._replace(isa="avx512"), linear(rows, 70, 50))
     assert torch.equal(got[1], plain) or rows < 144
     x, w1, b1, w2, b2, *_ = arguments = feed_forward(rows, 70, 50)
@@ -456,8 +466,10 @@ def test_a_copy_of_the_other_kind_serves(rows, amx):
 
 
 @on_amx
-def test_which_copies_are_used(amx):
-    """Whether one is of this weight its caller knows; one that cannot be read is not."""
+def test_unreadable_packed_copies_are_ignored(amx):
+    """The caller ensures that a copy belongs to the weight; a copy in an unreadable format is
+    ignored.
+    """
     target = LINEAR[0].values[0]
     x, weight, bias, *_ = arguments = linear(150, 70, 50)
     assert torch.equal(
@@ -469,13 +481,14 @@ def test_which_copies_are_used(amx):
     with in_use("avx512"):
         result = OPS.linear_packed.cpu(x, weight, pieces, bias, None, 0)
     assert torch.equal(result, run(target._replace(isa="avx512"), arguments))
-    # Of 65 to 96 inputs a copy takes as much room as of 70.
+    # Copies for 65 to 96 inputs have the same size.
     for wrong in (packed_both_ways(weight[:, 6:])[0], pieces[1:]):
         result = OPS.linear_packed.cpu(x, weight, wrong, bias, None, 0)
         assert torch.equal(result, run(target, arguments))
 
 
-# Bits, and how exact -------------------------------------------------------------------------------
+# Bitwise equality, and accuracy
+# ---------------------------------------------------------------------
 
 LARGE = {
     "linear": (
@@ -509,8 +522,8 @@ def test_a_row_does_not_depend_on_the_others(target):
 
 
 @on_amx
-def test_as_exact_as_torch():
-    """Sums are rounded less often than torch's: not only within the budget, but closer."""
+def test_errors_are_smaller_than_pytorchs():
+    """Sums are rounded less often than PyTorch's: errors are smaller, not only within the budget."""
     shapes = [(72, 33, 45), (111, 257, 31), (128, 64, 96), (300, 1030, 33), (100, 4096, 64)]
     calls = [(LINEAR[0].values[0], linear(*shape)) for shape in shapes]
     shapes = [(73, 129, 277), (128, 64, 256), (300, 70, 130), (200, 256, 1030)]
