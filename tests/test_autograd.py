@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 
-#: One call of each op with everything in it that has a gradient.
+#: Op -> a case with all arguments that have gradients.
 CASES = {op: row.sample for op, row in ROWS.items()}
 
 
@@ -57,8 +57,8 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "linear", "feed_forward", "attention"])
-def test_compiled_for_any_number_of_rows(op):
-    """Or of queries and keys."""
+def test_compiled_calls_support_any_number_of_rows(op):
+    """Or of queries and keys, for attention."""
     compiled = torch.compile(run_of(op), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (5, 8, 13):
         input, *rest = arguments_of(op, "causal" if op == "attention" else None)
@@ -75,7 +75,7 @@ def test_compiled_for_any_number_of_rows(op):
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_third_derivatives(op):
+def test_third_derivatives_match_the_reference(op):
     arguments = arguments_of(op)
     leaves = leaves_of(arguments)
     found = []
@@ -90,7 +90,7 @@ def test_third_derivatives(op):
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_a_graph_of_gradients_changes_no_gradient(op):
+def test_create_graph_changes_no_gradient(op):
     arguments = arguments_of(op)
     loss = first(run_of(op)(*arguments)).sin().sum()
     kept = torch.autograd.grad(loss, leaves_of(arguments), create_graph=True)
@@ -99,8 +99,8 @@ def test_a_graph_of_gradients_changes_no_gradient(op):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_second_derivatives_through_a_checkpoint():
-    """Dropout has the pattern of the first time in both derivatives."""
+def test_checkpoints_have_the_same_second_derivatives():
+    """Dropout repeats the pattern of the forward in both derivatives."""
     x = torch.randn(9, 16, requires_grad=True)
     w1, w2 = torch.randn(40, 16), torch.randn(16, 40)
 
@@ -117,7 +117,7 @@ def test_second_derivatives_through_a_checkpoint():
     torch.testing.assert_close(*found)
 
 
-def test_gradient_of_a_residual_is_no_second_derivative():
+def test_second_derivatives_of_a_residual():
     x, w, r = torch.randn(4, 8), torch.randn(8, 8), torch.randn(4, 8, requires_grad=True)
     (found,) = torch.autograd.grad(
         F.linear(x, w, residual=r, backend="cpu").square().sum(), r, create_graph=True
@@ -128,18 +128,18 @@ def test_gradient_of_a_residual_is_no_second_derivative():
 
 
 def dispatched(op: str) -> Any:
-    """The op as its public function runs it with ``backend="cpu"``."""
+    """Returns the op as its public function runs it with ``backend="cpu"``."""
     return lambda *arguments: dispatch.select(call_of(op, arguments), "cpu").run(*arguments)
 
 
 def of_input(op: str, run: Any) -> tuple[Any, Tensor]:
-    """The op as a function of its first argument alone, and that argument."""
+    """Returns the op as a function of its first argument, and that argument."""
     input, *rest = (x.detach() if isinstance(x, Tensor) else x for x in arguments_of(op))
     return lambda x: first(run(x, *rest)).sin(), input
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_forward_mode(op):
+def test_forward_mode_matches_the_reference(op):
     function, input = of_input(op, dispatched(op))
     reference, _ = of_input(op, OPS[op].reference)
     tangent = torch.randn(input.shape, generator=torch.Generator().manual_seed(1))
@@ -156,8 +156,8 @@ def test_forward_mode(op):
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_functional_transforms(op):
-    """vmap, grad, grad of grad, and forward over reverse, with a backend named."""
+def test_functional_transforms_match_the_reference(op):
+    """vmap, grad, grad of grad, and forward over reverse, with a named backend."""
     function, input = of_input(op, dispatched(op))
     reference, _ = of_input(op, OPS[op].reference)
     batch = torch.stack((input, 0.5 * input))
@@ -190,8 +190,8 @@ def test_strict_mode_refuses_transforms():
 
 @pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_hessians_by_reverse_mode(vectorize):
-    """Of two steps along the input, since each row of a Hessian is a backward."""
+def test_hessians_match_the_reference(vectorize):
+    """Along two directions of the input only, since each row of a Hessian is a backward."""
     for op in CASES:
         found = []
         for run in (run_of(op), OPS[op].reference):
@@ -209,7 +209,7 @@ def test_hessians_by_reverse_mode(vectorize):
 
 @pytest.mark.parametrize("op", CASES)
 def test_a_call_inspects_no_signature(op, monkeypatch):
-    """Which PyTorch's own way into autograd functions does, and takes longer than a small call."""
+    """PyTorch's own entry to autograd functions inspects it, which takes longer than a small call."""
     arguments = arguments_of(op)
     leaves = leaves_of(arguments)
     monkeypatch.setattr(inspect, "signature", None)
@@ -217,7 +217,7 @@ def test_a_call_inspects_no_signature(op, monkeypatch):
     assert all(g is not None for g in torch.autograd.grad(result.sum(), leaves))
 
 
-def test_no_graph_without_need():
+def test_no_graph_is_recorded_without_gradients():
     x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     assert F.linear(x, w, backend="cpu").grad_fn is not None
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_no_graph_without_need():
 
 
 def saved_bytes(function: Any, *leaves: Tensor) -> int:
-    """Bytes of the tensors that a call keeps for its backward, each storage once."""
+    """Returns the bytes that a call saves for backward, counting each storage once."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -244,8 +244,8 @@ def saved_bytes(function: Any, *leaves: Tensor) -> int:
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3))[:-1])
-def test_what_is_saved_is_what_gradients_need(needs):
-    """No more than what PyTorch saves: a frozen linear map does not keep its input."""
+def test_saved_memory_is_at_most_pytorchs(needs):
+    """No more than PyTorch saves: a linear layer with a frozen weight does not save its input."""
 
     def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(s, requires_grad=n) for s, n in zip(shapes, needs, strict=True)]
@@ -261,7 +261,7 @@ def test_what_is_saved_is_what_gradients_need(needs):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, True), (False, False, True)])
-def test_a_frozen_network_saves_as_little_as_two_linear_maps(needs, activation):
+def test_saved_memory_of_frozen_networks_is_at_most_pytorchs(needs, activation):
     def leaves() -> list[Tensor]:
         shapes = ((50, 32), (128, 32), (32, 128))
         return [torch.randn(s, requires_grad=n) for s, n in zip(shapes, needs, strict=True)]
@@ -278,8 +278,8 @@ def test_a_frozen_network_saves_as_little_as_two_linear_maps(needs, activation):
 
 @pytest.mark.parametrize("op", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_selection_of_gradients(op, dtype):
-    """By the formula, too, each is the same whichever others are asked for."""
+def test_gradients_do_not_depend_on_which_are_requested(op, dtype):
+    """Also with create_graph, each gradient is the same whichever others are requested."""
     arguments = drawn(op, CASES[op], dtype)
 
     def found(names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -297,8 +297,8 @@ def test_any_selection_of_gradients(op, dtype):
                 torch.testing.assert_close(gradient, every[name])
 
 
-def test_a_weight_may_change_before_a_backward_that_does_not_need_it():
-    """As in PyTorch: a first layer's gradients do not depend on its weight."""
+def test_unsaved_weights_may_change_before_backward():
+    """As in PyTorch: the gradients of a first layer do not depend on its weight."""
     x, b = torch.randn(50, 16), torch.randn(16, requires_grad=True)
     for function in (
         lambda w: F.linear(x, w, b, backend="cpu"),
@@ -322,7 +322,7 @@ def test_a_weight_may_change_before_a_backward_that_does_not_need_it():
 @pytest.mark.parametrize(
     ("op", "case"), [("add_layer_norm", None), ("attention", "dropout, weights, causal")]
 )
-def test_only_the_second_result_is_used(op, case):
+def test_gradients_through_the_second_result_only(op, case):
     arguments = arguments_of(op, case)
     leaves = leaves_of(arguments)[:2]
     got, expected = (
@@ -333,16 +333,16 @@ def test_only_the_second_result_is_used(op, case):
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_a_node_gives_what_the_caller_sees(op):
-    """What only the backward wants to know is saved, and is no result of the node."""
+def test_nodes_return_only_public_results(op):
+    """Tensors that only backward needs are saved, and are no results of the node."""
     results = as_results(run_of(op)(*arguments_of(op)))
     node = results[0].grad_fn
-    # A second derivative needs what an activation was applied to.
+    # A second derivative needs the input of the activation.
     more = op in ("linear", "feed_forward")
     assert len(node._input_metadata) == len(results) + more
 
 
-def test_a_backward_enters_no_block_where_nothing_is_recorded(monkeypatch):
+def test_first_derivatives_do_not_enter_no_grad(monkeypatch):
     x = torch.randn(4, 8, requires_grad=True)
     total = F.layer_norm(x, (8,), backend="cpu").sum()
     monkeypatch.setattr(torch, "no_grad", lambda: pytest.fail("no_grad"))

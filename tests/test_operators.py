@@ -1,5 +1,7 @@
-"""Our operators: what PyTorch's tools know of them (fakes, costs, how DTensor may shard them), and calls
-by hand with what no public function gives them: errors, and never old memory."""
+"""Our operators: fakes, FLOP counts and DTensor rules, and direct calls.
+
+Direct calls cover errors and memory reads that no public function can cause.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from transformer_fast import _native, functional, nn, reference, use_backend
-from transformer_fast.backends import cpu_blocks  # all operators
+from transformer_fast.backends import cpu_blocks  # defines all operators
 from transformer_fast.functional import _operator
 
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
@@ -31,11 +33,11 @@ def schemas() -> dict[str, Any]:
 SCHEMAS = schemas()
 
 
-def test_all_operators_are_looked_at():
+def test_all_operators_are_defined():
     assert cpu_blocks
     backends = {rest or name.partition("_")[0] for name, _, rest in map(_split, SCHEMAS)}
     built = {"cpu"} if _native.module is not None else set()
-    # CUDA's library is loaded only where CUDA is.
+    # CUDA's library is loaded only if CUDA is available.
     assert backends - {"cuda"} == {"reference", "torch", "triton"} | built
 
 
@@ -44,13 +46,13 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_it_has_a_fake(name):
+def test_operators_have_fakes(name):
     found = torch._library.simple_registry.singleton.find(f"transformer_fast::{name}")
     assert found.fake_impl.kernel is not None
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_its_rule_names_what_it_has(name):
+def test_rules_name_existing_arguments(name):
     if name not in _operator.LOCAL:
         rule_names_what_there_is(name, SCHEMAS[name])
 
@@ -70,7 +72,7 @@ def rule_names_what_there_is(name: str, schema: Any) -> None:
     assert like - {""} <= names
 
 
-def test_no_rule_is_of_an_operator_that_does_not_exist():
+def test_every_rule_has_an_operator():
     assert {name.partition(".")[0] for name in SCHEMAS} >= set(
         _operator.OPERATORS
     ) or not _native.module
@@ -78,7 +80,7 @@ def test_no_rule_is_of_an_operator_that_does_not_exist():
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_multiplies_matrices_has_a_cost(name):
+def test_matrix_products_have_a_flop_count(name):
     packet = getattr(torch.ops.transformer_fast, _split(name)[0])
     assert (packet in flop_registry) == multiplies_matrices(name)
 
@@ -89,7 +91,7 @@ def multiplies_matrices(name: str) -> bool:
 
 
 class _Count(Watch):
-    """As FlopCounterMode, but without its hooks on modules, which keep layers from being fused."""
+    """Like FlopCounterMode, but without its module hooks, which prevent fused layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class _Count(Watch):
 
 
 def _flops(call: Any) -> int:
-    # PyTorch counts no attention of its own on CPUs, but for that of plain products.
+    # On CPUs PyTorch counts its attention only in the math implementation.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call()
     return counter.get_total_flops()
@@ -113,7 +115,7 @@ def _step(module: torch.nn.Module, *inputs: torch.Tensor) -> Any:
     return lambda: module(*inputs).sum().backward()
 
 
-#: Of each: the scores of its attentions, head size included, which a backward works out again.
+#: name -> (module, input shapes, FLOPs of the attention scores, which our backward recomputes).
 MODULES = {
     "linear": (lambda nn: nn.Linear(24, 40), [(3, 5, 24)], 0),
     "encoder layer": (
@@ -131,7 +133,7 @@ MODULES = {
 
 @needs_native
 @pytest.mark.parametrize("name", MODULES)
-def test_costs_of_training_are_torchs(name):
+def test_flops_of_training_match_pytorch(name):
     make, shapes, scores = MODULES[name]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     with use_backend("cpu"):
@@ -141,7 +143,7 @@ def test_costs_of_training_are_torchs(name):
 
 @needs_native
 @pytest.mark.parametrize("name", MODULES)
-def test_costs_of_inference_are_torchs(name):
+def test_flops_of_inference_match_pytorch(name):
     make, shapes, _ = MODULES[name]
     inputs = [torch.randn(shape) for shape in shapes]
     with torch.no_grad(), use_backend("cpu"):
@@ -156,7 +158,7 @@ def test_costs_of_inference_are_torchs(name):
 
 @needs_native
 @pytest.mark.parametrize(("op", "p"), [("feed_forward", 0.0), ("feed_forward", 0.5)])
-def test_costs_of_the_network(op, p):
+def test_flops_of_feed_forward(op, p):
     x = torch.randn(3, 5, 16, requires_grad=True)
     w1, w2 = torch.randn(24, 16, requires_grad=True), torch.randn(8, 24)
     once = 3 * 5 * 24 * (16 + 8) * 2
@@ -170,7 +172,7 @@ def test_costs_of_the_network(op, p):
 
 
 @needs_native
-def test_costs_of_the_loss():
+def test_flops_of_linear_cross_entropy():
     x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     target = torch.arange(6)
     one = 2 * 6 * 16 * 30
@@ -179,13 +181,13 @@ def test_costs_of_the_loss():
         return functional.linear_cross_entropy(x, weight, target, backend="cpu")
 
     assert _flops(call) == one
-    # Logits are worked out again, for the gradients of both.
+    # The backward recomputes the logits, and computes both gradients.
     assert _flops(lambda: call().backward()) == one + 3 * one
 
 
 @needs_native
-def test_costs_of_the_loss_in_parts(monkeypatch):
-    """Half types' gradients are worked out with the losses if these are added up."""
+def test_flops_of_chunked_losses(monkeypatch):
+    """In low precision the forward computes the gradients too, if the losses are summed."""
     rules = importlib.import_module("transformer_fast.reference.chunked_loss")
     monkeypatch.setattr(rules, "MOST_LOGITS", 1)
     x = torch.randn(200, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -203,7 +205,7 @@ def test_costs_of_the_loss_in_parts(monkeypatch):
 
 
 @needs_native
-def test_costs_of_a_ragged_stack_are_those_of_the_real_places():
+def test_flops_of_ragged_stacks_exclude_padding():
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2).eval()
     x, padding = torch.randn(2, 7, 32), torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 3:] = True
@@ -216,8 +218,8 @@ def test_costs_of_a_ragged_stack_are_those_of_the_real_places():
 
 
 @needs_native
-def test_costs_of_decoding():
-    """A step's products with weights, and with the keys and values of the tokens until then."""
+def test_flops_of_decoding():
+    """A step's products with the weights, and with the keys and values of all tokens so far."""
     layers, width, rows, keys, cross = 2, 32, 3, 6, 5
     sizes = [(96, 32), (32, 32), (32, 32), (32, 32), (48, 32), (32, 48)]
     weights = [torch.randn(size) for size in sizes]
@@ -233,7 +235,7 @@ def test_costs_of_decoding():
     assert found.total == 2 * layers * rows * products
 
 
-def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
+def test_packed_sequences_count_like_padded_and_shard_by_heads():
     rule = _operator.OPERATORS["attention_training"].rule
 
     def given(batch: int, rows: int, keys: int, lengths: int, longest: Any) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
     assert dimensions == [set(), {1}]
 
 
-# Calls by hand -----------------------------------------------------------------------------------
+# Direct calls -------------------------------------------------------------------------------------
 
 OPS = torch.ops.transformer_fast
 DTYPES = [torch.float32, torch.bfloat16]
@@ -274,7 +276,7 @@ def layers(x: Tensor, starts: Tensor | None, activation: int = 1, heads: int = 2
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("starts", [[0], [0, 4], [1, 5], [2], [0, 2, 6], [0, -1, 5], [0, 3, 2, 5]])
-def test_sequences_are_all_rows(starts: list[int], dtype: torch.dtype) -> None:
+def test_sequence_offsets_must_cover_all_rows(starts: list[int], dtype: torch.dtype) -> None:
     x = torch.randn(5, 8).to(dtype)
     assert layers(x, torch.tensor([0, 2, 5])).isfinite().all()
     with pytest.raises(RuntimeError, match="starts"):
@@ -283,7 +285,7 @@ def test_sequences_are_all_rows(starts: list[int], dtype: torch.dtype) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_sequence_of_no_rows(dtype: torch.dtype) -> None:
+def test_empty_sequences_give_empty_results(dtype: torch.dtype) -> None:
     assert layers(torch.randn(0, 8).to(dtype), torch.tensor([0])).shape == (0, 8)
     assert layers(torch.randn(0, 8).to(dtype), torch.tensor([0, 0])).shape == (0, 8)
 
@@ -292,10 +294,8 @@ def test_no_sequence_of_no_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("power", [32, 40])
-def test_a_result_of_too_many_bytes_is_an_error(
-    power: int, dtype: torch.dtype, backend: str
-) -> None:
-    """2^64 bytes and more; products that are 0 or small mod 2^64."""
+def test_results_of_too_many_bytes_raise(power: int, dtype: torch.dtype, backend: str) -> None:
+    """2^64 bytes and more; products that are 0 or small modulo 2^64."""
     x = torch.zeros(1, 4, dtype=dtype).expand(2 ** (power - 1), 4)
     weight = torch.zeros(1, 4, dtype=dtype).expand(2 ** (power - 1), 4)
     with pytest.raises(RuntimeError, match="Storage size calculation overflowed"):
@@ -306,7 +306,7 @@ def test_a_result_of_too_many_bytes_is_an_error(
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hidden_block_of_too_many_bytes_is_an_error(dtype: torch.dtype) -> None:
+def test_hidden_layers_of_too_many_bytes_raise(dtype: torch.dtype) -> None:
     one = torch.zeros(1, 1, dtype=dtype)
     x, weight1, weight2 = one.expand(2**24, 1), one.expand(2**40, 1), one.expand(1, 2**40)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -315,7 +315,7 @@ def test_a_hidden_block_of_too_many_bytes_is_an_error(dtype: torch.dtype) -> Non
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
+def test_norms_over_missing_dimensions_raise(dtype: torch.dtype) -> None:
     x = torch.randn(4, 6).to(dtype)
     for dims in (0, -1, 3):
         with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
@@ -326,7 +326,7 @@ def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
 
 
 @needs_native
-def test_rows_of_no_classes() -> None:
+def test_losses_without_classes_are_zero() -> None:
     losses, known = OPS.linear_cross_entropy.cpu(
         torch.randn(3, 4), torch.randn(0, 4), None, torch.full((3,), -100), -100, 0.0
     )
@@ -338,7 +338,9 @@ def test_rows_of_no_classes() -> None:
 @pytest.mark.parametrize("wants", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
-def test_gradients_worked_out_with_losses(backend: str, dtype: torch.dtype, wants: Any) -> None:
+def test_opcheck_of_gradients_computed_with_losses(
+    backend: str, dtype: torch.dtype, wants: Any
+) -> None:
     if backend == "cpu" and dtype != torch.bfloat16:
         pytest.skip("the CPU's kernel is for half types")
     tensors = (torch.randn(shape).to(dtype) for shape in ((9, 4), (7, 4), (7,)))
@@ -371,7 +373,7 @@ def _activation_calls(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(_activation_calls(torch.float32)))
-def test_there_are_five_activations(name: str, dtype: torch.dtype) -> None:
+def test_unknown_activation_codes_raise(name: str, dtype: torch.dtype) -> None:
     call = _activation_calls(dtype)[name]
     for activation in range(1 if "backward" in name else 0, 5):
         call(activation)
@@ -381,7 +383,7 @@ def test_there_are_five_activations(name: str, dtype: torch.dtype) -> None:
 
 
 @needs_native
-def test_seed_is_checked():
+def test_invalid_seeds_raise():
     x = torch.rand(4, 8)
     with pytest.raises(RuntimeError, match="dropout needs a seed"):
         OPS.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 0.5, None)
@@ -394,7 +396,7 @@ def test_seed_is_checked():
 @needs_native
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
-def test_dropout_by_itself(p, dtype, isa):
+def test_dropout_matches_the_reference(p, dtype, isa):
     seed = None if p == 1.0 else torch.tensor(7)
     for shape in ((), (1,), (3, 0), (2, 3, 5), (7, 64), (3, 131)):
         x = torch.randn(shape).to(dtype)

@@ -1,4 +1,4 @@
-"""Packed copies of weights: never older than a row or a column, and never longer than the weight."""
+"""Packed copies of weights: no copy misses a write of a row or column, or outlives its weight."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows_of(weight: Tensor, count: int) -> Tensor:
 
 
 def check(weight: Tensor, x: Tensor) -> None:
-    """The result, twice, is that of a copy made now."""
+    """Checks that results, of two calls, are those of a copy packed now."""
     found, again = call(weight, x), call(weight, x)
     cpu_packing.forget()
     assert torch.equal(found, call(weight, x))
@@ -58,7 +58,7 @@ def parameter(n: int, k: int, dtype: torch.dtype = torch.float32) -> torch.nn.Pa
     return torch.nn.Parameter(torch.randn(n, k).to(dtype))
 
 
-# Writes that PyTorch does not see -----------------------------------------------------------------
+# Writes that do not increment version counters ----------------------------------------------------
 
 
 def through_data(weight: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def through_another_tensor(weight: Tensor) -> Tensor:
 
 
 def through_numpy(weight: Tensor) -> Tensor:
-    """A tensor on the memory of an array on the memory of the weight."""
+    """Returns a tensor on the memory of a NumPy array on the memory of the weight."""
     return torch.from_numpy(weight.detach().view(torch.int16).numpy()).view(weight.dtype)
 
 
@@ -81,7 +81,7 @@ WAYS = [through_data, through_another_tensor, through_numpy]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_or_a_column_is_found(
+def test_a_written_row_or_column_is_detected(
     dtype: torch.dtype, way: Callable[[Tensor], Tensor], isa: str
 ) -> None:
     choose = random.Random(1)
@@ -99,7 +99,7 @@ def test_a_row_or_a_column_is_found(
         check(weight, x)
 
 
-def test_every_row_and_every_column_is_read_by_every_look() -> None:
+def test_every_check_covers_every_row_and_column() -> None:
     choose = random.Random(2)
     for n, k in [(1, 5), (7, 400), (33, 1000), (300, 70), (512, 512), (64, 2048), (1000, 16)]:
         weight = torch.randn(n, k)
@@ -128,7 +128,7 @@ def holds(taken: Any, rows: int = 1) -> bool:
 
 
 @pytest.mark.parametrize("rows", [5, 1024])
-def test_single_elements_are_found_after_some_calls(rows: int) -> None:
+def test_written_elements_are_detected_within_32_calls(rows: int) -> None:
     weight = parameter(512, 512)
     x = rows_of(weight, rows)
     for seed in range(20):
@@ -136,28 +136,28 @@ def test_single_elements_are_found_after_some_calls(rows: int) -> None:
         choose = random.Random(seed)
         row, column = choose.randrange(512), choose.randrange(512)
         weight.data[row, column] += 1.0
-        # A look at everything, or at one in 32 lines of 16 elements of a row.
+        # Each call checks everything, or one in 32 groups of 16 elements per row.
         for _ in range(0 if rows >= 1024 else 31):
             call(weight, x)
         check(weight, x)
 
 
-def test_what_changes_places_is_found(isa: str) -> None:
-    """Sums that do not depend on the place would stay the same."""
+def test_permuted_rows_and_changed_signs_are_detected(isa: str) -> None:
+    """Sums that do not depend on the position would not change."""
     weight = torch.randn(96, 96)
     taken = fingerprint(weight)
-    lines = weight.view(96, 6, 16).transpose(0, 1)  # of 64 bytes
+    lines = weight.view(96, 6, 16).transpose(0, 1)  # groups of 64 bytes
     for part in (weight, weight.t(), lines):
         part[[0, 3]] = part[[3, 0]].clone()
         assert not holds(taken, 1024)
         part[[0, 3]] = part[[3, 0]].clone()
         assert holds(taken, 1024)
-    weight[:, ::2].neg_()  # signs alone
+    weight[:, ::2].neg_()  # only signs change
     assert not holds(taken)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pruning_is_found(dtype: torch.dtype) -> None:
+def test_pruning_is_detected(dtype: torch.dtype) -> None:
     weight = parameter(256, 192, dtype)
     x = rows_of(weight, 16)
     start = weight.detach().clone()
@@ -169,7 +169,7 @@ def test_pruning_is_found(dtype: torch.dtype) -> None:
         check(weight, x)
 
 
-def test_tied_weights_of_which_one_is_written() -> None:
+def test_writes_to_tied_weights_are_detected() -> None:
     embedding, head = torch.nn.Embedding(300, 48, sparse=True), nn.Linear(48, 300, bias=False)
     head.weight.data = embedding.weight.data
     optimizer = torch.optim.SGD(embedding.parameters(), 1e3)
@@ -190,7 +190,7 @@ def test_tied_weights_of_which_one_is_written() -> None:
 
 
 @pytest.mark.parametrize("view", ["rows", "transposed", "strided"])
-def test_views_of_parameters(view: str) -> None:
+def test_views_of_parameters_have_packed_copies(view: str) -> None:
     whole = parameter(90, 64)
     weight = {"rows": whole[30:60], "transposed": whole.t(), "strided": whole[::2, ::2]}[view]
     x = rows_of(weight, 30)
@@ -204,14 +204,14 @@ def test_views_of_parameters(view: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_few_rows_of_a_transposed_weight_read_its_copy(rows: int) -> None:
+def test_few_rows_of_transposed_weights_use_a_copy(rows: int) -> None:
     weight = parameter(90, 64).t()
     x = rows_of(weight, rows)
     check(weight, x)
     assert memory.packed() > 0
 
 
-def test_a_stale_copy_is_packed_again_and_kept() -> None:
+def test_stale_copies_are_packed_again() -> None:
     weight = parameter(64, 64)
     before = cpu_packing.packed_weight(weight.detach().requires_grad_(False), 8)
     assert before is None, "only parameters are kept"
@@ -225,7 +225,7 @@ def test_a_stale_copy_is_packed_again_and_kept() -> None:
     assert memory.packed() == second.nbytes
 
 
-def test_forgetting() -> None:
+def test_forget_packed_frees_the_copies() -> None:
     ours, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     x = torch.randn(8, 64)
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_forgetting() -> None:
     assert memory.packed() == 0
 
 
-# Programs that are recorded -----------------------------------------------------------------------
+# Traced programs ----------------------------------------------------------------------------------
 
 
 class ByFunction(torch.nn.Linear):
@@ -253,7 +253,7 @@ class ByFunction(torch.nn.Linear):
 @pytest.mark.parametrize("tracer", ["make_fx", "jit"])
 @pytest.mark.parametrize("module", ["linear", "Linear", "TransformerEncoderLayer"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
+def test_traced_programs_contain_no_copies(tracer: str, module: str) -> None:
     if module == "linear":
         model: torch.nn.Module = ByFunction(32, 32)
     elif module == "Linear":
@@ -261,7 +261,7 @@ def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
     else:
         model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     x = torch.randn(2, 9, 32)
-    model(x)  # the copies are there
+    model(x)  # creates the packed copies
     if tracer == "make_fx":
         traced = make_fx(lambda x: model(x))(x)
     else:
@@ -273,7 +273,7 @@ def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
 
 
 @torch.no_grad()
-def test_no_copy_is_taken_or_made_inside_a_mode() -> None:
+def test_copies_are_not_used_under_dispatch_modes() -> None:
     weight = parameter(32, 32)
     assert cpu_packing.packed_weight(weight, 8) is not None
     remembered = cpu_packing.PackedWeights()
@@ -285,7 +285,7 @@ def test_no_copy_is_taken_or_made_inside_a_mode() -> None:
 
 
 class Viewed(torch.nn.Module):
-    """Linear maps whose weights are views of parameters: transposed, and slices."""
+    """Linear layers whose weights are views of parameters: transposed, and slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Viewed(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("inner", [None, "aot_eager"])
 @pytest.mark.parametrize("viewed", [False, True])
-def test_compiled_programs_find_copies_when_they_run(inner: str | None, viewed: bool) -> None:
+def test_compiled_programs_use_copies_at_run_time(inner: str | None, viewed: bool) -> None:
     layers = (
         torch.nn.Linear(96, 320), torch.nn.ReLU(), torch.nn.Linear(320, 96), torch.nn.Linear(96, 96)
     )  # fmt: skip
@@ -314,7 +314,7 @@ def test_compiled_programs_find_copies_when_they_run(inner: str | None, viewed: 
     compiled = torch.compile(
         model, backend="transformer_fast", options={"inner": inner} if inner else {}
     )
-    for _ in range(2):  # the first call runs the program also as it was written
+    for _ in range(2):  # the first call also runs the original program
         memory.forget_packed()
         torch.testing.assert_close(compiled(x), model(x))
     before = memory.packed()
@@ -327,8 +327,8 @@ def test_compiled_programs_find_copies_when_they_run(inner: str | None, viewed: 
 
 
 @torch.no_grad()
-def test_compiled_programs_of_parameters_that_share_memory() -> None:
-    """A write to one of them is found though the other one stays the same."""
+def test_compiled_programs_detect_writes_to_shared_memory() -> None:
+    """A write to one of them is detected although the other's version counter does not change."""
     model = torch.nn.Module()
     flat = torch.randn(2, 512, 512) / 20
     model.one, model.other = parameter(512, 512), parameter(512, 512)
@@ -343,11 +343,11 @@ def test_compiled_programs_of_parameters_that_share_memory() -> None:
         torch.testing.assert_close(compiled(x), run(x))
 
 
-# How long copies are kept -------------------------------------------------------------------------
+# Lifetime of copies -------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_a_copy_goes_with_the_memory_of_its_weight() -> None:
+def test_copies_are_freed_with_their_weights() -> None:
     model = torch.nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     x = torch.randn(9, 64)
     model(x)
@@ -368,7 +368,7 @@ def test_a_copy_goes_with_the_memory_of_its_weight() -> None:
 
 
 @torch.no_grad()
-def test_parameters_can_be_swapped() -> None:
+def test_swapped_parameters_have_new_copies() -> None:
     ours, other = nn.Linear(64, 64), nn.Linear(64, 64)
     x = torch.randn(9, 64)
     expected = other(x), ours(x)
@@ -394,7 +394,7 @@ def test_parameters_can_be_swapped() -> None:
 
 
 @torch.no_grad()
-def test_what_does_not_fit_does_not_drive_out_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_keeps_the_copies_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [parameter(64, 64) for _ in range(10)]
     x = torch.randn(9, 64)
     call(weights[0], x)
@@ -414,7 +414,7 @@ def test_what_does_not_fit_does_not_drive_out_what_is_used(monkeypatch: pytest.M
             call(weight, x)
     assert memory.packed() <= 7 * each
     assert packs <= 6, "of a model that does not fit some copies stay"
-    # Another model: the first one is used no more.
+    # Another model; the first one is no longer used.
     others = [parameter(64, 64) for _ in range(3)]
     for _ in range(3):
         for weight in others:
@@ -424,7 +424,7 @@ def test_what_does_not_fit_does_not_drive_out_what_is_used(monkeypatch: pytest.M
         check(weight, x)
 
 
-def test_a_process_forked_while_a_thread_packs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forking_while_a_thread_packs_does_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
     make = cpu_packing._Entry
     main = threading.get_ident()
@@ -462,8 +462,8 @@ def test_a_process_forked_while_a_thread_packs_goes_on(monkeypatch: pytest.Monke
 
 
 @torch.no_grad()
-def test_threads_that_write_and_call_see_their_own_writes() -> None:
-    """Rows of one thread's weight change while others use and pack theirs."""
+def test_threads_use_copies_with_their_own_writes() -> None:
+    """Rows of one thread's weight change while other threads use and pack their own."""
     wrong: list[bool] = []
 
     def work(seed: int) -> None:

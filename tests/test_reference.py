@@ -1,4 +1,6 @@
-"""The references against PyTorch, examples by hand and finite differences; and the op table."""
+"""The references, compared with PyTorch, hand-computed examples and finite differences; the op
+table.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,12 @@ LN3 = math.log(3.0)
 
 
 def column(*values):
-    """One batch element, one head, one value per position."""
+    """Returns one batch element and one head, with one value per position."""
     return double(*values).reshape(1, 1, -1, 1)
 
 
-#: A reference, its arguments, and the results worked out by hand. What else the references decide the
-#: fuzz tests hold to definitions in NumPy.
+#: Reference -> (function, arguments, hand-computed results). The fuzz tests compare the references'
+#: other properties with definitions in NumPy.
 BY_HAND = {
     "linear": (
         linear, (double(1, 2), double([3, 4], [5, 6], [-7, 1]), double(10, 20, 30), None, None),
@@ -95,18 +97,18 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(name):
+def test_references_match_hand_computed_examples(name):
     function, arguments, expected = BY_HAND[name]
     torch.testing.assert_close(function(*arguments), expected)
 
 
-#: Cases in which PyTorch promises something else, or nothing.
+#: Words in the names of cases for which PyTorch specifies other results, or none.
 ODD = ("garbage", "empty", "nothing", "ends", "finfo", "callable", "lowest")
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_pytorch_agrees(op):
-    """What stands for PyTorch in benchmarks does the reference's work."""
+def test_references_match_pytorch(op):
+    """The function that represents PyTorch in benchmarks computes what the reference does."""
     checked = 0
     for case in OPS[op].cases:
         arguments = case.build(DOUBLE, "cpu", torch.Generator().manual_seed(0))
@@ -121,7 +123,7 @@ def test_pytorch_agrees(op):
 
 
 def test_variance_does_not_cancel():
-    # Every number here is exact in fp32, but squares of the shifted values would not be.
+    # All numbers are exact in fp32, but squares of the shifted values would not be.
     small = torch.tensor([-3.0, -1.0, 1.0, 3.0])
     y = layer_norm(small + 2.0**20, (4,), None, None, 1e-5)
     assert torch.equal(y, layer_norm(small, (4,), None, None, 1e-5))
@@ -132,8 +134,8 @@ def in_dtype(arguments, dtype):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_precision(op):
-    """fp32 is what errors of kernels are measured by; half types are computed in it."""
+def test_references_compute_in_fp32(op):
+    """fp32 is the unit of kernels' errors; low precision is computed in fp32."""
     at_once = not op.startswith(("add_", "linear", "feed_forward"))
     for case, (dtype, wide) in itertools.product(
         OPS[op].cases, ((torch.float32, DOUBLE), (torch.bfloat16, torch.float32))
@@ -143,14 +145,14 @@ def test_precision(op):
         for one, other in zip(as_results(found), as_results(exact), strict=True):
             if one is not None and dtype == torch.float32:
                 assert relative_error(one, other) < 1e-4, case
-            elif one is not None and at_once:  # others round what they have in between
+            elif one is not None and at_once:  # the other ops round intermediate results
                 assert same_bits(one, other.to(one.dtype)), case
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
 @pytest.mark.parametrize("lengths", [[2, 0], [-1, 3], [9, 1]])
-def test_beyond_query_lengths_there_is_nothing(lengths, garbage):
-    """Neither what stands there nor the gradients of what comes out have any effect."""
+def test_rows_beyond_query_lengths_have_no_effect(lengths, garbage):
+    """Neither the rows beyond the lengths nor their incoming gradients have any effect."""
     q, k, v = (torch.randn(2, 2, n, 6) for n in (3, 5, 5))
     lengths = torch.tensor(lengths)
     beyond = (torch.arange(3) >= lengths[:, None])[:, None, :, None]
@@ -169,7 +171,7 @@ def test_beyond_query_lengths_there_is_nothing(lengths, garbage):
         torch.testing.assert_close(got, want)
 
 
-def test_garbage_hidden_from_some_leaves_their_gradients_finite():
+def test_masked_garbage_leaves_gradients_finite():
     query, key, value = (torch.randn(1, 1, 4, 3) for _ in range(3))
     value[:, :, 3] = math.nan
     leaves = [x.requires_grad_() for x in (query, key, value)]
@@ -181,9 +183,11 @@ def test_garbage_hidden_from_some_leaves_their_gradients_finite():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 0x299F31D0A4093822, 2**63 - 1])
 @pytest.mark.parametrize("p", [0.0, 1e-300, 2**-16, 0.1, 0.3, 0.5, 1 - 2**-16, 1 - 2**-53, 1.0])
-def test_what_dropout_keeps(p, seed):
-    """Which elements is decided by the random number of their row and column alone, neither all nor
-    none of them; what is dropped is 0 whatever it was."""
+def test_dropout_matches_philox(p, seed):
+    """The random number of row and column alone decides; some elements are kept, some dropped.
+
+    A dropped element is 0 whatever its value was.
+    """
     drawn = None if p in (0.0, 1.0) else torch.tensor(seed)
     for shape in ((37, 23), (2, 3, 4, 10), (400, 800), (10,), (0, 4), (4, 0)):
         factor = torch.from_numpy(kept(shape, p, seed))
@@ -197,7 +201,7 @@ def test_what_dropout_keeps(p, seed):
     assert dropout(torch.ones(()), p, drawn).shape == ()
 
 
-def test_seed_comes_from_torchs_generator():
+def test_seeds_are_drawn_from_pytorchs_generator():
     torch.manual_seed(8)
     first, second = draw_seed(torch.device("cpu")), draw_seed(torch.device("cpu"))
     torch.manual_seed(8)
@@ -207,7 +211,7 @@ def test_seed_comes_from_torchs_generator():
     assert first >= 0
 
 
-# Through the public functions --------------------------------------------------------------------
+# Through the public functions ---------------------------------------------------------------------
 
 DRAWS = {
     "add_layer_norm": lambda x: functional.add_layer_norm(x, x, (16,), dropout_p=0.5)[0],
@@ -219,7 +223,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("op", DRAWS)
-def test_manual_seed_replays(op):
+def test_manual_seed_repeats_dropout(op):
     x = torch.randn(12, 16)
     results = []
     for seed in (1, 1, 2):
@@ -232,7 +236,7 @@ def test_manual_seed_replays(op):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("op", DRAWS)
-def test_checkpointing_replays(op, reentrant):
+def test_checkpointing_repeats_dropout(op, reentrant):
     gradients = []
     for run in (DRAWS[op], lambda t: checkpoint(DRAWS[op], t, use_reentrant=reentrant)):
         x = torch.linspace(-1, 1, 12 * 16).reshape(12, 16).requires_grad_()
@@ -242,7 +246,7 @@ def test_checkpointing_replays(op, reentrant):
     assert torch.equal(*gradients)
 
 
-def test_without_dropout_no_random_number_is_drawn():
+def test_calls_without_dropout_draw_no_random_numbers():
     x = torch.randn(12, 16)
     before = torch.get_rng_state()
     functional.add_layer_norm(x, x, (16,))
@@ -252,7 +256,7 @@ def test_without_dropout_no_random_number_is_drawn():
 
 
 def differentiable(op, arguments):
-    """A function of the arguments that have gradients, and those arguments."""
+    """Returns a function of the arguments with gradients, and those arguments."""
     spec = OPS[op]
     places = [
         place
@@ -267,13 +271,13 @@ def differentiable(op, arguments):
         results = as_results(spec.reference(*called))
         return tuple(r for r in results if r is not None and r.requires_grad)
 
-    # gradcheck wants inputs whose elements do not share memory.
+    # gradcheck requires inputs whose elements do not share memory.
     leaves = [arguments[p].detach().clone(memory_format=torch.contiguous_format) for p in places]
     return function, [leaf.requires_grad_() for leaf in leaves]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_element_and_twice(op, generator):
+def test_gradcheck_and_gradgradcheck(op, generator):
     for arguments in ROWS[op].small(Draw(DOUBLE, "cpu", generator)):
         function, leaves = differentiable(op, arguments)
         assert gradcheck(function, leaves)
@@ -293,7 +297,7 @@ def test_case_names_are_unique(op):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_cases_have_enough_elements_for_a_fair_ratio(op, dtype, generator):
+def test_cases_have_enough_elements_for_error_ratios(op, dtype, generator):
     for case in OPS[op].cases:
         arguments = case.build(dtype, "cpu", generator)
         result = OPS[op].reference(*arguments)
@@ -304,7 +308,7 @@ def test_cases_have_enough_elements_for_a_fair_ratio(op, dtype, generator):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_case_is_the_same_for_the_same_generator(op):
+def test_cases_are_reproducible(op):
     for case in OPS[op].cases:
         one, other = (
             case.build(torch.float32, "cpu", torch.Generator().manual_seed(0)) for _ in range(2)
@@ -316,7 +320,7 @@ def test_a_case_is_the_same_for_the_same_generator(op):
                 assert a == b
 
 
-def test_work_by_hand():
+def test_flops_and_bytes_match_hand_computed_numbers():
     def made(op, case):
         return OPS[op], drawn(op, case, torch.float32)
 
@@ -338,7 +342,7 @@ def test_work_by_hand():
     assert spec.useful_flops(arguments) == spec.flops(arguments) == 9 * 64 * 8
 
 
-def test_expanded_tensors_cost_what_they_store():
+def test_bytes_of_expanded_tensors_are_those_stored():
     spec = OPS["linear"]
     arguments = drawn("linear", "expanded", torch.float32)
     assert spec.bytes(arguments) == 4 * (32 + 40 * 32 + 1 + 40 + 12 * 40)

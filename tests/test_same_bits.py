@@ -1,5 +1,8 @@
-"""Results that are equal to the last bit: on any number of threads, whatever was called before or is
-called meanwhile, however weights and memory are kept; and what else the page "Same bits" promises."""
+"""Bitwise equal results, as the page "Same bits" promises them.
+
+Results do not depend on the number of threads, on earlier or concurrent calls, or on packed weights
+and cached memory.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ NATIVE = [p for p in targets() if p.values[0].kernel.backend == "cpu"]
 
 
 def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
-    """Calls with work for several threads; ``filling``: those that leave NaN in all scratch memory."""
+    """Returns calls with work for several threads; ``filling``: those that fill all scratch memory
+    with NaN.
+    """
     row = ROWS[target.op]
     make = (filling and row.filling) or row.large
     return make(Draw(target.dtype, "cpu", torch.Generator().manual_seed(0)))
@@ -53,14 +58,14 @@ def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("target", NATIVE)
-def test_thread_counts_agree(target, threads):
+def test_results_do_not_depend_on_the_number_of_threads(target, threads):
     for arguments in large(target):
         check_threads(lambda: run(target, arguments), (1, 2, 3, 4, 1))  # noqa: B023
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
-def test_two_runs_agree(target, case):
+def test_repeated_calls_are_bitwise_equal(target, case):
     arguments = on(target, drawn(target.op, case, target.dtype))
     first, second = (run(target, arguments) for _ in range(2))
     assert same_bits(first, second)
@@ -68,8 +73,8 @@ def test_two_runs_agree(target, case):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("target", NATIVE)
-def test_garbage_of_an_earlier_call_is_not_read(target):
-    """Scratch memory is kept between calls; here it is full of NaN from a larger one."""
+def test_scratch_memory_of_earlier_calls_is_not_read(target):
+    """Scratch memory is reused between calls; here a larger call has filled it with NaN."""
     calls = [c for c in large(target) if not target.refusal(c)]
     filling = [c for c in large(target, filling=True) if not target.refusal(c)]
     small = [drawn(target.op, c.name, target.dtype) for c in OPS[target.op].cases]
@@ -88,7 +93,7 @@ def _all_nan(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("target", NATIVE)
-def test_a_result_is_not_overwritten_by_the_next_call(target):
+def test_results_are_not_overwritten_by_later_calls(target):
     for arguments in large(target):
         first = run(target, arguments)
         kept = [None if x is None else x.clone() for x in as_results(first)]
@@ -97,7 +102,7 @@ def test_a_result_is_not_overwritten_by_the_next_call(target):
 
 
 @pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
-def test_python_threads_do_not_disturb_each_other(target):
+def test_concurrent_python_threads_do_not_interfere(target):
     calls = large(target)
     with in_use(target.isa), torch.no_grad():
         expected = [target.kernel.run(*call) for call in calls]
@@ -115,12 +120,12 @@ def test_python_threads_do_not_disturb_each_other(target):
 
 
 def lazily_negative(x: torch.Tensor) -> torch.Tensor:
-    """Equal to x, with the sign yet to be applied."""
+    """Returns a tensor equal to x that stores -x with the negative bit."""
     return torch._neg_view(-x)
 
 
 @pytest.mark.parametrize("target", targets(all_isas=False))
-def test_lazily_negated_views(target):
+def test_negative_views_give_the_same_bits(target):
     arguments = drawn(target.op, OPS[target.op].cases[0].name, target.dtype)
     expected = run(target, on(target, arguments))
     floating = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments]
@@ -132,7 +137,7 @@ def test_lazily_negated_views(target):
 
 
 @pytest.mark.parametrize("target", targets(all_isas=False))
-def test_inference_mode_and_parameters(target):
+def test_inference_mode_and_parameters_give_the_same_bits(target):
     arguments = on(target, drawn(target.op, OPS[target.op].cases[0].name, target.dtype))
 
     def wrapped():
@@ -147,7 +152,7 @@ def test_inference_mode_and_parameters(target):
     first = run(target, parameters)
     with torch.inference_mode():
         assert same_bits(run(target, parameters), first)
-        # Those have no version counter.
+        # These parameters have no version counter.
         assert same_bits(run(target, wrapped()), run(target, arguments))
     assert same_bits(run(target, parameters), first)
     check(target.op, first, arguments)
@@ -169,8 +174,8 @@ def weights_of(target: Target) -> list[str]:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("target", [p for p in targets(all_isas=False) if weights_of(p.values[0])])
-def test_a_changed_weight_is_seen(target, change):
-    """Whatever a kernel keeps of a parameter must not outlive the parameter's values."""
+def test_changed_weights_take_effect(target, change):
+    """What a kernel caches for a parameter must not outlive the parameter's values."""
     if change == "through NumPy" and target.dtype == torch.bfloat16:
         pytest.skip("NumPy has no bfloat16")
     spec = OPS[target.op]
@@ -191,12 +196,12 @@ def test_a_changed_weight_is_seen(target, change):
 
 # Functions and layers ---------------------------------------------------------------------------
 
-#: Numbers of rows at which kernels, tiles and the work of threads change.
+#: Numbers of rows at which kernels, tiles and the division of work change.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 57, 72, 113, 129, 144, 260)
 
 
 class Calls:
-    """Forward calls on so many rows, whose weights stay."""
+    """Forward calls for any number of rows, with fixed weights."""
 
     def __init__(self, dtype: torch.dtype, columns: int = 96, hidden: int = 160) -> None:
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -236,14 +241,16 @@ def calls(request: pytest.FixtureRequest) -> Calls:
 
 
 def called(call: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> list[Tensor]:
-    """The result, and the gradient in training."""
+    """Returns the result and, in training, the gradient."""
     with torch.set_grad_enabled(training):
         y = call(x)
         return [y, *torch.autograd.grad(y.float().square().sum(), x)] if training else [y]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_threads(isa: str, calls: Calls, training: bool, threads: None) -> None:
+def test_layers_do_not_depend_on_the_number_of_threads(
+    isa: str, calls: Calls, training: bool, threads: None
+) -> None:
     for rows in COUNTS:
         x = calls.rows(rows).requires_grad_(training)
         for call in (*calls.of_rows.values(), calls.dropped):
@@ -251,7 +258,9 @@ def test_threads(isa: str, calls: Calls, training: bool, threads: None) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_threads_attention(isa: str, calls: Calls, training: bool, threads: None) -> None:
+def test_attention_does_not_depend_on_the_number_of_threads(
+    isa: str, calls: Calls, training: bool, threads: None
+) -> None:
     sizes = [(n, 300, {"causal": causal}) for n in (1, 3, 5, 40, 113) for causal in (False, True)]
     every = [(200, 600, given) for given in options(200, 600, calls.dtype).values()]
     for queries, keys, given in (*sizes, *every):
@@ -262,8 +271,8 @@ def test_threads_attention(isa: str, calls: Calls, training: bool, threads: None
             check_threads(lambda: cpu.attention(*arguments))  # noqa: B023
 
 
-def test_threads_and_norms_of_small_calls(threads: None, small_calls: None) -> None:
-    """Where PyTorch's op hands over to ours, in training, does not depend on the threads."""
+def test_the_fallback_of_norms_does_not_depend_on_threads(threads: None, small_calls: None) -> None:
+    """In training, the limit of the small-size fallback does not depend on the number of threads."""
     module = nn.LayerNorm(64)
     for rows in (100, 128, 129, 200, 256, 257, 400):
         x, names = torch.randn(rows, 64, requires_grad=True), set()
@@ -289,8 +298,10 @@ def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool],
 
 
 @torch.no_grad()
-def test_packed_copies(isa: str, calls: Calls, nothing_packed: Callable[[bool], None]) -> None:
-    """With and without room for them, in another thread, after `forget_packed`."""
+def test_packed_copies_give_the_same_bits(
+    isa: str, calls: Calls, nothing_packed: Callable[[bool], None]
+) -> None:
+    """With and without cached copies."""
     for rows in COUNTS:
         x = calls.rows(rows)
         for name, call in calls.of_rows.items():
@@ -302,7 +313,7 @@ def test_packed_copies(isa: str, calls: Calls, nothing_packed: Callable[[bool], 
 
 
 @torch.no_grad()
-def test_memory_that_is_kept(calls: Calls) -> None:
+def test_cached_memory_gives_the_same_bits(calls: Calls) -> None:
     x = calls.rows(4096)
     before = {name: call(x) for name, call in calls.of_rows.items()}
     limit = transformer_fast.memory.limit()
@@ -315,8 +326,8 @@ def test_memory_that_is_kept(calls: Calls) -> None:
 
 
 @torch.no_grad()
-def test_attention_and_what_else_is_in_the_batch(isa: str, calls: Calls) -> None:
-    """Batch elements, padding behind the keys, and further queries, but for the first four."""
+def test_attention_does_not_depend_on_the_batch(isa: str, calls: Calls) -> None:
+    """Results are independent of other batch elements, padding, and queries beyond the first four."""
     query, key, value = torch.randn(3, 5, 2, 300, 32).to(calls.dtype)
     lengths = torch.tensor([40, 300, 7, 1, 113])
     whole = F.scaled_dot_product_attention(query, key, value, key_lengths=lengths)
@@ -336,10 +347,10 @@ def test_attention_and_what_else_is_in_the_batch(isa: str, calls: Calls) -> None
 
 @torch.no_grad()
 @pytest.mark.parametrize("small", ["small calls", "kernels"])
-def test_batch_invariant(
+def test_batch_invariant_rows_do_not_depend_on_their_number(
     isa: str, calls: Calls, small: str, request: pytest.FixtureRequest
 ) -> None:
-    """A row's result, whatever the number of rows beside it."""
+    """A row's result does not depend on the number of other rows."""
     if small == "small calls":
         request.getfixturevalue("small_calls")
     x = calls.rows(max(COUNTS))
@@ -360,8 +371,8 @@ def test_batch_invariant(
 
 
 @torch.no_grad()
-def test_without_the_switch_few_rows_differ() -> None:
-    """Or the tests above would show nothing."""
+def test_without_batch_invariant_few_rows_differ() -> None:
+    """The control: otherwise the test above would prove nothing."""
     calls = Calls(torch.float32, 512, 512)
     x = calls.rows(64)
     linear = calls.of_rows["linear"]

@@ -1,7 +1,7 @@
-"""PyTorch's own ops as a backend: what CUDA tensors run on as long as no kernel is proven there.
+"""PyTorch's own ops as a backend, which CUDA tensors use until a kernel is validated there.
 
-Without a GPU the operators are counted on meta tensors, which have the same candidates, and the
-numbers are checked on CPU tensors.
+Without a GPU, operators are counted on meta tensors, which have the same candidates. Results are
+checked on CPU tensors.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from transformer_fast.testing import check, check_gradients
 pytestmark = pytest.mark.sampled(65)
 
 ATTENTION = OPS["attention"]
-#: Keys that some queries see hold NaN there, which PyTorch lets through to the others.
-_LET_THROUGH = "garbage in the future"
+#: The case with NaN in keys that some queries see; with PyTorch it reaches the other queries.
+_VISIBLE_GARBAGE = "garbage in the future"
 
 
 def attention_cases() -> list[Any]:
     found = []
     for case, dtype in itertools.product(ATTENTION.cases, DTYPES):
         named = ATTENTION.named(drawn("attention", case.name, dtype))
-        # On CPU tensors it would drop others; weights in half types are PyTorch's arithmetic.
+        # On CPU tensors dropout draws other elements; low-precision weights have PyTorch's
+        # rounding.
         weights = named["need_weights"] and dtype != torch.float32
-        if named["dropout_p"] == 0.0 and not weights and case.name != _LET_THROUGH:
+        if named["dropout_p"] == 0.0 and not weights and case.name != _VISIBLE_GARBAGE:
             found.append(pytest.param(case.name, dtype, id=f"{case.name}-{str(dtype)[6:]}"))
     return found
 
 
 @pytest.fixture
-def sees_no_blind_rows(monkeypatch):
-    """Rows of a mask that hide everything: some of PyTorch's kernels on GPUs make NaN of them."""
+def no_fully_masked_rows(monkeypatch):
+    """Fails if PyTorch gets a fully masked row, for which some of its GPU kernels return NaN."""
     theirs = F.scaled_dot_product_attention
 
     def checked(query, key, value, mask, *rest, **options):
@@ -55,8 +56,8 @@ def sees_no_blind_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(("case", "dtype"), attention_cases())
-def test_attention(sees_no_blind_rows, case, dtype):
-    """With every mask: rows with nothing visible are zero, and no NaN comes from hidden keys."""
+def test_attention_is_within_the_budget(no_fully_masked_rows, case, dtype):
+    """With every mask: fully masked rows are zero, and NaN in masked keys has no effect."""
     arguments = drawn("attention", case, dtype)
     check("attention", backend.attention(*arguments), arguments)
     if case not in SATURATED:
@@ -65,8 +66,8 @@ def test_attention(sees_no_blind_rows, case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_of_nothing_but_padding(sees_no_blind_rows, dtype, is_causal):
-    """On the left, on the right, and nothing else: zeros, no gradients, nothing of the NaN there."""
+def test_padding_gives_zeros_and_no_gradients(no_fully_masked_rows, dtype, is_causal):
+    """Padding on the left, on the right, and everywhere: zeros, zero gradients, no effect of NaN."""
     q, k, v = (torch.randn(4, 2, 5, 8).to(dtype) for _ in range(3))
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]) == 1
     mask = real[:, None, None]
@@ -86,18 +87,18 @@ def test_rows_of_nothing_but_padding(sees_no_blind_rows, dtype, is_causal):
     assert (spoilt[0].grad[~rows] == 0).all()
 
 
-def test_which_garbage_gets_through():
-    """That in keys which some queries see, and nothing else: so the guide says."""
-    arguments = drawn("attention", _LET_THROUGH, torch.float32)
+def test_only_visible_garbage_has_an_effect():
+    """Only garbage in keys that some queries see has an effect, as documented in the guide."""
+    arguments = drawn("attention", _VISIBLE_GARBAGE, torch.float32)
     assert backend.attention(*arguments)[0].isnan().any()
     names = {case.name for case in ATTENTION.cases if "garbage" in case.name}
-    assert names - {_LET_THROUGH}
+    assert names - {_VISIBLE_GARBAGE}
 
 
 # Operators ---------------------------------------------------------------------------------------
 
 
-#: What launches nothing on a GPU.
+#: Operators that launch no kernel on a GPU.
 _VIEWS = {
     "alias", "as_strided", "_reshape_alias", "_unsafe_view", "detach", "expand", "permute", "select",
     "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
@@ -105,7 +106,7 @@ _VIEWS = {
 
 
 def as_on_a_gpu():
-    """Within the block calls on meta go to the dispatcher, as calls on CUDA tensors do."""
+    """Context manager in which calls on meta tensors go to the dispatcher, as on CUDA tensors."""
     return mock.patch.object(_check, "is_torchs", return_value=False)
 
 
@@ -120,7 +121,7 @@ def operators_of(module, arguments, training):
 
 
 def counts(make, call, training):
-    """How many operators PyTorch's module and ours run."""
+    """Returns the numbers of operators in PyTorch's module and in ours."""
     made = [make(library).train(training) for library in (torch.nn, nn)]
     return [len(operators_of(module, call, training)) for module in made]
 
@@ -140,8 +141,10 @@ def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["", "norm first"])
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
-def test_layers_have_hardly_more_operators_than_torchs(kind, norm_first, training, padded, causal):
-    """With gradients and dropout in training, and without a wait for the device."""
+def test_layers_run_at_most_two_more_operators_than_pytorch(
+    kind, norm_first, training, padded, causal
+):
+    """With gradients and dropout in training, and without synchronization."""
 
     def make(library):
         layer = getattr(library, f"Transformer{kind}Layer")
@@ -154,7 +157,7 @@ def test_layers_have_hardly_more_operators_than_torchs(kind, norm_first, trainin
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-def test_stacks_do_not_wait_for_the_device(training, padded):
+def test_stacks_do_not_synchronize(training, padded):
     with torch.device("meta"):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
         decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(64, 4, 128, batch_first=True), 2)
@@ -167,7 +170,7 @@ def test_stacks_do_not_wait_for_the_device(training, padded):
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_multihead_attention(need_weights, training):
+def test_attention_runs_at_most_three_more_operators_than_pytorch(need_weights, training):
     def make(library):
         return library.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
 
@@ -182,8 +185,10 @@ def test_multihead_attention(need_weights, training):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_ignored_rows_need_no_pass_of_their_own(monkeypatch, smoothing):
-    """Rows shorter than a vector are computed as a GPU computes all: NaN there gives no gradient."""
+def test_nan_in_ignored_rows_gives_no_gradient(monkeypatch, smoothing):
+    """Short rows, computed on the CPU as a GPU computes all rows: NaN in ignored ones has no
+    effect.
+    """
     monkeypatch.setattr(fast_path, "ignores_no_nan", lambda *call: True)
     x, target = torch.randn(4, 3), torch.tensor([0, -1, 2, 1])
     x[1], x[2, 0] = math.nan, math.nan
@@ -195,9 +200,9 @@ def test_ignored_rows_need_no_pass_of_their_own(monkeypatch, smoothing):
 
 
 class Traffic(Watch):
-    """Bytes read and written of tensors as large as the logits."""
+    """Counts bytes read and written, in tensors at least as large as the logits."""
 
-    #: These touch one element of each row; the backward fills its result.
+    #: These access one element per row; the backward fills its result.
     FEW = ("gather", "scatter_", "nll_loss_forward")
 
     def __init__(self, logits):
@@ -220,8 +225,8 @@ class Traffic(Watch):
         (torch.float32, 0.1, 28), (torch.bfloat16, 0.1, 32),
     ],
 )  # fmt: skip
-def test_cross_entropy_reads_and_writes_little(dtype, smoothing, most):
-    """PyTorch's moves 24 bytes a logit in float32, and rounds log-probabilities of half types."""
+def test_memory_traffic_of_cross_entropy(dtype, smoothing, most):
+    """PyTorch's moves 24 bytes per logit in float32, and rounds low-precision log-probabilities."""
     rows, classes = 64, 1000
     moved = {}
     for library in (F, functional):
@@ -238,7 +243,7 @@ def test_cross_entropy_reads_and_writes_little(dtype, smoothing, most):
 # Feed-forward ------------------------------------------------------------------------------------
 
 
-def test_of_relu_only_the_hidden_units_are_saved():
+def test_relu_saves_only_the_hidden_units():
     x, w1, b1, w2 = (
         torch.randn(s, requires_grad=True) for s in ((9, 24), (40, 24), (40,), (16, 40))
     )
@@ -255,12 +260,12 @@ def test_of_relu_only_the_hidden_units_are_saved():
     assert (hidden >= 0).all()
 
 
-# Choice ------------------------------------------------------------------------------------------
+# Selection ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_sums_promote_by_themselves_under_autocast(monkeypatch, p):
-    """A sub-layer's result in bfloat16 and a residual in float32, as PyTorch's sum takes them."""
+def test_sums_under_autocast_need_no_casts(monkeypatch, p):
+    """A sub-layer's result in bfloat16 and a residual in float32, as PyTorch's sum supports."""
     x, residual, w = torch.randn(3, 8).bfloat16(), torch.randn(3, 8), torch.randn(8)
     with torch.autocast("cpu", torch.bfloat16):
         monkeypatch.setattr(dispatch, "only_pytorchs", lambda op, first: True)
@@ -275,8 +280,8 @@ def test_sums_promote_by_themselves_under_autocast(monkeypatch, p):
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
 
 
-def test_a_seed_is_drawn_for_a_kernel_that_takes_it():
-    """And none to explain a call."""
+def test_seeds_are_drawn_only_for_kernels_that_need_them():
+    """Explaining a call draws no seed."""
     x, w = torch.randn(3, 8), torch.randn(8, 8)
     q = torch.randn(1, 2, 5, 8)
     before = torch.get_rng_state()
@@ -294,8 +299,8 @@ def test_a_seed_is_drawn_for_a_kernel_that_takes_it():
     assert torch.equal(torch.get_rng_state(), drawn_one)
 
 
-def test_the_default_is_pytorchs_for_every_op():
-    """Whatever a call asks for that PyTorch's own ops can do."""
+def test_every_op_runs_on_pytorch_by_default():
+    """For all options that PyTorch's own ops support."""
     with torch.device("meta"):
         x, w, b = torch.randn(5, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8)
         q = torch.randn(2, 4, 5, 8, requires_grad=True)
@@ -326,15 +331,17 @@ def test_the_default_is_pytorchs_for_every_op():
 
 
 class OnAGpu(torch.Tensor):
-    """A CPU tensor that says it lies on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda, is_cpu = True, False  # type: ignore[assignment]
     device = torch.device("cuda")  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_unmasked_inference_on_a_gpu_is_one_operator():
-    """torch.nn's own; not with gradients, in training, for a named backend or with a proven kernel."""
+def test_unmasked_layers_in_inference_are_one_operator():
+    """It is PyTorch's own; not used with gradients, in training, for a named backend or a validated
+    kernel.
+    """
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
     x = torch.randn(2, 10, 64)
     there = x.as_subclass(OnAGpu)
@@ -346,7 +353,7 @@ def test_unmasked_inference_on_a_gpu_is_one_operator():
         layer.eval()
         with use_backend("reference"):
             assert not taken(layer, there)
-        # Proven for some calls: whether for the layer's own, the dispatcher is asked.
+        # If kernels are validated for some calls, the dispatcher decides about the layer's call.
         with (
             mock.patch.object(dispatch, "only_pytorchs", return_value=False),
             mock.patch.object(dispatch, "select") as select,
