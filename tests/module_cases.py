@@ -1,5 +1,4 @@
-"""Modules that torch.nn and ours have, and calls of them: what holds of every module is a table over
-these."""
+"""Modules that torch.nn and ours have, and example calls, for tests that hold for every module."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ B, T, S, M, H, F = 3, 7, 5, 32, 4, 48
 
 
 class Case(NamedTuple):
-    """``make`` takes torch.nn or ours."""
+    """``make`` takes torch.nn or ours, and returns the module."""
 
     make: Callable[[Any], torch.nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
@@ -22,7 +21,7 @@ class Case(NamedTuple):
 
 
 def hidden(batch: int, length: int) -> Tensor:
-    """A key padding mask of torch.nn's polarity; every sequence has a first token."""
+    """A key padding mask with torch.nn's polarity; every sequence has at least one token."""
     mask = torch.zeros(batch, length, dtype=torch.bool)
     mask[1, length - 2 :] = True
     mask[2, 1:] = True
@@ -122,5 +121,5 @@ CASES: dict[str, Case] = {
         {**_FUTURE, **dict.fromkeys(_OF_SOURCE, hidden(B, S))},
     ),
 }  # fmt: skip
-#: Those that have nothing but inputs; PyTorch's RMSNorm goes its own ways.
+#: Cases without masks; PyTorch's RMSNorm has other code paths.
 PLAIN = [name for name, case in CASES.items() if not case.masks and "RMS" not in name]

@@ -1,4 +1,4 @@
-"""The error budget of whole modules: ours against fp64, measured by torch's own error there."""
+"""The error budget of whole modules: our error against fp64, relative to PyTorch's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS: dict[type, type] = {
 
 
 def to_ours(theirs: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose modules are ours wherever we have the class."""
+    """Returns a copy whose modules have our classes where they exist."""
     ours = copy.deepcopy(theirs)
     for module in ours.modules():
         module.__class__ = OURS.get(type(module), type(module))
@@ -35,7 +35,7 @@ def to_ours(theirs: torch.nn.Module) -> torch.nn.Module:
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors of a tree as leaves of another dtype."""
+    """Converts the floating-point tensors of a tree to leaves of another dtype."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -46,10 +46,10 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy."""
+    """Returns a deep copy, with the same activations."""
     copy_ = copy.deepcopy(module)
     for layer in copy_.modules():
-        # Copies of torch's decoder layers forget activations that are modules and take relu.
+        # Copies of PyTorch's decoder layers replace an activation module by relu.
         if "activation" in layer._modules:
             layer.__dict__.pop("activation", None)
     return copy_
@@ -64,7 +64,7 @@ def _flat(tree: Any) -> Tensor:
 
 
 def relative_error(got: Any, oracle: Any) -> float:
-    """The largest error of any tensor, against the largest value of all oracles."""
+    """Returns the largest error of any tensor, relative to the largest value of all oracles."""
     assert [x.shape for x in tensors(got)] == [x.shape for x in tensors(oracle)]
     return parity.relative_error(_flat(got), _flat(oracle)) if tensors(oracle) else 0.0
 
@@ -72,9 +72,9 @@ def relative_error(got: Any, oracle: Any) -> float:
 def check_budget(
     got: Any, expected: Any, oracle: Any, factor: float = OUTPUT_FACTOR, unit: float = 0.0
 ) -> None:
-    """Holds tensors to the error budget, all together: a size is the largest of any.
+    """Checks tensors against the error budget; sizes are the maximum over all of them.
 
-    ``expected``: what the reference gives in the same dtype. If None, ``unit`` tells its error.
+    ``expected``: the reference's results in the same dtype. If None, ``unit`` is its error.
     """
     if not tensors(oracle):
         assert not tensors(got)
@@ -90,7 +90,7 @@ def check_budget(
 
 
 def gradients(output: Any, inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """Gradients of a fixed linear function of all outputs."""
+    """Returns the gradients of a fixed linear function of all outputs."""
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors(output):
         weight = torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64)
@@ -100,7 +100,7 @@ def gradients(output: Any, inputs: list[Tensor], create_graph: bool = False) -> 
 
 
 class Differentiated(torch.nn.Module):
-    """The gradients of a module, or of a function, in place of its outputs."""
+    """Returns the gradients of a module or function in place of its outputs."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -108,13 +108,15 @@ class Differentiated(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         wanted = [t for t in (*tensors((args, kwargs)), *self.parameters()) if t.requires_grad]
-        with sdpa_kernel(SDPBackend.MATH):  # the one of PyTorch's with a second derivative
+        with sdpa_kernel(SDPBackend.MATH):  # PyTorch's only implementation with second derivatives
             return gradients(self.function(*args, **kwargs), wanted, create_graph=True)
 
 
 class Tangents(torch.nn.Module):
-    """The derivatives of a module's, or a function's, outputs along one direction of its inputs and
-    parameters."""
+    """Returns the directional derivatives of a module's or function's outputs.
+
+    There is one direction, in the space of inputs and parameters.
+    """
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -138,7 +140,9 @@ class Tangents(torch.nn.Module):
 
 
 def run(module: Any, args: Any, kwargs: Any, grad: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of a module or function, and gradients of inputs and parameters (if wanted)."""
+    """Returns outputs of a module or function and, if requested, gradients of inputs and
+    parameters.
+    """
     if not grad:
         with torch.no_grad():
             return tensors(module(*args, **kwargs)), []
@@ -150,7 +154,7 @@ def run(module: Any, args: Any, kwargs: Any, grad: bool) -> tuple[list[Tensor], 
 
 
 def _jitter(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Each element one rounding up, down or as it is."""
+    """Moves each element at random by one rounding step up or down, or not at all."""
     sign = torch.randint(-1, 2, tensor.shape, generator=generator)
     moved = tensor.detach() * (1 + sign * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
     return moved.requires_grad_(tensor.requires_grad)
@@ -159,11 +163,11 @@ def _jitter(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def reference_error(
     theirs: Any, args: Any, kwargs: Any, oracle: tuple[list[Tensor], list[Tensor]]
 ) -> tuple[float, float]:
-    """Torch's error in outputs and in gradients (if the oracle has any).
+    """Returns PyTorch's error in outputs and in gradients (if the oracle has any).
 
-    On tensors of a few dozen elements, some of them ill-conditioned, one call's error is a matter
-    of luck. So it is the worst of several calls: as given, and with every input and parameter in
-    doubt by one rounding.
+    On tensors of a few dozen elements, some of them ill-conditioned, the error of one call is a
+    matter of luck. The result is therefore the worst of several calls: one with the given values,
+    others with inputs and parameters that are off by one rounding.
     """
     generator = torch.Generator().manual_seed(0)
     outputs = grads = 0.0
@@ -193,7 +197,7 @@ def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Same numbers as torch's module, in inference."""
+    """Checks that results in inference match those of PyTorch's module."""
     exact = cast(args, torch.float64), cast(kwargs, torch.float64)
     oracle = run(copied(theirs).double(), *exact, grad=False)
     allowed, _ = reference_error(theirs, args, kwargs, oracle)
@@ -203,7 +207,7 @@ def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **k
 
 
 def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bool) -> None:
-    """The same as their module or function, gradients (if wanted) included."""
+    """Checks that results and, if requested, gradients match those of PyTorch's module or function."""
     exact = cast(args, torch.float64), cast(kwargs, torch.float64)
     in_double = copied(theirs).double() if isinstance(theirs, torch.nn.Module) else theirs
     oracle = run(in_double, *exact, grad)
@@ -212,7 +216,7 @@ def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bo
 
 
 def told(call: Callable[[], Any]) -> tuple[type, str]:
-    """The type and the words of the exception that the call raises."""
+    """Returns the type and the message of the exception that the call raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the other side says which
         call()
     return caught.type, str(caught.value)
@@ -221,10 +225,11 @@ def told(call: Callable[[], Any]) -> tuple[type, str]:
 def attention_pair(
     width: int, heads: int, **kwargs: Any
 ) -> tuple[torch.nn.MultiheadAttention, torch.nn.MultiheadAttention]:
-    """Torch's module and ours, with the same parameters, none of them zero."""
+    """Returns PyTorch's module and ours, with equal parameters, none of them zero."""
     theirs = torch.nn.MultiheadAttention(width, heads, **kwargs)
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases start as zeros, which would hide mistakes
+        # biases are initialised to zero, which would hide errors
+        for parameter in theirs.parameters():
             parameter.normal_(0, 0.5)
     ours = to_ours(theirs)
     assert isinstance(ours, nn.MultiheadAttention)
@@ -233,7 +238,7 @@ def attention_pair(
 
 @contextmanager
 def fast_path(enabled: bool) -> Iterator[None]:
-    """Whether torch's own modules may take their inference path."""
+    """Context manager that enables or disables the inference path of PyTorch's modules."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
@@ -243,7 +248,7 @@ def fast_path(enabled: bool) -> Iterator[None]:
 
 
 class Recorder:
-    """Stands in for `attend` and keeps what it was given."""
+    """Replaces `attend` and records its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []

@@ -1,4 +1,6 @@
-"""The suites, their peers, result files and what they say: what became slower, the report, README."""
+"""Benchmark suites, peers, result files, and what is derived: slow-downs, the report, README's
+figures.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_does_the_same_work_or_says_why_not(name, dtype):
+def test_peers_compute_the_same_or_give_a_reason(name, dtype):
     if name in ("torch_compile", "inductor_tuned"):
         pytest.skip("compiling takes long; torch's own tests are about it")
     peer = PEERS[name]
@@ -85,7 +87,7 @@ def _translators() -> tuple[Any, Any]:
     return twins(lambda nn: models.Translator(nn, size, 20), torch.float32, "cpu")
 
 
-def test_everyone_decodes_alike_and_wrong_tokens_are_found():
+def test_all_translators_decode_the_same_tokens():
     ours, theirs = _translators()
     source = torch.randint(3, 40, (3, 7))
     oracle = copy.deepcopy(theirs).double()
@@ -105,7 +107,7 @@ def test_everyone_decodes_alike_and_wrong_tokens_are_found():
         assert not checker(right[:, :4], (source,)).ok
 
 
-def test_a_missing_or_broken_peer_is_a_row_with_its_reason():
+def test_missing_or_broken_peers_have_a_reason():
     def broken(*arguments: Any) -> Any:
         raise RuntimeError("no licence\nsecond line")
 
@@ -123,7 +125,7 @@ def test_a_missing_or_broken_peer_is_a_row_with_its_reason():
 
 
 @pytest.mark.parametrize("name", [*SUITES, *SCALING])
-def test_every_suite_has_work_with_distinct_names(name):
+def test_cases_of_a_suite_have_distinct_names(name):
     if name == "third-party":
         pytest.importorskip("transformers")
     for quick in (True, False):
@@ -132,21 +134,21 @@ def test_every_suite_has_work_with_distinct_names(name):
         assert len({label for label, _ in work}) == len(work)
 
 
-def test_inputs_of_a_case_share_weights_and_nothing_else():
+def test_inputs_of_a_case_share_only_weights():
     first, second = Scope().draw("feed_forward", OPS["feed_forward"].cases[0])
     named = [OPS["feed_forward"].named(calls[0]) for calls in (first, second)]
     assert named[0]["weight1"] is named[1]["weight1"]
     assert not torch.equal(named[0]["input"], named[1]["input"])
 
 
-def test_lengths_have_the_share_that_they_say():
+def test_lengths_have_the_stated_share_of_padding():
     for share in (0.1, 0.25, 0.5, 0.65, 0.9, 1.0):
         found = lengths(16, 400, share)
         assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
         assert 1 <= int(found.min()) <= int(found.max()) <= 400
 
 
-def test_scaling_leaves_out_what_takes_too_long_and_says_so(monkeypatch):
+def test_scaling_reports_skipped_points(monkeypatch):
     monkeypatch.setattr(ops, "_MOST_SCORES", 8 * 64 * 64)
     for length in (64, 65):
         benchmark_case = ops._point(Scope(), "attention", "x", ops.attention(1, length), None)
@@ -155,7 +157,7 @@ def test_scaling_leaves_out_what_takes_too_long_and_says_so(monkeypatch):
         assert length == 64 or "computes 3.4e+04 scores" in str(reference.reason)
 
 
-def test_threads_are_put_back_after_each_point(two_threads):
+def test_scaling_restores_the_number_of_threads(two_threads):
     case = OPS["layer_norm"].tiny
     command.run([("one thread", lambda: ops._point(Scope(), "layer_norm", "1", case, 1))], FAST)
     assert torch.get_num_threads() == 2
@@ -181,7 +183,7 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 def test_the_suite_runs_under_pytest_benchmark(tmp_path):
-    """Groups, extra_info, stored results and the comparison with an earlier run."""
+    """Groups, extra_info, stored results, and a comparison with an earlier run."""
     options = [
         *(
             "-m",
@@ -219,7 +221,7 @@ def test_the_suite_runs_under_pytest_benchmark(tmp_path):
 
 
 class _Stopwatch:
-    """In place of pytest-benchmark's fixture: calls once."""
+    """Replaces pytest-benchmark's fixture: calls the function once."""
 
     stats = None
 
@@ -232,7 +234,7 @@ class _Stopwatch:
         call()
 
 
-def test_parity_comes_before_pytest_benchmark_times():
+def test_parity_is_checked_before_timing():
     make = dict(ops.table(Scope(quick=True, ops=("layer_norm",))))["layer_norm 32x512"]
     benchmark_case, watch = make(), _Stopwatch()
     speed.test_speed(watch, ("layer_norm 32x512", benchmark_case), "reference")
@@ -247,7 +249,7 @@ def test_parity_comes_before_pytest_benchmark_times():
     assert not watch.calls
 
 
-def test_no_relu_is_near_its_kink_when_gradients_are_compared():
+def test_relu_inputs_are_away_from_zero():
     case = OPS["feed_forward"].bench_cases[2]
     arguments = ops.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
     x, weight1, bias1, *_ = arguments
@@ -262,7 +264,7 @@ def test_no_relu_is_near_its_kink_when_gradients_are_compared():
 
 
 @pytest.mark.parametrize("fuses", [False, True])
-def test_a_training_step_can_be_checked_again_and_again(fuses):
+def test_training_steps_can_be_checked_repeatedly(fuses):
     benchmark_case = models._training(Scope(), models.Case(2, 6, 50, 1), fuses)
     rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
     assert rows[models.EAGER].ok
@@ -273,7 +275,7 @@ def test_a_training_step_can_be_checked_again_and_again(fuses):
     assert chosen.ok, chosen.reason
 
 
-def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
+def test_hand_written_models_match_and_are_rewritten():
     size = Size(32, 4, 64, layers=2, vocabulary=300)
     theirs, _, written = third_party.models_of(Scope(), size, 0.0)
     ((source, target),) = models.Case(3, 9, 300, 2, 0.65).inputs(Scope())[0]
@@ -289,7 +291,7 @@ def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
     assert not report.left
 
 
-def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypatch):
+def test_hand_written_training_steps_have_torch_nn_names(monkeypatch):
     benchmark_case = third_party.training_step(Scope(), models.Case(2, 6, 50, 1))
     rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
     assert all(one.ok for one in rows.values()), rows
@@ -303,8 +305,8 @@ def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypat
 
 @pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
 @pytest.mark.parametrize("name", ["avx2", None])
-def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
-    """In a process of its own: they read their variables when they are loaded."""
+def test_peers_use_the_same_instruction_set(name, monkeypatch):
+    """In a subprocess, since the peers read their variables when they are loaded."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     program = (
         "import benchmarks, os, torch\n"
@@ -332,7 +334,7 @@ def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_options(capsys, options, message):
+def test_invalid_options_are_rejected(capsys, options, message):
     with pytest.raises(SystemExit) as stopped:
         main(options)
     assert stopped.value.code == 2
@@ -340,7 +342,7 @@ def test_wrong_options(capsys, options, message):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_cost_of_a_call_can_be_taken_of_every_op(op):
+def test_call_costs_can_be_measured_for_every_op(op):
     rows = list(run_case(ops._call(Scope(quick=True), op), FAST))
     (chosen,) = (row for row in rows if row.chosen)
     assert chosen.ok, chosen.reason
@@ -367,7 +369,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", CASES)
-def test_flex_attention_means_the_same(name: str) -> None:
+def test_flex_attention_matches_the_reference(name: str) -> None:
     arguments = given(**CASES[name])
     expected = attention(*arguments)[0]
     torch.testing.assert_close(
@@ -377,8 +379,10 @@ def test_flex_attention_means_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("size", [T, S])
 @pytest.mark.parametrize("name", CASES)
-def test_peers_of_attention_mean_the_same(name: str, size: int) -> None:
-    """A call of shape (2, 3, 40, 16) on ``size`` keys. ONNX Runtime aligns causality at the last key."""
+def test_peers_of_attention_match_the_reference(name: str, size: int) -> None:
+    """A call of shape (2, 3, 40, 16) with ``size`` keys. ONNX Runtime aligns causality at the last
+    key.
+    """
     options = {
         key: value[..., :size] if key == "mask" else value.clamp(max=size)
         for key, value in CASES[name].items()
@@ -401,7 +405,7 @@ def test_peers_of_attention_mean_the_same(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["zentorch", "onnx_runtime"])
-def test_what_peers_of_attention_do_not_support_has_a_reason(name: str) -> None:
+def test_unsupported_attention_of_peers_has_a_reason(name: str) -> None:
     plain = given()
     for place, value, said in (
         (7, 0.1, "no dropout"),
@@ -413,7 +417,7 @@ def test_what_peers_of_attention_do_not_support_has_a_reason(name: str) -> None:
         assert said in offered
 
 
-def test_on_the_cpu_they_say_why_not() -> None:
+def test_gpu_peers_give_a_reason_on_the_cpu() -> None:
     both = peers.load(["liger", "flex_attention"])
     assert both == [PEERS["flex_attention"], PEERS["liger"]]
     for found in peers.candidates(both, "op", "attention", given()):
@@ -421,7 +425,7 @@ def test_on_the_cpu_they_say_why_not() -> None:
         assert found.reason
 
 
-def test_a_candidate_in_a_process_of_its_own():
+def test_candidates_can_run_in_a_subprocess():
     elsewhere = Remote(functools.partial, os.getpid)
     assert elsewhere() not in (os.getpid(), None)
     power = Remote(functools.partial, pow, 2)
@@ -441,7 +445,7 @@ def _layer() -> tuple[torch.nn.Module, tuple[torch.Tensor, None, torch.Tensor]]:
 
 @pytest.fixture
 def settings():
-    """Inductor's, which must be the same afterwards."""
+    """Fails if the test changes Inductor's settings."""
     before = config.freezing, config.max_autotune, config.joint_custom_post_pass
     yield
     after = config.freezing, config.max_autotune, config.joint_custom_post_pass
@@ -450,7 +454,7 @@ def settings():
 
 @pytest.mark.parametrize("peer", [PEERS["inductor_tuned"], PEERS["zentorch"]], ids=lambda p: p.name)
 @torch.no_grad()
-def test_a_compiler_with_frozen_weights_leaves_them_and_others_alone(peer, settings) -> None:
+def test_freezing_compilers_change_neither_weights_nor_settings(peer, settings) -> None:
     if (reason := peer.why_not()) is not None:
         pytest.skip(reason)
     layer, arguments = _layer()
@@ -465,13 +469,13 @@ def test_a_compiler_with_frozen_weights_leaves_them_and_others_alone(peer, setti
     torch.testing.assert_close(layer.state_dict(), weights, rtol=0, atol=0)
     layer.linear1.weight.mul_(2)
     torch.testing.assert_close(run(*arguments)[seen], expected)
-    # Plain torch.compile is not given what was compiled for it.
+    # Plain torch.compile must not reuse what was compiled for the peer.
     plain = with_fast_path(torch.compile(layer, dynamic=False), False)
     torch.testing.assert_close(plain(*arguments)[seen], layer(*arguments)[seen])
 
 
 @torch.no_grad()
-def test_what_zentorch_sets_when_it_compiles_is_taken_back(monkeypatch, settings) -> None:
+def test_zentorchs_settings_are_restored(monkeypatch, settings) -> None:
     seen = []
 
     def backend(graph, inputs):
@@ -489,11 +493,11 @@ def test_what_zentorch_sets_when_it_compiles_is_taken_back(monkeypatch, settings
     assert seen == [(True, False)]
 
 
-# Results.
+# Results
 
 
 def row(candidate: str, *times: float, case: str = "x", **values: Any) -> Row:
-    """A row with these samples, in milliseconds."""
+    """Returns a row with these samples, in milliseconds."""
     ours = candidate in ("cpu", "reference")
     made = Row("linear", case, candidate, ours, candidate == "cpu", ok=True, **values)
     if times:
@@ -504,7 +508,7 @@ def row(candidate: str, *times: float, case: str = "x", **values: Any) -> Row:
 
 
 def suites(*rows: Row, name: str = "ops", **about: Any) -> dict[str, Any]:
-    """As a result file has them; every row measured against the torch row of its case."""
+    """Returns the content of a result file; each row is compared with the torch row of its case."""
     timed = [one for one in rows if one.samples]
     for one in timed:
         torch_row = next((r for r in timed if (r.case, r.candidate) == (one.case, "torch")), None)
@@ -521,7 +525,7 @@ def noisy(time: float) -> list[float]:
     return [time * factor for factor in NOISE]
 
 
-def test_the_rival_is_the_fastest_other_and_right():
+def test_the_rival_is_the_fastest_right_candidate():
     (found,) = findings.findings(
         [
             row("cpu", *noisy(10.0)),
@@ -538,7 +542,7 @@ def test_the_rival_is_the_fastest_other_and_right():
     assert found.lost
 
 
-def test_losses_come_worst_first_and_doubtful_ones_not_at_all():
+def test_losses_are_sorted_and_exclude_noise():
     rows = [
         *(row("cpu", *noisy(10.0), case="bad"), row("torch", *noisy(5.0), case="bad")),
         *(row("cpu", *noisy(10.0), case="worse"), row("torch", *noisy(2.0), case="worse")),
@@ -551,7 +555,7 @@ def test_losses_come_worst_first_and_doubtful_ones_not_at_all():
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A folder with the results of one machine."""
+    """Returns a folder with the results of one machine."""
     folder = tmp_path / "results"
     ordinary = suites(
         *(row("cpu", *noisy(10.0), case="a|b"), row("torch", *noisy(20.0), case="a|b")),
@@ -563,7 +567,7 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_report_has_losses_first(results, capsys):
+def test_the_report_lists_losses_first(results, capsys):
     assert main(["report", "--results", str(results)]) == 0
     text = (results / "report.md").read_text()
     assert (
@@ -579,14 +583,14 @@ def test_the_report_has_losses_first(results, capsys):
     assert (results / "report.md").read_text() == text
 
 
-def test_no_results_to_report(tmp_path, capsys):
+def test_a_report_without_results_fails(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["report", "--results", str(tmp_path)])
     assert stopped.value.code == 2
     assert "run `make bench` first" in capsys.readouterr().err
 
 
-def test_the_readme_gets_its_figures_from_results(results):
+def test_readme_figures_come_from_results(results):
     text = readme.figures(results)
     assert "| linear a\\|b | 10.0 ms | 2.00x" in text
     assert "2 cases timed" in text
@@ -604,7 +608,7 @@ def test_the_readme_gets_its_figures_from_results(results):
         readme.generated(marked)
 
 
-def test_an_instruction_set_of_its_own_is_another_machine(results):
+def test_another_instruction_set_is_another_machine(results):
     held = suites(
         *(row("cpu", *noisy(10.0), case="held"), row("torch", *noisy(30.0), case="held")),
         isa="avx2",
@@ -621,7 +625,7 @@ def test_an_instruction_set_of_its_own_is_another_machine(results):
     assert "| linear held" not in text
 
 
-def test_scaling_alone_is_a_report_and_no_table(tmp_path):
+def test_scaling_results_alone_give_no_table(tmp_path):
     scaled = [row("cpu", *noisy(float(n)), case=str(n)) for n in (1, 4)]
     scaled += [row("torch", *noisy(2.0 * n), case=str(n)) for n in (1, 4)]
     name = "scaling: linear, rows"
@@ -634,7 +638,7 @@ def test_scaling_alone_is_a_report_and_no_table(tmp_path):
     assert "make figures" in readme.figures(tmp_path)
 
 
-def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
+def test_the_bf16x3_roof_is_reported_and_drawn(tmp_path):
     shares = {"roof_share": 1.13, "split_share": 0.44}
     findings.write(tmp_path / "m.json", suites(row("cpu", *noisy(10.0), **shares)))
     scaled = [row("cpu", *noisy(float(n)), case=str(n), **shares) for n in (32, 64)]
@@ -647,7 +651,7 @@ def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("plan", [{}, {"rest": 0.1}])
-def test_figures_from_before_candidates_waited_say_so(tmp_path, plan):
+def test_older_measurement_methods_are_marked(tmp_path, plan):
     folder = tmp_path / "results"
     rows = row("cpu", *noisy(10.0)), row("OpenVINO", *noisy(20.0))
     findings.write(folder / "m.json", {k: v | {"plan": plan} for k, v in suites(*rows).items()})
@@ -656,7 +660,7 @@ def test_figures_from_before_candidates_waited_say_so(tmp_path, plan):
         assert ("waited for one another's threads" in text) == (not plan)
 
 
-def test_results_survive_the_file(tmp_path):
+def test_results_are_read_back(tmp_path):
     path = tmp_path / "sub" / "m.json"
     before = suites(
         row("cpu", 1.0, 2.0, 4.0), row("torch", 3.0, 3.0, 3.0), row("peer", reason="no")
@@ -673,7 +677,7 @@ def test_results_survive_the_file(tmp_path):
     assert all(len(line) < 2000 for line in path.read_text().splitlines())
 
 
-def test_a_run_replaces_its_own_suites_only(tmp_path):
+def test_a_run_replaces_only_its_suites(tmp_path):
     path = tmp_path / "m.json"
     findings.write(path, suites(row("cpu", 1.0)) | suites(row("cpu", 2.0), name="layers"))
     findings.write(path, suites(row("cpu", 3.0)))
@@ -686,7 +690,7 @@ def test_a_run_replaces_its_own_suites_only(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 99, "suites": {}}', '{"format": 1, "suites": {"a": {}}}']
 )
-def test_a_file_that_is_not_ours(tmp_path, text):
+def test_other_files_are_rejected(tmp_path, text):
     path = tmp_path / "m.json"
     path.write_text(text)
     with pytest.raises(findings.ResultsError, match=r"m\.json"):
@@ -732,17 +736,17 @@ THEIRS = row("torch", *noisy(20.0))
     ],
     ids=["slower", "machine slower", "machine faster", "noise", "another machine", "other cases"],
 )  # fmt: skip
-def test_what_is_a_slow_down(tmp_path, capsys, old, new, status, said):
+def test_slow_downs_are_detected(tmp_path, capsys, old, new, status, said):
     assert compare(tmp_path, old, new) == status
     shown = capsys.readouterr().out
     assert all(words in shown for words in said), shown
 
 
-def test_a_slow_down_within_the_tolerance(tmp_path):
+def test_slow_downs_within_the_tolerance_pass(tmp_path):
     assert compare(tmp_path, pair(10.0, 20.0), pair(12.0, 20.0), "--tolerance", "0.3") == 0
 
 
-def test_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+def test_results_of_another_machine_are_rejected_first(tmp_path, monkeypatch, capsys):
     def never(*arguments: Any) -> Any:
         raise AssertionError("it was timed")
 
@@ -752,7 +756,7 @@ def test_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypat
     assert "cpu is 'Other' in one" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_has_no_speed_any_more_counts_as_a_slow_down(tmp_path, capsys):
+def test_failing_candidates_count_as_slow_downs(tmp_path, capsys):
     wrong = suites(row("cpu", reason="its result is wrong"), row("torch", *noisy(20.0)))
     assert compare(tmp_path, pair(10.0, 20.0), wrong) == 1
     assert "ops linear x cpu: its result is wrong" in capsys.readouterr().out
@@ -764,7 +768,7 @@ def test_what_has_no_speed_any_more_counts_as_a_slow_down(tmp_path, capsys):
     assert compare(tmp_path, both, without) == 0
 
 
-def test_another_choice_of_the_dispatcher_is_compared_with_the_one_before():
+def test_a_changed_backend_is_compared_with_the_earlier_one():
     old = [row("cpu+torch", *noisy(10.0)), row("torch", *noisy(20.0))]
     new = [row("cpu", *noisy(20.0)), row("torch", *noisy(20.0))]
     old[0].ours = old[0].chosen = True
@@ -778,7 +782,7 @@ def test_another_choice_of_the_dispatcher_is_compared_with_the_one_before():
     [((10.0,), 1, 0), ((12.0, 10.0), 2, 0), ((12.0, 12.0, 12.0), 3, 1), ((8.0, 8.0, 8.0), 3, 0)],
     ids=("as before", "a passing slow-down", "slower", "faster"),
 )
-def test_passes_go_on_while_they_agree(tmp_path, monkeypatch, times, taken, status):
+def test_passes_repeat_until_the_result_is_clear(tmp_path, monkeypatch, times, taken, status):
     findings.write(tmp_path / "old.json", pair(10.0, 20.0))
     timed = iter(times)
     seen = []
@@ -792,7 +796,7 @@ def test_passes_go_on_while_they_agree(tmp_path, monkeypatch, times, taken, stat
     assert len(seen) == taken
 
 
-def test_an_unknown_revision(capsys):
+def test_unknown_revisions_are_rejected(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["compare", "no-such-revision"])
     assert stopped.value.code == 2

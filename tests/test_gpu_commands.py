@@ -1,5 +1,8 @@
-"""What a GPU was measured to do: the file, what the dispatcher makes of it, and the commands `prove`,
-`compare` and `python -m benchmarks.gpu`, whose stages and processes run on a CPU here."""
+"""Validation records of a GPU: the file, its use by the dispatcher, and the commands that write it.
+
+The commands are `prove`, `compare` and `python -m benchmarks.gpu`. Their stages and processes run
+on the CPU here.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ ROWS = "up to 64 rows"
 
 
 CPU = torch.device("cpu")
-#: A case of a GPU's that a CPU has time for.
+#: A GPU case that is small enough for a CPU.
 SMALL = GpuCase(
     "linear",
     case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
@@ -60,7 +63,9 @@ def wrong_linear(*arguments: Any) -> torch.Tensor:
 
 
 def fake_clock(times: tuple[Times, ...]) -> Callable[..., Times]:
-    """Times by the order in which calls come: what kernels take, then PyTorch's ways."""
+    """Returns a clock whose times depend on the order in which calls first come: kernels, then
+    PyTorch.
+    """
     known: dict[Any, int] = {}
 
     def clock(call: Any, inputs: int, repeats: int, host: float = 0.0) -> Times:
@@ -71,7 +76,7 @@ def fake_clock(times: tuple[Times, ...]) -> Callable[..., Times]:
     return clock
 
 
-#: Stands for a process: each item says what becomes of it.
+#: Replaces a worker process: each item says what the process does.
 PROCESS = """
 import json, os, sys, time
 for item in json.loads(sys.argv[1]):
@@ -93,13 +98,13 @@ def verdict(**changes):
     return known._replace(**changes)
 
 
-#: Of a kernel that could not be timed.
+#: Fields of a kernel that could not be timed.
 UNTIMED = dict.fromkeys(("device", "host", "torch_device", "torch_host"))
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder, and a GPU that can be asked for its name."""
+    """Sets an empty cache folder, and a fake GPU with a name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(proof, "machine_of", lambda device=None: MACHINE)
     proof.known.cache_clear()
@@ -107,21 +112,21 @@ def cache(tmp_path, monkeypatch):
     proof.known.cache_clear()
 
 
-def prove_that(*verdicts):
+def write_record(*verdicts):
     return proof.write(Proof(MACHINE, "2026-11-22T12:00:00+00:00", 840.0, verdicts))
 
 
-def test_what_is_written_is_read():
+def test_the_file_is_read_back():
     verdicts = verdict(), verdict(right=False, **UNTIMED, problem="NaN")
-    path = prove_that(*verdicts)
+    path = write_record(*verdicts)
     found, problem = proof.read(MACHINE)
     assert problem is None
     assert found == Proof(MACHINE, "2026-11-22T12:00:00+00:00", 840.0, verdicts)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_another_machine_has_another_file():
-    prove_that(verdict())
+def test_each_machine_has_its_own_file():
+    write_record(verdict())
     for field in Machine._fields:
         other = 100 if field == "capability" else "another"
         found, problem = proof.read(MACHINE._replace(**{field: other}))
@@ -149,7 +154,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_and_foreign_files_are_ignored_with_a_sentence(damage):
-    path = prove_that(verdict())
+    path = write_record(verdict())
     DAMAGE[damage](path)
     found, problem = proof.read(MACHINE)
     assert found is None
@@ -159,7 +164,7 @@ def test_damaged_and_foreign_files_are_ignored_with_a_sentence(damage):
 
 
 def kernels_of(op, monkeypatch):
-    """Kernels of an op whose numbers are proven nowhere, and PyTorch's."""
+    """Registers kernels of an op that are validated nowhere, and PyTorch's; returns Triton's."""
     run = OPS[op].reference
     kernels = (
         dispatch.Kernel(op, "cuda", run, gradients=True, proven=frozenset()),
@@ -181,8 +186,8 @@ def call(rows=32, dtype=torch.bfloat16, needs_grad=False):
         return Call("linear", (torch.empty(rows, 8, device="cuda", dtype=dtype),), needs_grad)
 
 
-def test_the_dispatcher_takes_what_was_right_and_faster(triton):
-    prove_that(
+def test_validated_faster_kernels_are_selected(triton):
+    write_record(
         verdict(),
         verdict(dtype="float16", device=3e-5),
         verdict(dtype="float32", right=False, problem="error 0.5"),
@@ -210,23 +215,23 @@ def test_the_dispatcher_takes_what_was_right_and_faster(triton):
     ("times", "chosen"),
     [
         ((1e-5, 2e-6, 2e-5, 1e-6), True),
-        ((5e-6, 7e-5, 9e-6, 3.5e-5), False),  # a norm whose Python takes longer than PyTorch's
-        ((1e-4, 7e-5, 2e-4, 3.5e-5), True),  # which a larger one hides
+        ((5e-6, 7e-5, 9e-6, 3.5e-5), False),  # a norm whose Python code takes longer than PyTorch's
+        ((1e-4, 7e-5, 2e-4, 3.5e-5), True),  # at this size, the device time hides it
         ((5e-6, 2e-5, 9e-6, 3.5e-5), True),
-        ((1.00e-5, 2e-6, 1.03e-5, 1e-6), False),  # no more than noise
+        ((1.00e-5, 2e-6, 1.03e-5, 1e-6), False),  # a gain within noise
     ],
 )
-def test_the_longer_of_both_times_counts(times, chosen):
+def test_gains_use_the_longer_of_device_and_host_time(times, chosen):
     found = verdict(**dict(zip(UNTIMED, times, strict=True)))
     assert found.chosen is chosen
     assert found.gain == max(times[2:]) / max(times[:2])
     assert verdict(right=False).gain == verdict(host=None).gain == 0.0
 
 
-def test_the_fastest_of_all_backends_is_taken(triton, monkeypatch):
-    """Whatever their order, of those that take the call."""
+def test_the_fastest_backend_is_selected(triton, monkeypatch):
+    """The fastest backend that supports the call, in any order of backends."""
     faster, slower = verdict(torch_device=9e-5), verdict(backend="cuda", torch_device=3e-5)
-    prove_that(faster, slower, *(one._replace(dtype="float16") for one in (faster, slower)))
+    write_record(faster, slower, *(one._replace(dtype="float16") for one in (faster, slower)))
     assert select(call()).backend == "triton"
     found = dispatch.explain_call(call())
     assert found.backend == "triton"
@@ -240,11 +245,11 @@ def test_the_fastest_of_all_backends_is_taken(triton, monkeypatch):
     monkeypatch.setitem(dispatch._state.kernels, "linear", (kernels[0], refusing, *kernels[2:]))
     assert select(call()).backend == "cuda"
     monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
-    prove_that(verdict(torch_device=3e-5), verdict(backend="cuda", torch_device=9e-5))
+    write_record(verdict(torch_device=3e-5), verdict(backend="cuda", torch_device=9e-5))
     assert select(call()).backend == "cuda"
 
 
-def test_without_a_proof_the_command_is_named(triton):
+def test_without_a_record_the_reason_names_the_command(triton):
     assert select(call()).backend == "torch"
     [why] = dispatch.explain_call(call()).reasons["triton"]
     minutes = proof.SHORT_DURATION
@@ -252,7 +257,7 @@ def test_without_a_proof_the_command_is_named(triton):
     assert f"`python -m transformer_fast prove` for more, in {proof.DURATION}" in why
 
 
-def test_committed_results_count_without_a_proof(triton, monkeypatch):
+def test_committed_results_apply_without_a_record(triton, monkeypatch):
     proven = dataclasses.replace(triton, proven=frozenset({90}))
     kernels = dispatch.kernels("linear")
     monkeypatch.setitem(dispatch._state.kernels, "linear", (kernels[0], proven, *kernels[2:]))
@@ -260,8 +265,8 @@ def test_committed_results_count_without_a_proof(triton, monkeypatch):
     assert select(call()).backend == "triton"
 
 
-def test_a_traced_program_obeys_the_proof(triton):
-    prove_that(verdict())
+def test_traced_programs_use_the_record(triton):
+    write_record(verdict())
 
     @torch.compile(backend="eager", fullgraph=True)
     def asked(x):
@@ -281,7 +286,7 @@ def class_of(one):
     return shape_class(call_of(one.op, one.case.build(torch.bfloat16, "meta", None)))
 
 
-def test_what_is_measured():
+def test_cases_cover_the_common_shape_classes():
     classes = {(one.op, class_of(one)) for one in GPU_CASES}
     assert {op for op, _ in classes} == set(OPS)
     for size in (64, 128):
@@ -311,7 +316,7 @@ def test_what_is_measured():
 
 
 @pytest.mark.parametrize("which", ["one query", "few", "heads of 96", "keys", "heads", "rows"])
-def test_what_is_not_alike_is_of_two_classes(which):
+def test_different_shapes_are_in_different_classes(which):
     attention, linear = _attention_case, lambda rows: GpuCase("layer_norm", _bench(rows, 512))
     one, other = {
         "one query": (attention(1, 1, 1, 64, 64, "causal"), attention(1, 1, 2, 64, 64, "causal")),
@@ -324,7 +329,7 @@ def test_what_is_not_alike_is_of_two_classes(which):
     assert class_of(one) != class_of(other)
 
 
-#: Of a kernel, and of two ways of PyTorch's.
+#: Times of a kernel, and of two implementations of PyTorch.
 SOME = Times(1e-5, 2e-5), Times(3e-5, 2e-5), Times(1e-5, 4e-5)
 
 
@@ -334,7 +339,7 @@ def findings(*runs, gradients=False, times=SOME):
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
     found = on_device.checker(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
-    # As an op's process prints it.
+    # in the format that an op's process prints
     content = json.loads(json.dumps(found))
     return [on_device.Finding(Verdict(*one), *rest) for one, *rest in content]
 
@@ -349,15 +354,15 @@ def small_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_right_kernel_is_timed(gradients, small_cache):
+def test_right_kernels_are_timed(gradients, small_cache):
     [found] = checked(reference.linear, gradients=gradients)
     about = "linear", "cuda", "float32", ROWS, gradients
     assert found == Verdict(*about, True, 1e-5, 2e-5, 3e-5, 2e-5)
     assert found.chosen
 
 
-def test_what_a_verdict_is_made_of(small_cache):
-    """Of each round the longer of both times, and the same of PyTorch's faster way."""
+def test_verdicts_hold_the_times_of_each_round(small_cache):
+    """The longer of device and host time in each round, of the kernel and of PyTorch's faster way."""
     right, wrong = findings(reference.linear, wrong_linear)
     assert right.samples == [2e-5] * 7
     assert right.torch_samples == [3e-5] * 7
@@ -386,7 +391,7 @@ def test_backends_are_timed_on_the_same_inputs(small_cache):
     assert len(seen["cuda"]) > 1
 
 
-def test_a_wrong_kernel_is_not_timed(small_cache):
+def test_wrong_kernels_are_not_timed(small_cache):
     def broken(*arguments):
         raise RuntimeError("no such tile")
 
@@ -398,8 +403,8 @@ def test_a_wrong_kernel_is_not_timed(small_cache):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_what_is_timed_is_checked(gradients, small_cache):
-    """A kernel that does something else at the size that is timed, or in later calls."""
+def test_timed_calls_are_checked(gradients, small_cache):
+    """Detects a kernel that is wrong only at the timed size, or only in later calls."""
     calls = []
 
     def later(*arguments):
@@ -417,7 +422,7 @@ def test_what_is_timed_is_checked(gradients, small_cache):
 
 @pytest.mark.parametrize("seen", ["causal", "key lengths", "documents", "bias"])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
+def test_the_truth_of_attention_does_not_depend_on_chunks(gradients, seen, monkeypatch):
     drawn = _attention_case(2, 3, 7, 9, 4, seen).case.build(
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
@@ -435,12 +440,12 @@ def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
                     torch.testing.assert_close(b, a)
 
 
-def test_a_call_that_a_kernel_refuses_is_no_verdict(small_cache):
+def test_refused_calls_give_no_verdict(small_cache):
     kernel = dispatch.Kernel("linear", "triton", reference.linear, refuses=lambda call: "not this")
     assert on_device.checker(SMALL, torch.float32, False, CPU, fake_clock(()), [kernel]) == []
 
 
-def test_what_does_not_fit_into_memory_is_no_verdict(capsys, monkeypatch):
+def test_calls_that_run_out_of_memory_give_no_verdict(capsys, monkeypatch):
     def too_large(*arguments):
         raise torch.OutOfMemoryError
 
@@ -453,7 +458,7 @@ def test_what_does_not_fit_into_memory_is_no_verdict(capsys, monkeypatch):
     assert capsys.readouterr().out == "[]\n[]\n"
 
 
-def test_with_dropout_the_rival_is_sdpa(small_cache, monkeypatch):
+def test_dropout_is_compared_with_sdpa(small_cache, monkeypatch):
     given = []
     sdpa = F.scaled_dot_product_attention
 
@@ -479,13 +484,13 @@ def test_with_dropout_the_rival_is_sdpa(small_cache, monkeypatch):
 
 
 class Device:
-    """A GPU by the clock of this machine: a queue of launches that it works off in order."""
+    """A GPU on a simulated clock: a queue of launches that are executed in order."""
 
     DEPTH = 1024
 
     def __init__(self, monkeypatch):
-        self.now = 0.0  # of the host
-        self.ends = []  # of each launch, in order
+        self.now = 0.0  # time on the host
+        self.ends = []  # end of each launch, in order
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / 2e9))
@@ -493,7 +498,7 @@ class Device:
 
     def launch(self, seconds, host=0.0):
         self.now += host
-        if len(self.ends) >= self.DEPTH:  # the host waits for a place in the queue
+        if len(self.ends) >= self.DEPTH:  # the host waits until the queue has space
             self.now = max(self.now, self.ends[-self.DEPTH])
         last = self.ends[-1] if self.ends else 0.0
         self.ends.append(max(self.now, last) + seconds)
@@ -520,12 +525,12 @@ class Event:
     ("host", "launches", "repeats"),
     [
         (1e-5, 1, 200),
-        (1e-3, 1, 20),  # slower than is expected
-        (2e-4, 20, 200),  # more launches than a queue holds
+        (1e-3, 1, 20),  # slower than expected
+        (2e-4, 20, 200),  # more launches than the queue holds
         (0.05, 3, 5),
     ],
 )
-def test_the_device_never_waits_for_the_host(host, launches, repeats, monkeypatch):
+def test_timing_keeps_the_device_queue_full(host, launches, repeats, monkeypatch):
     device = Device(monkeypatch)
 
     def call(i):
@@ -537,7 +542,7 @@ def test_the_device_never_waits_for_the_host(host, launches, repeats, monkeypatc
     assert found.host == pytest.approx(host)
 
 
-def test_a_call_that_waits_for_the_device_has_the_time_of_both(monkeypatch):
+def test_synchronizing_calls_take_host_and_device_time(monkeypatch):
     device = Device(monkeypatch)
 
     def call(i):
@@ -555,7 +560,7 @@ def test_inputs_are_drawn_on_the_device(small_cache, monkeypatch):
     assert devices == [torch.device("cpu", 0)]
 
 
-def test_the_worst_case_of_a_class_counts():
+def test_a_class_has_the_verdict_of_its_worst_case():
     slower = verdict(device=1.5e-5)
     wrong = verdict(right=False, **UNTIMED)
     assert on_device.worst([verdict(), slower]) == (slower,)
@@ -564,7 +569,7 @@ def test_the_worst_case_of_a_class_counts():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_they_say_so(capsys, tmp_path):
+def test_commands_without_a_gpu_say_so(capsys, tmp_path):
     path = tmp_path / "gpu.json"
     assert main(["prove"]) == gpu.main(["env", "--json", str(path)]) == 2
     prove_said, gpu_said = capsys.readouterr().err.splitlines()
@@ -574,7 +579,7 @@ def test_without_a_gpu_they_say_so(capsys, tmp_path):
 
 
 def program(*verdicts, **then):
-    """What stands for an op's process: the verdicts of each trial, each with its samples."""
+    """Replaces an op's process: prints the verdicts of each trial, with samples."""
     lines = [{"line": [finding(one) for one in of_trial]} for of_trial in verdicts]
     return stand_in("", [*lines, *([then] if then else [])])
 
@@ -589,14 +594,14 @@ def finding(one):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """A GPU that takes no calls: what the op's processes say of it is recorded."""
+    """A fake GPU; the processes' outputs are prescribed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: MACHINE.gpu)
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def test_the_command_from_end_to_end(capsys, monkeypatch, a_gpu):
+def test_prove_from_end_to_end(capsys, monkeypatch, a_gpu):
     commands = {
         "linear": program([verdict()], [], [verdict(device=1.2e-5)]),
         "attention": program([verdict(op="attention")], dies=True),
@@ -605,7 +610,7 @@ def test_the_command_from_end_to_end(capsys, monkeypatch, a_gpu):
         ),
     }
     monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
-    prove_that(verdict(op="cross_entropy"), verdict(device=5.0))
+    write_record(verdict(op="cross_entropy"), verdict(device=5.0))
     assert main(["prove", "--op", *commands]) == 1
     text = capsys.readouterr().out
     assert "attention: its process ended before it was done (signal 11)" in text
@@ -613,7 +618,7 @@ def test_the_command_from_end_to_end(capsys, monkeypatch, a_gpu):
     assert "layer_norm, triton, bfloat16, up to 64 rows: error 7" in text
     found, _ = proof.read(MACHINE)
     assert {(v.op, v.device, v.right) for v in found.verdicts} == {
-        ("cross_entropy", 1e-5, True),  # from before
+        ("cross_entropy", 1e-5, True),  # an earlier verdict
         ("linear", 1.2e-5, True),
         ("attention", 1e-5, True),
         ("layer_norm", 1e-5, False),
@@ -634,7 +639,7 @@ def common(op="linear", **changes):
 
 @pytest.fixture
 def comparing(monkeypatch, a_gpu, triton):
-    """``compare`` without text, by what the processes of ops are recorded to print."""
+    """Runs ``compare`` without text cases; ``commands`` replace the processes of the ops."""
     kernels_of("layer_norm", monkeypatch)
     monkeypatch.setattr(compare, "text_cases", lambda *_: [])
 
@@ -650,7 +655,7 @@ def verdicts_of_file():
     return set(found.verdicts) if found else None
 
 
-def test_compare_proves_the_common_classes(comparing, capsys, triton):
+def test_compare_records_the_common_classes(comparing, capsys, triton):
     found = common(), common(backend="cuda", device=1.8e-5), common(dtype="float16", device=3e-5)
     assert comparing({"linear": program(found)}) == 0
     shown = capsys.readouterr().out
@@ -661,7 +666,7 @@ def test_compare_proves_the_common_classes(comparing, capsys, triton):
     assert "2 of 3 verdicts are right and faster than PyTorch" in shown
     assert "right in all 3; " in shown
     assert verdicts_of_file() == set(found)
-    # The dispatcher takes it, for the classes that were measured and for no others.
+    # The dispatcher uses the kernel for the measured classes only.
     assert select(call(rows=4096)).backend == "triton"
     assert select(call(rows=4096, dtype=torch.float16)).backend == "torch"
     more = f"; `{proof.COMMAND}` measures more, in {proof.DURATION}"
@@ -675,7 +680,7 @@ def test_compare_proves_the_common_classes(comparing, capsys, triton):
 
 
 def lines_until_crash(count):
-    """The first trials of layer_norm, as its process prints them."""
+    """Returns verdicts of the first trials of layer_norm."""
     planned = list(on_device.trials("layer_norm", short=True))[:count]
     return [
         [common("layer_norm", dtype=str(dtype)[6:], gradients=gradients)]
@@ -683,9 +688,9 @@ def lines_until_crash(count):
     ]
 
 
-def test_compare_after_a_crash(comparing, capsys):
-    """Other ops are kept, and classes of which all cases had been measured."""
-    prove_that(common("layer_norm", dtype="float32"))
+def test_compare_keeps_results_after_a_crash(comparing, capsys):
+    """Keeps other ops, and classes whose cases had all been measured."""
+    write_record(common("layer_norm", dtype="float32"))
     killed = program(*lines_until_crash(7), dies=True)
     assert comparing({"layer_norm": killed, "linear": program([common()])}) == 1
     shown = capsys.readouterr().out
@@ -694,9 +699,9 @@ def test_compare_after_a_crash(comparing, capsys):
     assert verdicts_of_file() == {common(), common("layer_norm")}
 
 
-def test_compare_and_a_wrong_kernel(comparing, capsys):
-    """Whatever `prove` had found."""
-    prove_that(common()._replace(short=False))
+def test_compare_records_wrong_kernels(comparing, capsys):
+    """A wrong result replaces what `prove` had found."""
+    write_record(common()._replace(short=False))
     wrong = common(right=False, **UNTIMED, problem="error 7")
     other = common(dtype="float32")
     assert comparing({"linear": program([wrong, other])}) == 1
@@ -709,7 +714,7 @@ def test_compare_and_a_wrong_kernel(comparing, capsys):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Ctrl-C after the first trial of linear."""
+    """Simulates Ctrl-C after the first trial of linear."""
     lines_of = prove.lines_of
 
     def until_linear(command, take, *rest):
@@ -721,23 +726,23 @@ def interrupted(monkeypatch):
     monkeypatch.setattr(prove, "lines_of", until_linear)
 
 
-def test_compare_until_ctrl_c(comparing, interrupted, capsys):
+def test_compare_keeps_results_after_ctrl_c(comparing, interrupted, capsys):
     norms = program([common("layer_norm")])
     assert comparing({"layer_norm": norms, "linear": "linear"}) == 130
     shown = capsys.readouterr()
     assert shown.err == "interrupted\n"
     assert "linear: its process ended before it was done (interrupted)" in shown.out
     assert "GPU, bfloat16" in shown.out
-    # float32 was to follow.
+    # float32 would have followed
     assert verdicts_of_file() == {
         common("layer_norm"), common(), verdict(short=True)
     }  # fmt: skip
 
 
-def test_prove_until_ctrl_c(a_gpu, interrupted, monkeypatch):
-    """What was known of the op and was not measured anew stays."""
+def test_prove_keeps_results_after_ctrl_c(a_gpu, interrupted, monkeypatch):
+    """Keeps earlier verdicts of the op that were not measured again."""
     old = verdict(device=5.0), verdict(dtype="float16"), common(device=1.1e-5)
-    prove_that(*old)
+    write_record(*old)
     norms = program([verdict(op="layer_norm")])
     commands = {"layer_norm": norms, "linear": "linear"}
     monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
@@ -747,7 +752,7 @@ def test_prove_until_ctrl_c(a_gpu, interrupted, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["no time", "--no-proof"])
-def test_compare_that_writes_nothing(comparing, capsys, monkeypatch, why):
+def test_compare_may_write_no_record(comparing, capsys, monkeypatch, why):
     options = []
     if why == "no time":
         monkeypatch.setattr(prove, "_SHORT_SECONDS", 0.0)
@@ -764,10 +769,10 @@ def test_compare_that_writes_nothing(comparing, capsys, monkeypatch, why):
     assert verdicts_of_file() is None
 
 
-def test_compare_leaves_what_prove_found(comparing):
+def test_compare_keeps_the_results_of_prove(comparing):
     slower = common(device=3e-5)._replace(short=False)
     elsewhere = verdict(), verdict(op="attention")
-    prove_that(slower, *elsewhere, common(dtype="float16", device=9.0))
+    write_record(slower, *elsewhere, common(dtype="float16", device=9.0))
     found = common(), common(dtype="float16")
     assert comparing({"linear": program(found)}) == 0
     assert verdicts_of_file() == {slower, *elsewhere, found[1]}
@@ -777,7 +782,7 @@ def test_compare_leaves_what_prove_found(comparing):
     assert "measures more" not in info.proof_state()
 
 
-def test_prove_replaces_what_compare_found(comparing, monkeypatch):
+def test_prove_replaces_the_results_of_compare(comparing, monkeypatch):
     assert comparing({"linear": program([common(), common(dtype="float16")])}) == 0
     longer = common(device=3e-5)._replace(short=False)
     monkeypatch.setattr(prove, "_command", lambda op, short: program([longer]))
@@ -787,7 +792,7 @@ def test_prove_replaces_what_compare_found(comparing, monkeypatch):
 
 @pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
 def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
-    """The output is that of the text alone."""
+    """The output is that of the text cases alone."""
     monkeypatch.setattr(compare, "text_cases", lambda *_: [])
     monkeypatch.setattr(compare, "_verdict", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
@@ -807,7 +812,7 @@ def test_ops_without_a_gpu_kernel_here_are_not_measured(comparing, monkeypatch, 
     assert compare.gpu_ops(options) == ["layer_norm"]
 
 
-def test_what_compare_measures():
+def test_compare_measures_the_common_cases():
     for op, classes in COMMON.items():
         cases = on_device.cases_of(op, short=True)
         assert {class_of(one) for one in cases} == set(classes)
@@ -816,7 +821,7 @@ def test_what_compare_measures():
     assert f"{count} trials" in " ".join((ROOT / "docs" / "guides" / "gpu.md").read_text().split())
 
 
-def test_the_command_that_an_op_is_measured_by(monkeypatch, a_gpu):
+def test_the_command_line_of_an_ops_process(monkeypatch, a_gpu):
     asked = []
     monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [])
     for short in (False, True):
@@ -824,12 +829,12 @@ def test_the_command_that_an_op_is_measured_by(monkeypatch, a_gpu):
     assert asked == [("linear", False), ("linear", True)]
 
 
-# `python -m benchmarks.gpu`.
+# `python -m benchmarks.gpu`
 
 
 @pytest.fixture
 def processes(monkeypatch):
-    """A GPU, and processes that need none."""
+    """A fake GPU, and worker processes that need none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "_command", stand_in)
 
@@ -852,7 +857,7 @@ def test_wrong_options(options, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkeypatch, capsys):
+def test_stages_run_in_order_and_report_failures(processes, tmp_path, monkeypatch, capsys):
     plans = {
         "env": [{"says": {"gpu": "NVIDIA Test"}}],
         "smoke": [{"op": "linear", "says": {"forward": "wrong: error 7", "gradients": "right"}}],
@@ -864,7 +869,7 @@ def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkey
             session.do(stage, [items], 1)
 
         monkeypatch.setitem(gpu.STAGES, stage, gpu.STAGES[stage]._replace(plan=plan))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, where there is a progress bar
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal with a progress bar
     monkeypatch.setenv("COLUMNS", "100")
     given = ["bench", "smoke", "env", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(given) == 1
@@ -883,7 +888,7 @@ def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkey
     assert list(written(tmp_path)) == ["env"]
 
 
-def test_a_crash_costs_one_piece_of_work(processes, tmp_path):
+def test_a_crash_loses_only_one_job(processes, tmp_path):
     items = [{"n": 0}, {"n": 1, "dies": True}, {"n": 2}, {"n": 3, "raises": True}, {"n": 4}]
     found = session(tmp_path).do("parity", [items, [{"n": 5}]], 2)
     told = {one["n"]: one.get("problem", one.get("result")) for one in found}
@@ -895,13 +900,13 @@ def test_a_crash_costs_one_piece_of_work(processes, tmp_path):
     assert sorted(one["n"] for one in written(tmp_path)["parity"]["results"]) == list(range(6))
 
 
-def test_a_process_that_hangs_is_given_up(processes, tmp_path, monkeypatch):
+def test_hanging_processes_are_terminated(processes, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.STAGES, "smoke", gpu.STAGES["smoke"]._replace(limit=1.0))
     found = session(tmp_path, stage="smoke").do("smoke", [[{"sleeps": 60}, {"n": 1}]], 1)
     assert [one.get("problem") for one in found] == ["no output for 1 seconds", None]
 
 
-def test_what_does_not_fit_is_skipped(processes, tmp_path):
+def test_jobs_beyond_the_time_limit_are_skipped(processes, tmp_path):
     start = time.monotonic()
     one = session(tmp_path, seconds=3.0)
     one.do("parity", [[{"n": 0}, {"n": 1, "sleeps": 60}, {"n": 2}]], 1)
@@ -912,7 +917,7 @@ def test_what_does_not_fit_is_skipped(processes, tmp_path):
     assert [entry["n"] for entry in found["skipped"]] == [1, 2, 3]
 
 
-def test_a_killed_run_keeps_what_it_had(tmp_path):
+def test_a_killed_run_keeps_its_results(tmp_path):
     path = tmp_path / "gpu.json"
     script = f"""
 import pathlib, sys
@@ -936,7 +941,7 @@ session.do("parity", [[{{"n": 0}}, {{"n": 1, "sleeps": 60}}]], 1)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_process_of_its_own_prints_nothing_but_its_results():
+def test_worker_processes_print_only_results():
     script = """
 import torch
 from benchmarks import gpu
@@ -953,13 +958,13 @@ raise SystemExit(gpu.alone("smoke", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device
     ]
 
 
-def test_the_environment_is_told():
+def test_the_environment_is_recorded():
     found = gpu.environment({}, CPU, None)
     assert found["torch"] == torch.__version__
     json.dumps(found)
 
 
-def test_what_is_asked_for_first_comes_first():
+def test_requested_jobs_run_first():
     ranks = [gpu.rank(gpu._CASES[item["op"], item["case"]]) for item in gpu.bench_items()]
     of_one_dtype = ranks[: len(ranks) // 3]
     assert of_one_dtype == sorted(of_one_dtype)
@@ -993,7 +998,7 @@ ON_CPU = SMALL, GpuCase("attention", case("timed", unmasked))
 
 @pytest.fixture
 def small(monkeypatch):
-    """Cases that a CPU has time for, and kernels of linear that run on it."""
+    """Uses cases small enough for a CPU, and kernels of linear that run on it."""
     for one in ON_CPU:
         monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
     monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
@@ -1014,7 +1019,7 @@ def item(op="linear", **rest):
     return {"op": op, "case": "timed", "dtype": "float32", "gradients": False, **rest}
 
 
-def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
+def test_checks_give_right_wrong_or_refused(small, monkeypatch):
     assert gpu.check(item(backend="triton"), CPU, None) == {
         "forward": "right",
         "gradients": "right",
@@ -1031,7 +1036,7 @@ def ticks(*seconds):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypatch, gradients):
+def test_bench_times_right_kernels_on_device_and_host(small, monkeypatch, gradients):
     found = gpu.bench(item(gradients=gradients), CPU, ticks(1e-5, 2e-5, 3e-5))
     assert found["triton"] == {"device": [1e-5] * 7, "host": [2e-5] * 7}
     second = {"device": [2e-5] * 7, "host": [4e-5] * 7}
@@ -1046,7 +1051,7 @@ def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypa
         assert "device" in found["by hand"]
 
 
-def test_what_torch_drops_is_timed_unchecked(monkeypatch):
+def test_pytorchs_dropout_is_timed_without_a_check(monkeypatch):
     def dropping(draw):
         x = draw.normal(64, 32)
         return x, draw.normal(64, 32), (32,), None, None, 1e-5, 0.5, draw.seed()
@@ -1061,7 +1066,7 @@ def test_what_torch_drops_is_timed_unchecked(monkeypatch):
     assert gpu._reasons(torchs, meta).startswith("PyTorch drops other elements")
 
 
-def test_everybody_has_a_row_for_attention(small):
+def test_every_attention_candidate_has_a_row(small):
     found = gpu.bench(item("attention", dtype="bfloat16"), CPU, ticks(*[1e-5] * 9))
     assert set(found) == {
         *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
@@ -1074,7 +1079,7 @@ def test_everybody_has_a_row_for_attention(small):
 
 
 class TestTiles:
-    """With Triton, whose tables are what `tune` is about."""
+    """Requires Triton, whose tile tables `tune` is about."""
 
     @pytest.fixture(autouse=True)
     def config(self):
@@ -1083,7 +1088,7 @@ class TestTiles:
 
         return config
 
-    def test_what_is_tuned_is_there(self, config):
+    def test_tuned_cases_exist(self, config):
         for op, name, forward, backward in gpu.TUNED:
             assert (op, name) in gpu._CASES
             assert forward or backward
@@ -1095,7 +1100,7 @@ class TestTiles:
         ranks = [gpu.rank(gpu._CASES[op, name]) for op, name, *_ in gpu.TUNED]
         assert ranks == sorted(ranks)
 
-    def test_a_tile_is_used_within_the_block_only(self, config):
+    def test_use_tile_restores_the_tables(self, config):
         before = {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
         now = config.attention("attention_forward", 90, 64, True, False)
         assert now in config.alternatives("attention_forward", True, 64)
@@ -1112,7 +1117,7 @@ class TestTiles:
             assert config.matmul(90, 1, 1, False) == config.ProductTile(16, 16, 16, 1, 1, 1)
         assert config.matmul(90, 4096, 1024, True) == product
 
-    def test_tiles_are_tried_then_timed(self, small, monkeypatch, config):
+    def test_tiles_are_checked_before_timing(self, small, monkeypatch, config):
         seen = []
 
         def run(*arguments):
