@@ -23,7 +23,7 @@ import torch
 from transformer_fast import _native, call_cache, dispatch, fast_path
 from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
-from transformer_fast.functional import _operator
+from transformer_fast.ops import operator as _operator
 
 # Triton reads TRITON_INTERPRET at its first import. Modules that other tests import, such as
 # transformers, import Triton too.

@@ -32,7 +32,7 @@ from transformer_fast.testing import (
     promote,
 )
 
-chunked_loss = importlib.import_module("transformer_fast.reference.chunked_loss")
+chunked_loss = importlib.import_module("transformer_fast.ops.chunked_loss")
 SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
 
 

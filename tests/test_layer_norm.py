@@ -27,15 +27,15 @@ from transformer_fast import (
     use_backend,
 )
 from transformer_fast.dispatch import explain_call
-from transformer_fast.functional.layer_norm import (
+from transformer_fast.functional.layer_norm import add_annotated_layer_norm
+from transformer_fast.models import AnnotatedLayerNorm
+from transformer_fast.ops.layer_norm import (
     ANNOTATED,
     ANNOTATED_BIASED,
     BACKWARD,
     TRAINING,
-    add_annotated_layer_norm,
     add_norm_on,
 )
-from transformer_fast.models import AnnotatedLayerNorm
 from transformer_fast.testing import GRADIENT_FACTOR, call_of, require_grad
 
 pytestmark = pytest.mark.sampled(40)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, PreferLater, function_mode_is_active, _state, is_observed, select
+from .dispatch import Call, PreferLater, _state, function_mode_is_active, is_observed, select
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state

@@ -45,11 +45,8 @@ from torch.fx import GraphModule
 
 from transformer_fast import accelerate, compile_backend, compile_reports
 from transformer_fast.compile import inner, run_time
-from transformer_fast.functional.layer_norm import (
-    TRAINING,
-    add_annotated_layer_norm,
-    annotated_layer_norm,
-)
+from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
+from transformer_fast.ops.layer_norm import TRAINING
 
 pytestmark = pytest.mark.sampled(30)
 

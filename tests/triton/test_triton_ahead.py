@@ -8,7 +8,7 @@ import pytest
 from harness import python
 
 from transformer_fast.backends.triton import config
-from transformer_fast.functional.layer_norm import NORMS
+from transformer_fast.ops.layer_norm import NORMS
 
 pytestmark = pytest.mark.thorough
 

@@ -21,7 +21,7 @@ from transformer_fast.backends.triton.cross_entropy import (
     cross_entropy_forward,
 )
 from transformer_fast.backends.triton.operators import cross_entropy
-from transformer_fast.functional.linear import CODES
+from transformer_fast.ops.linear import CODES
 from transformer_fast.reference.dropout import dropout, threshold
 from transformer_fast.reference.linear import ACTIVATIONS, activate
 

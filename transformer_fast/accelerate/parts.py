@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from .. import nn
 from .._explain import explain
 from ..dispatch import Explanation
-from ..functional.layer_norm import NORMS
 from ..nn import fusion
 from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
+from ..ops.layer_norm import NORMS
 from .report import BATCH, LENGTH
 
 #: Number of rows in the calls for which the report names backends.

@@ -116,7 +116,7 @@ def accelerated(
 ) -> Iterator[Report]:
     """Context manager that accelerates ``model`` within the block and restores it afterwards.
 
-    Yields the `Report`. Arguments and exceptions: see `accelerate`.
+    Yields the `Report`. Arguments and exceptions: as in `accelerate`.
     """
     from .classes import undo_all
 

@@ -1,6 +1,6 @@
 """The backends; importing this registers their kernels with the dispatcher."""
 
-from ..functional import _operator
+from ..ops import operator as _operator
 from . import cpu, cpu_blocks, cuda, reference, torch, triton
 from .triton import warm
 

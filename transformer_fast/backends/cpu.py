@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..functional._operator import OPERATORS
 from ..functional.attention import LOG_SUM_EXP, attention_on
-from ..functional.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
-from ..functional.feed_forward import feed_forward_on
-from ..functional.layer_norm import norm_kernels
-from ..functional.linear import CODES, linear_on
-from ..reference import chunked_loss, register_losses
+from ..ops.chunked_loss import chunked_loss, register_losses
+from ..ops.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
+from ..ops.feed_forward import feed_forward_on
+from ..ops.linear import CODES, linear_on
+from ..ops.operator import OPERATORS
 from .cpu_packing import implement_packed
+from .norms import norm_kernels
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import _native
 from ..dispatch import Call, Kernel
-from ..functional._operator import ARGMAX, EMBEDDING_BACKWARD
-from ..functional.linear import CODES
+from ..ops.linear import CODES
+from ..ops.operator import ARGMAX, EMBEDDING_BACKWARD
 from .cpu import register_kernel
 from .cpu_packing import PackedWeights
 

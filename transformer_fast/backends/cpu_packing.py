@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from .. import _native, _switches, memory
-from ..functional.feed_forward import INFERENCE as FEED_FORWARD
-from ..functional.feed_forward import PACKED as FEED_FORWARD_PACKED
-from ..functional.linear import INFERENCE as LINEAR
-from ..functional.linear import PACKED as LINEAR_PACKED
+from ..ops.feed_forward import INFERENCE as FEED_FORWARD
+from ..ops.feed_forward import PACKED as FEED_FORWARD_PACKED
+from ..ops.linear import INFERENCE as LINEAR
+from ..ops.linear import PACKED as LINEAR_PACKED
 
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 

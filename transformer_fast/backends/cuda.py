@@ -13,12 +13,12 @@ import torch
 
 from .. import _native
 from ..dispatch import STATES, Call, Kernel, register
-from ..functional._operator import OPERATORS
 from ..functional.attention import attention_on
-from ..functional.cross_entropy import cross_entropy_on
-from ..functional.feed_forward import feed_forward_on
-from ..functional.layer_norm import norm_kernels
-from ..functional.linear import CODES, linear_on
+from ..ops.cross_entropy import cross_entropy_on
+from ..ops.feed_forward import feed_forward_on
+from ..ops.linear import CODES, linear_on
+from ..ops.operator import OPERATORS
+from .norms import norm_kernels
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .. import reference
 from ..dispatch import OPS, VARIANTS, Kernel, register
+from ..ops.chunked_loss import chunked_loss, register_losses
+
+register_losses("reference", reference.linear, reference.cross_entropy)
+#: Functions that differ from the specification's in how much memory they need.
+_FUNCTIONS = {"linear_cross_entropy": partial(chunked_loss, "reference")}
 
 for _op in (*OPS, *VARIANTS):
     register(
         Kernel(
             _op,
             "reference",
-            getattr(reference, _op),
+            _FUNCTIONS.get(_op) or getattr(reference, _op),
             gradients=True,
             mask_gradient=True,
             dropout=True,

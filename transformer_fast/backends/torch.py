@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import _native, fast_path, reference
 from ..dispatch import VARIANTS, Call, Kernel, is_exporting, register
-from ..functional._operator import DROPOUT
-from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
-from ..functional.layer_norm import NORMS
+from ..ops.chunked_loss import chunked_loss, register_losses
+from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
+from ..ops.layer_norm import NORMS
+from ..ops.operator import DROPOUT
 
 #: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
 #: the reference would be slower than PyTorch's ops.
@@ -241,9 +242,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     if is_exporting():
         return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
-    return reference.chunked_loss(
-        "torch", input, weight, bias, target, ignore_index, label_smoothing, summed
-    )
+    return chunked_loss("torch", input, weight, bias, target, ignore_index, label_smoothing, summed)
 
 
 def _refuse_attention(call: Call) -> str | None:
@@ -318,7 +317,7 @@ def _register() -> None:
         torch.library.register_autograd(
             torch.ops.transformer_fast.dropout.cpu, _dropout_backward, setup_context=_keep_dropout
         )
-    reference.register_losses("torch", reference.linear, cross_entropy)
+    register_losses("torch", reference.linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
         *_norms(),

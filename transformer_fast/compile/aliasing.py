@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..functional.layer_norm import NORMS
+from ..ops.layer_norm import NORMS
 from .nodes import only_user, value
 from .ops import is_view, mutates, read
 

@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import functional
 from ..dispatch import checked_call, select
-from ..functional._operator import Operator
-from ..functional.feed_forward import PACKED as FEED_FORWARD
-from ..functional.linear import CODES
-from ..functional.linear import PACKED as LINEAR
+from ..ops.feed_forward import PACKED as FEED_FORWARD
+from ..ops.linear import CODES
+from ..ops.linear import PACKED as LINEAR
+from ..ops.operator import Operator
 from .aliasing import is_fresh
 from .editor import Editor
 from .nodes import dtype, is_number, only_user, rank, shape, value

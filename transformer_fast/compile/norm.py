@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from .. import functional
-from ..functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
+from ..functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
+from ..ops.layer_norm import NORMS
 from .editor import Editor
 from .feed_forward import dropout_of
 from .nodes import dtype, only_user, rank, shape, value

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from ..functional.layer_norm import NORMS
+from ..ops.layer_norm import NORMS
 from .nodes import is_number, rank
 
 

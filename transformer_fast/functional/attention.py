@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import call_cache, reference
-from ..autograd import (
+from ..dispatch import Call
+from ..fast_path import ATTENTION, FLOAT, plain
+from ..fast_path import kernel as cpu_kernel
+from ..ops.autograd import (
     Function,
     differentiates_again,
     gradients,
@@ -21,9 +24,7 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call
-from ..fast_path import ATTENTION, FLOAT, plain
-from ..fast_path import kernel as cpu_kernel
+from ..ops.operator import Operator, Rule
 from ._check import (
     NAME,
     autocast,
@@ -41,7 +42,6 @@ from ._check import (
     require_same_device,
     require_tensor,
 )
-from ._operator import Operator, Rule
 from .masks import warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]

@@ -1,31 +1,25 @@
-"""layer_norm, rms_norm, and both behind a residual connection: the public functions, the operators
-behind them, autograd."""
+"""Norms, alone and behind a residual connection: the public functions."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import call_cache, reference
-from ..autograd import (
-    Function,
-    differentiates_again,
-    gradients,
-    only,
-    vjp,
-    wants_grad,
-)
-from ..dispatch import VARIANTS, Call, Kernel
+from ..dispatch import Call
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
 from ..fast_path import kernel as cpu_kernel
-from ..reference.dropout import draw_seed, dropout
+from ..ops.autograd import (
+    wants_grad,
+)
+from ..ops.layer_norm import NORMS
+from ..reference.dropout import draw_seed
 from ._check import (
     casts_itself,
     leaves_to_torch,
@@ -36,7 +30,6 @@ from ._check import (
     same_error_as,
     wrong_type,
 )
-from ._operator import Operator, Rule
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -347,272 +340,6 @@ def add_rms_norm(
     return _run(  # type: ignore[no-any-return]
         "add_rms_norm", input, residual, normalized_shape, (weight,), eps, dropout_p, backend
     )
-
-
-# ``dims``: how many trailing dimensions are normalised together. ``kind``: index in `_FORMULAS`.
-# mean and rstd: what is subtracted and multiplied by, float32, of the other dimensions. ``source``: what
-# was normalised; ``want_input``: the gradient behind the dropout, without which it is that of source.
-# What is not wanted comes back empty.
-_PARAMETERS = "Tensor? weight, Tensor? bias, int dims, float eps, int kind"
-_TENSORS = "input:...* residual:...* grad:...* grad_sum:...* source:...* mean:... rstd:..."
-INFERENCE = Operator(
-    f"layer_norm(Tensor input, {_PARAMETERS}) -> Tensor", Rule(_TENSORS, "...*", by=".")
-)
-ADD_INFERENCE = Operator(
-    f"add_layer_norm(Tensor input, Tensor residual, {_PARAMETERS}) -> (Tensor output, Tensor sum)",
-    Rule(_TENSORS, "...* ...*", by="."),
-)
-TRAINING = Operator(
-    f"layer_norm_training(Tensor input, Tensor? residual, {_PARAMETERS}, float dropout_p,"
-    " Tensor? seed) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
-    Rule(_TENSORS, "...* ...*?residual ...:float32 ...:float32", by="."),
-)
-BACKWARD = Operator(
-    "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor source, Tensor? weight, Tensor mean,"
-    " Tensor rstd, int dims, int kind, float dropout_p, Tensor? seed, bool want_source, bool want_input,"
-    " bool want_weight, bool want_bias)"
-    " -> (Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    Rule(
-        _TENSORS,
-        "...*?want_source ...*?want_input *:@weight?want_weight *:@weight?want_bias",
-        by=".",
-    ),
-)
-
-
-#: Kinds of norms, as the schemas have them: the codes of ``NormKind`` in csrc/cpu/ops/norm.
-LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
-
-
-class Norm(NamedTuple):
-    """A norm that is an op, and another, ``add_`` in front of its name, behind a residual connection."""
-
-    kind: int
-    #: PyTorch's own, with the same parameters.
-    pytorch: Callable[..., Tensor]
-    module: type[torch.nn.Module]
-    has_bias: bool
-
-
-#: By op.
-NORMS = {
-    "layer_norm": Norm(LAYER, F.layer_norm, torch.nn.LayerNorm, True),
-    "rms_norm": Norm(RMS, F.rms_norm, torch.nn.RMSNorm, False),
-}
-#: y of (source, normalized_shape, weight, bias, eps), by kind.
-_FORMULAS: tuple[Callable[..., Tensor], ...] = (
-    reference.layer_norm,
-    lambda x, shape, w, b, eps: reference.rms_norm(x, shape, w, eps),
-    lambda x, shape, w, b, eps: reference.annotated_layer_norm(x, w, b, eps),
-    lambda x, shape, w, b, eps: reference.annotated_layer_norm(x, w, b, eps, False),
-)
-
-
-def norm_kernels(
-    backend: str, ops: Iterable[str] = NORMS, float_weights: bool = False, **limits: Any
-) -> list[Kernel]:
-    """Returns the records of a backend whose operators have these norms, alone and behind a sum.
-
-    Operators that have RMS norms have the Annotated Transformer's, too.
-
-    Args:
-        float_weights: whether rows of low precision may have weights and biases in float32.
-    """
-    records = []
-    for op in ops:
-        kind, *_, has_bias = NORMS[op]
-        norm, add_norm = norm_on(backend, kind), add_norm_on(backend, kind)
-        if not has_bias:
-            norm, add_norm = _without_bias(norm, 3), _without_bias(add_norm, 4)
-        records += [
-            Kernel(op, backend, norm, gradients=True, **limits),
-            Kernel(f"add_{op}", backend, add_norm, gradients=True, dropout=True, **limits),
-        ]
-    if "rms_norm" in ops:
-        records += _annotated_kernels(backend, **limits)
-    if float_weights:
-        records = [replace(r, same_dtype=2 if r.op.startswith("add_") else 1) for r in records]
-    return records
-
-
-def _refuse_annotated(call: Call) -> str | None:
-    shape = call.normalized_shape
-    if not shape or shape[0] < 2:
-        return "it needs rows of two values or more, for their standard deviation"
-    if any(x is not None and x.shape != shape for x in call.tensors[-2:]):
-        return "it supports weights and biases of the last dimension's size only"
-    return None
-
-
-def _annotated_kernels(backend: str, **limits: Any) -> list[Kernel]:
-    """The records of the Annotated Transformer's norms, by the operators of the others."""
-
-    def of_kind(unbiased: bool) -> int:
-        return ANNOTATED if unbiased else ANNOTATED_BIASED
-
-    def norm(
-        input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, unbiased: bool
-    ) -> Tensor:
-        return norm_on(backend, of_kind(unbiased))(input, input.shape[-1:], weight, bias, eps)
-
-    def add_norm(
-        input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-        unbiased: bool, dropout_p: float, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        run = add_norm_on(backend, of_kind(unbiased))
-        return run(input, residual, input.shape[-1:], weight, bias, eps, dropout_p, seed)
-
-    also = limits.pop("refuses", None)
-
-    def refuses(call: Call) -> str | None:
-        return _refuse_annotated(call) or (None if also is None else also(call))
-
-    first, second = VARIANTS
-    return [
-        Kernel(first, backend, norm, gradients=True, refuses=refuses, **limits),
-        Kernel(second, backend, add_norm, gradients=True, dropout=True, refuses=refuses, **limits),
-    ]
-
-
-def _without_bias(run: Callable[..., Any], place: int) -> Callable[..., Any]:
-    return lambda *given: run(*given[:place], None, *given[place:])
-
-
-def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
-    """A norm of this kind by a backend's operators."""
-
-    def run(
-        input: Tensor,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        found = NormFunction.recorded(
-            backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
-        )
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        dims = len(normalized_shape)
-        if backend in INFERENCE.of:
-            return INFERENCE.of[backend](input, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
-        found = TRAINING.of[backend](input, None, weight, bias, dims, eps, kind, 0.0, None)
-        return found[0]  # type: ignore[no-any-return]
-
-    return run
-
-
-def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The same of a sum, which is a result, too."""
-
-    def run(
-        input: Tensor,
-        residual: Tensor,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        found = NormFunction.recorded(
-            backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
-        )
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        dims = len(normalized_shape)
-        if dropout_p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
-        found = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
-        )
-        return found[:2]  # type: ignore[no-any-return]
-
-    return run
-
-
-class NormFunction(Function):
-    """A norm of input, or of residual + dropout(input), which is then a result, too."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        input: Tensor,
-        residual: Tensor | None,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        kind: int,
-    ) -> Any:
-        dims = len(normalized_shape)
-        output, sum, mean, rstd = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
-        )
-        ctx.backend, ctx.dims, ctx.eps, ctx.kind = backend, dims, eps, kind
-        ctx.dropout_p = dropout_p
-        ctx.set_materialize_grads(False)
-        needs = ctx.needs_input_grad
-        source = sum
-        if residual is None:
-            source = input if needs[1] or needs[4] else None
-        # For the gradients of weight and bias it is saved as well: they have its dtype.
-        weight = weight if needs[1] or needs[2] or needs[4] or needs[5] else None
-        ctx.save_for_backward(source, weight, mean, rstd, seed)
-        return output if residual is None else (output, sum)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None
-    ) -> tuple[Any, ...]:
-        if grad is None and grad_sum is None:
-            return (None,) * 10
-        source, weight, mean, rstd, seed = ctx.saved_tensors
-        if source is None:
-            source = grad.detach()  # type: ignore[union-attr] # the bias's gradient needs no more
-        needs = ctx.needs_input_grad
-        if grad is None:
-            grad = torch.zeros_like(source)
-        drops = ctx.dropout_p > 0.0
-        wants = needs[1] or needs[2], needs[4], needs[5]
-        if differentiates_again():
-            dsource, dweight, dbias = _by_formula(ctx, grad, source, weight, wants)
-            if dsource is not None and grad_sum is not None:
-                dsource = dsource + grad_sum
-            dinput = dsource
-            if drops and needs[1]:
-                assert dsource is not None
-                dinput = dropout(dsource, ctx.dropout_p, seed)
-        else:
-            dsource, dinput, dweight, dbias = gradients(
-                BACKWARD.of[ctx.backend], grad, grad_sum, source, weight, mean, rstd, ctx.dims,
-                ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
-                needs[4], needs[5],
-            )  # fmt: skip
-            dsource, dweight, dbias = only(wants, (dsource, dweight, dbias))
-            if not drops:
-                dinput = dsource
-        return (
-            None, dinput if needs[1] else None, dsource if needs[2] else None, None, dweight, dbias,
-            None, None, None, None,
-        )  # fmt: skip
-
-
-def _by_formula(
-    ctx: Any, grad: Tensor, source: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
-) -> list[Tensor | None]:
-    shape = tuple(source.shape[-ctx.dims :])
-    # The gradients of weight and bias depend on neither.
-    if wants[1] and weight is None:
-        weight = grad.new_ones(shape)
-    bias = grad.new_zeros(shape) if wants[2] else None
-    return vjp(
-        lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
-        (source, weight, bias), wants, (grad,),
-    )  # fmt: skip
 
 
 def annotated_layer_norm(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..autograd import wants_grad
 from ..dispatch import Call, Explanation, Kernel
+from ..ops.autograd import wants_grad
 from . import masks
 from .drop_in import DropIn
 from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path, functional
-from ..autograd import savable
 from ..functional import _check
 from ..functional.attention import attend
+from ..ops.autograd import savable
 from . import fusion, masks
 from .drop_in import DropIn, by_torch, is_torchs
 

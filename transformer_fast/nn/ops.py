@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, fast_path
-from ..autograd import wants_grad
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
+from ..ops.autograd import wants_grad
 from .drop_in import DropIn, by_torch, is_torchs, pytorchs_forward
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..autograd import wants_grad
 from ..functional._check import autocast
+from ..ops.autograd import wants_grad
 from . import fused_layers, fusion, masks
 from .drop_in import DropIn, by_torch, is_torchs
 from .multihead_attention import MultiheadAttention

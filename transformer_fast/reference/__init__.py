@@ -4,7 +4,6 @@ A backend implements an op by a function with the name and the signature that it
 """
 
 from .attention import *
-from .chunked_loss import *
 from .cross_entropy import *
 from .dropout import *
 from .feed_forward import *

@@ -6,7 +6,8 @@ with logits (..., C), target (...) and ``p = softmax(logits)``, computed in at l
 ``target[n] == ignore_index`` the loss is 0 and the row has no gradient, whatever its logits are. A row
 without finite logits has the loss NaN, as in PyTorch.
 
-Behind a linear layer the logits need far more memory than all other tensors: see `chunked_loss`.
+Behind a linear layer the logits need far more memory than all other tensors: the backends compute them
+in chunks (`ops.chunked_loss`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .chunked_loss import chunked_loss, register_losses
 from .linear import linear
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -43,9 +43,5 @@ def linear_cross_entropy(
     summed: bool = False,
 ) -> Tensor:
     """``summed``: a hint that the caller will add up the losses; then all have the same gradient."""
-    return chunked_loss(
-        "reference", input, weight, bias, target, ignore_index, label_smoothing, summed
-    )
-
-
-register_losses("reference", linear, cross_entropy)
+    logits = linear(input, weight, bias, None, None)
+    return cross_entropy(logits, target, ignore_index, label_smoothing)

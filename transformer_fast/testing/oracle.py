@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..autograd import wants_grad
 from ..dispatch import Call
+from ..ops.autograd import wants_grad
 from ..specs import OPS
 
 __all__ = ["call_of", "oracle", "promote", "require_grad"]

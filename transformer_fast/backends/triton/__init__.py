@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ...dispatch import AHEAD, STATES, Call, Kernel, compute_capability, register, rows
-from ...functional.layer_norm import norm_kernels
-from ...functional.linear import CODES
+from ...ops.linear import CODES
+from ..norms import norm_kernels
 from . import operators
 from .plans import Replayed
 

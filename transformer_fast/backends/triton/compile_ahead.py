@@ -31,8 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ...functional.layer_norm import NORMS
-from ...functional.linear import CODES
+from ...ops.layer_norm import NORMS
+from ...ops.linear import CODES
 from . import config
 from . import feed_forward as networks
 from . import layer_norm as norms

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ... import call_cache, reference
-from ...functional._operator import OPERATORS, Operator
 from ...functional.attention import LOG_SUM_EXP, attention_on
-from ...functional.cross_entropy import cross_entropy_on
-from ...functional.feed_forward import feed_forward_on
-from ...functional.linear import linear_on
+from ...ops.chunked_loss import chunked_loss, register_losses
+from ...ops.cross_entropy import cross_entropy_on
+from ...ops.feed_forward import feed_forward_on
+from ...ops.linear import linear_on
+from ...ops.operator import OPERATORS, Operator
 from . import plans
 
 _is_compiling = torch.compiler.is_compiling
@@ -116,5 +117,5 @@ def _unless_empty(
 linear = _unless_empty(linear_on("triton"), reference.linear, 0, 1)
 feed_forward = _unless_empty(feed_forward_on("triton"), reference.feed_forward, 0, 1, 3)
 cross_entropy = _unless_empty(cross_entropy_on("triton"), reference.cross_entropy, 0)
-reference.register_losses("triton", linear, cross_entropy)
-linear_cross_entropy = partial(reference.chunked_loss, "triton")
+register_losses("triton", linear, cross_entropy)
+linear_cross_entropy = partial(chunked_loss, "triton")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ... import _native, dispatch, nn
-from ...autograd import wants_grad
 from ...dispatch import Call, select
 from ...functional import causal_mask
 from ...nn import masks
@@ -33,6 +32,7 @@ from ...nn.fusion import (
     read_layer,
     read_norm,
 )
+from ...ops.autograd import wants_grad
 from ..embedding import OutputProjection
 from . import cuda_graph
 from .cuda_graph import Place

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autograd import only, vjp, wants_grad
+from .autograd import only, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
 

@@ -1,0 +1,138 @@
+"""Operators of the losses, their rules, and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .autograd import (
+    Function,
+    differentiates_again,
+    gradients,
+    only,
+    vjp,
+)
+from .chunked_loss import chunked_gradients, recomputed_losses
+from .operator import Operator, Rule
+
+_OPTIONS = "int ignore_index, float label_smoothing"
+# known: statistics saved for the backward, two float32 per row.
+_TENSORS = "input:...c target:... grad:... known:...2"
+FORWARD = Operator(
+    f"cross_entropy(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    Rule(_TENSORS, "...:float32 ...2:float32", by="."),
+)
+BACKWARD = Operator(
+    "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,"
+    f" {_OPTIONS}) -> Tensor",
+    Rule(_TENSORS, "@input/planes", by="."),
+)
+_LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
+_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r known:r2"
+_WANTS = "bool want_input, bool want_weight, bool want_bias"
+_GRADIENTS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
+# Of those that make gradients: logits are worked out, again or once.
+_PRODUCTS = "rci rci?want_input rci?want_weight"
+LINEAR_FORWARD = Operator(
+    f"linear_cross_entropy({_LINEAR}, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    Rule(_LINEAR_TENSORS, "r r2", by="r", products="rci"),
+)
+LINEAR_BACKWARD = Operator(
+    f"linear_cross_entropy_backward(Tensor grad, {_LINEAR}, Tensor known, {_OPTIONS}, {_WANTS})"
+    f" -> ({_GRADIENTS})",
+    Rule(_LINEAR_TENSORS, "ri?want_input ci?want_weight c?want_bias", by="r", products=_PRODUCTS),
+)
+# Losses, and the gradients of sum over rows of grad (1 without it) * loss.
+LINEAR_GRADIENTS = Operator(
+    f"linear_cross_entropy_gradients(Tensor? grad, {_LINEAR}, SymInt part_rows, {_OPTIONS},"
+    f" {_WANTS}) -> (Tensor losses, {_GRADIENTS})",
+    Rule(
+        _LINEAR_TENSORS, "r:wide ri?want_input ci:wide?want_weight c:wide?want_bias", by="r",
+        products=_PRODUCTS,
+    ),
+)  # fmt: skip
+for _backend in ("reference", "torch", "triton"):
+    LINEAR_GRADIENTS.define(_backend)
+    torch.library.impl(
+        f"transformer_fast::linear_cross_entropy_gradients.{_backend}",
+        "default",
+        partial(chunked_gradients, _backend),
+    )
+
+
+def cross_entropy_on(backend: str, in_groups: bool = False) -> Callable[..., Tensor]:
+    """`cross_entropy` of a backend with operators.
+
+    Args:
+        in_groups: whether these take logits (N, I, C); else they get (rows, C).
+    """
+
+    def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+        if input.dim() > 2 and not in_groups:
+            rows = input.reshape(-1, input.shape[-1])
+            losses = run(rows, target.reshape(-1), ignore_index, label_smoothing)
+            return losses.view(target.shape)
+        found = LossFunction.recorded(
+            backend, input, None, None, target, ignore_index, label_smoothing
+        )
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        return FORWARD.of[backend](input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+class LossFunction(Function):
+    """Losses of logits; with a weight of those of a linear map."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        if weight is None:
+            losses, known = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
+        else:
+            losses, known = LINEAR_FORWARD.of[backend](
+                input, weight, bias, target, ignore_index, label_smoothing
+            )
+        ctx.backend = backend
+        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, weight, bias, target, known)
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 7
+        input, weight, bias, target, known = ctx.saved_tensors
+        wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
+        if differentiates_again():
+
+            def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+                if w is None:
+                    return reference.cross_entropy(x, target, *options)
+                return recomputed_losses(x, w, b, target, *options)
+
+            found = vjp(formula, (input, weight, bias), wants, (grad,))
+        elif weight is None:
+            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, known, *options)
+            found = [dinput, None, None]
+        else:
+            found = gradients(
+                LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,
+                *options, *wants,
+            )  # fmt: skip
+        return None, *only(wants, found), None, None, None

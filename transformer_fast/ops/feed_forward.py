@@ -1,0 +1,178 @@
+"""Operators of the feed-forward network, their rules, and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference.dropout import dropout
+from ..reference.linear import activate
+from .autograd import (
+    Function,
+    differentiates_again,
+    gradients,
+    only,
+    stand_in,
+    vjp,
+)
+from .linear import CODES, products, total
+from .operator import Operator, Rule
+
+# ``kept``, if ``keep``: what the activation was applied to, or anything else that the backward wants to
+# know. What is not wanted comes back empty. ``packed1``, ``packed2``: as in `linear`.
+_TENSORS = "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o kept:...f"
+_RULE = Rule(_TENSORS, "...o", ".of", ".mf .fo")
+INFERENCE = Operator(
+    "feed_forward(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2,"
+    " int activation) -> Tensor",
+    _RULE,
+)
+PACKED = Operator(
+    "feed_forward_packed(Tensor input, Tensor weight1, Tensor? packed1, Tensor? bias1,"
+    " Tensor weight2, Tensor? packed2, Tensor? bias2, int activation) -> Tensor",
+    _RULE,
+)
+TRAINING = Operator(
+    "feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2,"
+    " Tensor? bias2, int activation, float dropout_p, Tensor? seed, bool keep)"
+    " -> (Tensor output, Tensor kept)",
+    Rule(_TENSORS, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o"),
+)
+BACKWARD = Operator(
+    "feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor kept,"
+    " int activation, float dropout_p, Tensor? seed, bool want_input, bool want_weight1,"
+    " bool want_bias1, bool want_weight2, bool want_bias2)"
+    " -> (Tensor grad_input, Tensor grad_weight1, Tensor grad_bias1, Tensor grad_weight2,"
+    " Tensor grad_bias2)",
+    Rule(
+        _TENSORS,
+        "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
+        ".of",
+        ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
+        despite_dropout="o",
+    ),
+)
+#: Backends whose ``kept`` is the preactivation; others keep the hidden units of relu, which tell its
+#: derivative.
+_KEEP_PREACTIVATION = frozenset({"cpu"})
+
+
+def feed_forward_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `feed_forward` for a backend with operators."""
+
+    def run(
+        input: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        bias2: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> Tensor:
+        found = FeedForwardFunction.recorded(
+            backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
+        )
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        code = CODES[activation]
+        if dropout_p == 0.0 and backend in INFERENCE.of:
+            return INFERENCE.of[backend](input, weight1, bias1, weight2, bias2, code)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](  # type: ignore[no-any-return]
+            input, weight1, bias1, weight2, bias2, code, dropout_p, seed, False
+        )[0]
+
+    return run
+
+
+class FeedForwardFunction(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        bias2: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, kept = TRAINING.of[backend](
+            input, weight1, bias1, weight2, bias2, CODES[activation], dropout_p, seed, True
+        )
+        ctx.backend, ctx.activation, ctx.dropout_p = backend, activation, dropout_p
+        ctx.set_materialize_grads(False)
+        need_input, need_weight1, need_bias1 = ctx.needs_input_grad[1:4]
+        through = need_input or need_weight1 or need_bias1
+        compiling = torch.compiler.is_compiling()
+        # A second derivative makes the preactivation once more where it is not what was kept.
+        ctx.makes = not (compiling or backend in _KEEP_PREACTIVATION)
+        if compiling or ctx.makes:
+            ctx.mark_non_differentiable(kept)
+        ctx.save_for_backward(
+            input if need_weight1 or ctx.makes else None,
+            weight1 if need_input or ctx.makes else None,
+            bias1 if ctx.makes else None,
+            weight2 if through else None,
+            seed,
+            kept,
+        )
+        return output, kept
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_kept: Tensor | None
+    ) -> tuple[Any, ...]:
+        """``grad_kept`` comes of a second derivative only: nobody else sees that result."""
+        if grad_kept is not None and torch.compiler.is_compiling():
+            grad_kept = None  # zeros
+        if grad is None and grad_kept is None:
+            return (None,) * 9
+        wants = ctx.needs_input_grad[1:6]
+        found: Sequence[Tensor | None]
+        if grad is None or grad_kept is not None or differentiates_again():
+            found = _by_formula(ctx, grad, grad_kept, wants)
+        else:
+            input, weight1, _, weight2, seed, kept = ctx.saved_tensors
+            hidden, lead = kept.shape[-1], grad.shape[:-1]
+            if input is None:
+                input = stand_in(grad, *lead, 1 if weight1 is None else weight1.shape[1])
+            if weight1 is None:
+                weight1 = stand_in(grad, hidden, input.shape[-1])
+            if weight2 is None:
+                weight2 = stand_in(grad, grad.shape[-1], hidden)
+            found = gradients(
+                BACKWARD.of[ctx.backend], grad, input, weight1, weight2, kept,
+                CODES[ctx.activation], ctx.dropout_p, seed, *wants,
+            )  # fmt: skip
+        return None, *only(wants, found), None, None, None
+
+
+def _by_formula(
+    ctx: Any, grad: Tensor | None, grad_kept: Tensor | None, wants: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    input, weight1, bias1, weight2, seed, z = ctx.saved_tensors
+    if ctx.makes:
+        z = F.linear(input, weight1, bias1)
+    through = any(wants[:3])
+    dz = dweight2 = dbias2 = dinput = dweight1 = dbias1 = None
+    if grad is not None:
+
+        def rest(z: Tensor, weight2: Tensor) -> Tensor:
+            hidden = dropout(activate(z, ctx.activation), ctx.dropout_p, seed)
+            return F.linear(hidden, weight2)
+
+        if weight2 is None:  # its gradient does not depend on it
+            weight2 = grad.new_zeros((grad.shape[-1], z.shape[-1]))
+        if through or wants[3]:
+            dz, dweight2 = vjp(rest, (z, weight2), (through, wants[3]), (grad,))
+        dbias2 = products(grad, None, None, (False, False, wants[4]))[2]
+    if through:
+        dinput, dweight1, dbias1 = products(total(dz, grad_kept), input, weight1, wants[:3])
+    return dinput, dweight1, dbias1, dweight2, dbias2

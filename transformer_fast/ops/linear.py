@@ -1,0 +1,160 @@
+"""Operators of the linear layer, their rules, and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.linear import activate
+from .autograd import (
+    Function,
+    differentiates_again,
+    gradients,
+    only,
+    stand_in,
+    vjp,
+)
+from .operator import Operator, Rule
+
+#: Numbers of activations: as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and Triton's
+#: arithmetic.py.
+CODES: dict[Any, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+# ``keep``: the preactivation, which the backward of an activation asks for; else it comes back empty,
+# as does what is not wanted. ``packed``: the backend's own copy of weight, which its ``linear`` looks up.
+_TENSORS = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o"
+_RULE = Rule(_TENSORS, "...o", ".oi", ".oi", if_linear="i")
+INFERENCE = Operator(
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> Tensor",
+    _RULE,
+)
+PACKED = Operator(
+    "linear_packed(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual,"
+    " int activation) -> Tensor",
+    _RULE,
+)
+TRAINING = Operator(
+    "linear_training(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation,"
+    " bool keep) -> (Tensor output, Tensor preactivation)",
+    Rule(_TENSORS, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
+)
+BACKWARD = Operator(
+    "linear_backward(Tensor grad, Tensor input, Tensor weight, Tensor? preactivation,"
+    " int activation, bool want_input, bool want_weight, bool want_bias)"
+    " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    Rule(
+        _TENSORS, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
+        ".oi?want_input .oi?want_weight",
+    ),
+)  # fmt: skip
+
+
+def linear_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `linear` for a backend with operators."""
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        found = LinearFunction.recorded(backend, input, weight, bias, activation, residual)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        code = CODES[activation]
+        if backend in INFERENCE.of:
+            return INFERENCE.of[backend](input, weight, bias, residual, code)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](input, weight, bias, residual, code, False)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+class LinearFunction(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, preactivation = TRAINING.of[backend](
+            input, weight, bias, residual, CODES[activation], activation is not None
+        )
+        ctx.backend, ctx.activation = backend, activation
+        if preactivation is not None and (activation is None or torch.compiler.is_compiling()):
+            ctx.mark_non_differentiable(preactivation)
+        ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(
+            input if needs[2] else None, weight if needs[1] else None, preactivation
+        )
+        return output, preactivation
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_preactivation: Tensor | None
+    ) -> tuple[Any, ...]:
+        """``grad_preactivation`` comes of a second derivative only: nobody else sees that result."""
+        if grad_preactivation is not None and torch.compiler.is_compiling():
+            grad_preactivation = None  # zeros
+        wants = ctx.needs_input_grad[1:4]
+        residual = grad if ctx.needs_input_grad[5] else None
+        if (grad is None and grad_preactivation is None) or not any(wants):
+            return None, None, None, None, None, residual
+        input, weight, preactivation = ctx.saved_tensors
+        found: Sequence[Tensor | None]
+        if grad is None or grad_preactivation is not None or differentiates_again():
+            if grad is not None and ctx.activation is not None:
+                (grad,) = vjp(
+                    lambda z: activate(z, ctx.activation), (preactivation,), (True,), (grad,)
+                )
+            found = products(total(grad, grad_preactivation), input, weight, wants)
+        else:
+            outputs, lead = grad.shape[-1], grad.shape[:-1]
+            if input is None:
+                columns = 1 if weight is None else weight.shape[1]
+                input = stand_in(grad, *lead, columns)
+            if weight is None:
+                weight = stand_in(grad, outputs, input.shape[-1])
+            found = gradients(
+                BACKWARD.of[ctx.backend], grad, input, weight, preactivation,
+                CODES[ctx.activation], *wants,
+            )  # fmt: skip
+        return None, *only(wants, found), None, residual
+
+
+def total(grad: Tensor | None, other: Tensor | None) -> Tensor:
+    if grad is None or other is None:
+        result = other if grad is None else grad
+        assert result is not None
+        return result
+    return grad + other
+
+
+def products(
+    grad: Tensor, input: Tensor | None, weight: Tensor | None, wants: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias of a linear map, in plain PyTorch."""
+    dinput = dweight = dbias = None
+    if wants[0]:
+        assert weight is not None
+        dinput = grad @ weight
+    if wants[1]:
+        assert input is not None
+        dweight = _rows(grad).t() @ _rows(input)
+    if wants[2]:
+        dbias = _rows(grad).sum(0)
+    return dinput, dweight, dbias
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    columns = tensor.shape[-1]
+    # reshape(-1, 0) would not know how many rows.
+    return tensor.reshape(tensor.numel() // columns if columns else 0, columns)
