@@ -28,8 +28,8 @@ pytestmark = pytest.mark.thorough
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, threads):
-    """Parity is as in earnest; sizes are small and the timing is as short as it gets."""
-    monkeypatch.setenv("COLUMNS", "160")  # no name is broken, however slow the machine is
+    """Parity checks are complete; sizes are small and timing is as short as possible."""
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough that no name wraps, on any machine
     monkeypatch.setattr(compare, "QUICK", dataclasses.replace(compare.QUICK, seconds=0.01, least=2))
     torch.set_num_threads(1)
     monkeypatch.setattr(compare, "_LONGEST", 96)
@@ -41,7 +41,7 @@ def run(*options: str) -> int:
     return main(["compare", "--quick", *options])
 
 
-def test_ops_and_json(capsys, tmp_path):
+def test_compare_of_an_op_prints_a_table_and_writes_json(capsys, tmp_path):
     path = tmp_path / "found.json"
     assert run("--op", "layer_norm", "attention", "--json", str(path)) == 0
     shown = capsys.readouterr()
@@ -64,7 +64,7 @@ def test_ops_and_json(capsys, tmp_path):
         assert 0 < rows["attention", "causal", "reference"]["roof_share"] < 1.5
 
 
-def test_models(capsys):
+def test_compare_of_a_model(capsys):
     assert run("--op", "encoder_layer", "transformer") == 0
     shown = capsys.readouterr().out
     for name in ("torch eager", "torch fast path", "reference", "base, 2+2 layers"):
@@ -72,12 +72,12 @@ def test_models(capsys):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_other_dtypes(capsys, dtype):
+def test_compare_in_low_precision(capsys, dtype):
     assert run("--op", "linear", "encoder_layer", "--dtype", dtype) == 0
     assert f"{dtype} on cpu" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_fails_the_run(capsys, monkeypatch):
+def test_wrong_kernels_fail_the_run(capsys, monkeypatch):
     right = kernel_of("layer_norm", "reference")
     wrong = dataclasses.replace(
         right, backend="cpu", run=lambda *arguments: right.run(*arguments) + 1e-3
@@ -91,7 +91,7 @@ def test_a_wrong_kernel_fails_the_run(capsys, monkeypatch):
     assert "1 of 2 results are wrong" in shown
 
 
-def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_path):
+def test_a_named_backend_is_compared_with_pytorch_and_the_reference(tmp_path):
     path = tmp_path / "found.json"
     options = ("--op", "feed_forward", "encoder_layer", "--backend", "reference")
     assert run(*options, "--json", str(path)) == 0
@@ -116,14 +116,14 @@ def test_every_op_is_checked(tmp_path, op):
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-def test_an_op_that_was_not_checked_fails_the_run(capsys, monkeypatch, op):
+def test_unchecked_ops_fail_the_run(capsys, monkeypatch, op):
     cases = [case for case in compare.CASES if case[0] != op]
     monkeypatch.setattr(compare, "CASES", cases)
     assert run("--op", op) == 1
     assert f"no result was checked for {op}" in capsys.readouterr().out
 
 
-def test_a_backend_that_takes_nothing_fails_the_run_and_says_why(capsys):
+def test_a_backend_without_kernels_fails_with_its_reason(capsys):
     assert run("--op", "linear_cross_entropy", "encoder_layer", "--backend", "CUDA") == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "no result was checked for cuda, which was named" in shown
@@ -131,7 +131,7 @@ def test_a_backend_that_takes_nothing_fails_the_run_and_says_why(capsys):
     assert "backend 'cuda' does not support this call of linear: it supports cuda tensors" in shown
 
 
-def test_threads(capsys):
+def test_the_number_of_threads_is_set_and_restored(capsys):
     assert run("--op", "layer_norm", "--threads", "2") == 0
     assert torch.get_num_threads() == 2
     assert "2 threads ·" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_threads(capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_options(capsys, options, message):
+def test_invalid_options_are_rejected(capsys, options, message):
     with pytest.raises(SystemExit) as stopped:
         main(["compare", *options])
     assert stopped.value.code == 2
@@ -161,7 +161,7 @@ def test_wrong_options(capsys, options, message):
 
 
 @pytest.mark.parametrize("command", [["info"], ["compare"]])
-def test_ctrl_c(capsys, monkeypatch, command):
+def test_ctrl_c_exits_with_status_130(capsys, monkeypatch, command):
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
@@ -171,15 +171,15 @@ def test_ctrl_c(capsys, monkeypatch, command):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"transformer_fast {transformer_fast.__version__}\n"
 
 
-def test_no_command(capsys):
-    """Four ways to start, on one screen."""
+def test_no_command_prints_an_overview(capsys):
+    """Shows four ways to start, on one screen."""
     assert main([]) == 0
     shown = capsys.readouterr().out
     for way in ("import nn", "accelerate(model)", 'backend="transformer_fast"', "compare", "info"):
@@ -226,7 +226,7 @@ def test_the_table_fits_its_width(width):
     assert "\nattention with weights\n  cpu *" in text
 
 
-def test_the_summary():
+def test_the_summary_gives_range_and_worst_case():
     rows = [
         _row("cpu"),
         _row("torch", ours=False, chosen=False),
@@ -239,7 +239,7 @@ def test_the_summary():
     assert form.summary([_row("cpu", vs_torch=None), rows[1]]) == "right"
 
 
-def test_a_busy_machine_is_told():
+def test_noisy_times_are_reported():
     rows = [_row("cpu"), _row("torch"), _row("peer", time=None)]
     assert form.busy(rows) is None
     assert form.busy([]) is None
@@ -247,7 +247,7 @@ def test_a_busy_machine_is_told():
     assert "quartiles of a typical time are 40 % apart" in str(form.busy(rows))
 
 
-def test_notes():
+def test_missing_and_failed_rows_are_listed():
     rows = [
         _row("cpu", chosen=False, time=None, ok=None, reason="the call has dropout"),
         _row("torch", case="causal", time=None, ok=None, reason="it takes no mask"),
@@ -260,8 +260,8 @@ def test_notes():
     assert form.failures(rows) == ["attention causal on cpu: it changed its input"]
 
 
-def test_the_reason_of_the_backend_for_the_device_is_told(monkeypatch):
-    """Of an op that PyTorch runs, and of the ops inside a module."""
+def test_fallbacks_give_the_reason_of_the_devices_backend(monkeypatch):
+    """For an op that runs on PyTorch, and for the ops inside a module."""
     for op in ("layer_norm", "linear"):
         monkeypatch.setitem(dispatch._state.kernels, op, dispatch.kernels(op))
         for backend, devices in (("cpu", ("cpu",)), ("triton", ("cuda",))):
@@ -284,7 +284,7 @@ def test_the_reason_of_the_backend_for_the_device_is_told(monkeypatch):
     assert line.endswith("because cuda: it supports cuda tensors")
 
 
-def test_all_stands_for_every_choice():
+def test_all_selects_every_choice():
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
     assert parser.parse_args(["--op", "all"]).op == list(compare.COMPARED)

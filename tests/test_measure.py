@@ -1,4 +1,4 @@
-"""How figures are taken, what a benchmark case lets through, and who checks it."""
+"""Timing, the checks of benchmark cases, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FAST = Plan(rounds=3, seconds=0.05, least=2, sample=1e-5)
 
 
 class FakeTime:
-    """A clock that moves only when a candidate works, or when somebody sleeps."""
+    """A clock that advances only while a candidate works or sleeps."""
 
     def __init__(self) -> None:
         self.now = self.cpu = 0.0
-        self.spinning_until = 0.0  #: threads of some candidate
+        self.spinning_until = 0.0  # end of the spinning of a candidate's threads
 
     def process_time(self) -> float:
         return self.cpu
@@ -54,7 +54,7 @@ class FakeTime:
         return self.now
 
     def worker(self, *durations: float) -> Callable[[int], None]:
-        """Takes these times, one after the other, over and over."""
+        """Returns a candidate that takes these times in turn, repeatedly."""
         done = iter(range(10**9))
 
         def work(index: int) -> None:
@@ -70,19 +70,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return time
 
 
-def test_samples_are_seconds_per_call_however_often_a_sample_repeats_it(fake):
+def test_samples_are_seconds_per_call(fake):
     plan = Plan(rounds=5, seconds=1e9, least=5, sample=1.0)
     samples = alternate({"short": fake.worker(0.25), "long": fake.worker(7.0)}, 2, plan)
     assert samples == {"short": [0.25] * 5, "long": [7.0] * 5}
 
 
-def test_the_budget_ends_a_case_but_not_before_the_least_rounds(fake):
+def test_the_time_limit_allows_the_minimum_number_of_rounds(fake):
     for seconds, rounds in ((0.5, 3), (45.0, 5), (1e9, 8)):
         plan = Plan(rounds=8, seconds=seconds, least=3, sample=1.0)
         assert len(alternate({"a": fake.worker(10.0)}, 1, plan)["a"]) == rounds
 
 
-def test_rounds_are_shuffled_and_inputs_are_shared_and_change():
+def test_rounds_are_shuffled_and_share_inputs():
     seen: list[tuple[str, int]] = []
     candidates = {name: (lambda i, name=name: seen.append((name, i))) for name in "abc"}
     alternate(candidates, 2, Plan(12, 1e9, 12, sample=1e-9, settle=0.0))
@@ -94,12 +94,12 @@ def test_rounds_are_shuffled_and_inputs_are_shared_and_change():
     assert {one[0][1] for one in rounds} == {0, 1}
 
 
-def test_short_calls_settle_before_they_are_counted(fake):
+def test_short_calls_settle_before_timing(fake):
     slow_at_first = iter(range(10**9))
     plan = Plan(rounds=2, seconds=1e9, least=2, sample=1.0, settle=0.5)
 
     def cold(index: int) -> None:
-        # Every fourth call is slow: the first of those that settle, never one that counts.
+        # Every fourth call is slow: the first of the settling calls, never a timed one.
         fake.now += 4.0 if next(slow_at_first) % 4 == 2 else 0.5
 
     samples = alternate({"a": cold}, 1, plan)
@@ -108,7 +108,7 @@ def test_short_calls_settle_before_they_are_counted(fake):
 
 
 @pytest.mark.parametrize("rest", [0.1, 0.004, 0.0])
-def test_threads_that_spin_on_do_not_disturb_the_next_one(fake, rest):
+def test_pauses_outlast_spinning_threads(fake, rest):
     disturbed = []
 
     def spinner(index: int) -> None:
@@ -122,12 +122,12 @@ def test_threads_that_spin_on_do_not_disturb_the_next_one(fake, rest):
     plan = Plan(rounds=6, seconds=1e9, least=6, sample=0.5, settle=0.0, rest=rest)
     samples = alternate({"spinner": spinner, "other": other}, 1, plan)
     assert samples == {"spinner": [0.5] * 6, "other": [0.5] * 6}
-    # The first two calls tell how long one takes.
+    # The first two calls estimate the duration of a call.
     assert any(disturbed[2:]) == (rest < 0.010)
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_garbage_collection_is_off_while_timing_and_on_again(broken):
+def test_garbage_collection_is_disabled_while_timing(broken):
     def call(index: int) -> None:
         nonlocal off
         off = off or not gc.isenabled()
@@ -144,21 +144,21 @@ def test_garbage_collection_is_off_while_timing_and_on_again(broken):
     assert gc.isenabled()
 
 
-def test_summary():
+def test_summaries_have_median_and_quartiles():
     assert summarise([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, 2.0, 4.0, 5)
     assert summarise([2.0, 1.0]).median == 1.5
     with pytest.raises(ValueError, match="samples must not be empty"):
         summarise([])
 
 
-def test_drift_that_hits_both_cancels_in_the_ratio():
+def test_common_drift_cancels_in_the_ratio():
     drift = [1.0, 9.0, 1.5, 4.0, 2.0, 8.0, 3.0]
     ratio = speed_up([2.5 * d for d in drift], drift)
     assert ratio == pytest.approx((2.5, 2.5, 2.5))
     assert ratio.significant
 
 
-def test_noise_widens_the_interval_until_it_says_nothing():
+def test_noise_widens_the_interval_of_the_ratio():
     generator = torch.Generator().manual_seed(0)
     noise = (1 + torch.rand(2, 15, generator=generator)).tolist()
     ratio = speed_up(*noise)
@@ -169,7 +169,7 @@ def test_noise_widens_the_interval_until_it_says_nothing():
         speed_up([1.0], [1.0, 2.0])
 
 
-def test_the_lower_roof_counts():
+def test_the_lower_roof_applies():
     compute = roof.Roof(100.0, copy=10.0, read=20.0, flops=1000.0, bytes=50.0, written=0.0)
     assert (compute.bound, compute.seconds) == ("compute", 10.0)
     for written, seconds in ((0.0, 25.0), (100.0, 35.0), (250.0, 50.0), (400.0, 50.0)):
@@ -179,7 +179,7 @@ def test_the_lower_roof_counts():
     assert (better.peak, better.copy, better.read, better.flops) == (100.0, 20.0, 20.0, 1000.0)
 
 
-def test_the_roof_of_pieces_is_fp32s_second_one():
+def test_fp32_has_a_second_roof_for_bf16x3():
     one = roof.Roof(100.0, 10.0, 20.0, flops=1000.0, bytes=50.0, written=0.0)
     assert one.split_seconds is None
     assert replace(one, split_peak=90.0).split_seconds is None
@@ -191,7 +191,7 @@ def test_the_roof_of_pieces_is_fp32s_second_one():
     assert one.better(one).split_peak is None
 
 
-def test_without_probes_there_is_no_roof_and_a_reason(monkeypatch):
+def test_without_probes_the_missing_roof_has_a_reason(monkeypatch):
     monkeypatch.setattr(_native, "module", None)
     monkeypatch.setattr(_native, "why_not", "it was not built")
     assert roof.probe(1.0, 1.0, 0.0, torch.float32) is None
@@ -200,7 +200,7 @@ def test_without_probes_there_is_no_roof_and_a_reason(monkeypatch):
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-def test_probes_of_little_and_much_work():
+def test_probes_of_small_and_large_sizes():
     for size in (1.0, 1e12):
         found = roof.probe(size, size, 0.0, torch.float32)
         assert found is not None
@@ -212,7 +212,7 @@ def test_probes_of_little_and_much_work():
     assert ("bf16" in roof.peaks()) == (_native.module.isa() in ("avx512_bf16", "amx"))
 
 
-def test_text_is_real_and_varies():
+def test_text_cases_have_different_sentences():
     texts = text.paragraphs()
     assert len(texts) > 1000
     assert all(len(one) >= 80 for one in texts)
@@ -225,7 +225,7 @@ def test_text_is_real_and_varies():
     assert texts[0].startswith(first)
 
 
-def test_padding_and_teacher_forcing():
+def test_text_has_padding_and_shifted_targets():
     batch = text.batch([b"abc", b"defgh"], 4, begin=True)
     pad, begin = text.PADDING, text.BEGIN
     assert batch.tokens.tolist() == [[begin, 97, 98, 99], [begin, 100, 101, 102]]
@@ -239,7 +239,7 @@ def test_padding_and_teacher_forcing():
         text.batches(10, 400)
 
 
-def test_machine_line():
+def test_the_machine_is_described_in_one_line():
     about = machine.describe()
     line = machine.line(about)
     assert machine.cpu(about) in line
@@ -270,8 +270,10 @@ def test_machine_line():
         ("AMD EPYC 9354 32-Core Processor",) * 2,
     ],
 )
-def test_a_name_without_a_number_is_not_the_processors(name, told, monkeypatch):
-    """Virtual machines hide it, and results of two generations would be one machine's."""
+def test_cpu_names_without_a_model_number_get_one(name, told, monkeypatch):
+    """Virtual machines hide the model number; results of two CPU generations would then be mixed
+    up.
+    """
     one = f"cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nstepping\t: 1\n"
     monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: one + "\n" + one)
     assert machine.cpu_model() == told
@@ -287,7 +289,7 @@ def test_a_name_without_a_number_is_not_the_processors(name, told, monkeypatch):
             "Intel Xeon @ 2.70GHz (Sapphire Rapids)",
         ),
         ({"cpu": "AMD EPYC, family 99, model 1"}, "AMD EPYC, family 99, model 1"),
-        # Results without family and model.
+        # results without family and model
         ({"cpu": "AMD EPYC", "peaks": {"fp32": 485.0}}, "AMD EPYC (Zen 5)"),
         ({"cpu": "AMD EPYC", "peaks": {"fp32": 233.0}}, "AMD EPYC (Zen 4)"),
         ({"cpu": "AMD EPYC", "isa": "avx2", "peaks": {"fp32": 244.0}}, "AMD EPYC"),
@@ -295,12 +297,12 @@ def test_a_name_without_a_number_is_not_the_processors(name, told, monkeypatch):
         ({"cpu": "AMD EPYC 9354", "peaks": {"fp32": 485.0}}, "AMD EPYC 9354"),
     ],
 )
-def test_the_generation_of_the_cpu_is_named(about, told):
+def test_the_cpu_generation_is_named(about, told):
     whole = {"isa": "avx512_bf16", "cpu_isa": "avx512_bf16", "threads": 2}
     assert machine.cpu(whole | about) == told
 
 
-def test_one_instruction_set_of_several_is_another_machine():
+def test_a_forced_instruction_set_is_another_machine():
     whole = machine.describe() | {"cpu": "Fast", "isa": "amx", "cpu_isa": "amx", "threads": 2}
     held = whole | {"isa": "avx2", "torch_isa": "avx2"}
     assert machine.slug(whole) == "fast-amx-2-threads"
@@ -308,14 +310,14 @@ def test_one_instruction_set_of_several_is_another_machine():
     assert machine.forced_isa(whole) is None
     assert "held to avx2, PyTorch to avx2 (the CPU has amx)" in machine.line(held)
     assert machine.differences(whole, held) == ["isa is 'amx' in one and 'avx2' in the other"]
-    # Results from before this was recorded.
+    # results from before this was recorded
     before = {k: v for k, v in whole.items() if k not in ("cpu_isa", "torch_isa")}
     assert machine.slug(before) == machine.slug(whole)
     assert " · amx · " in machine.line(before)
 
 
 def _layer_norm(run: Any, name: str = "cpu", ours: bool = True, inputs: int = 2) -> list[Row]:
-    """The rows of a benchmark case of ``run`` against the reference."""
+    """Returns the rows of a benchmark case that compares ``run`` with the reference."""
     case = OPS["layer_norm"].bench_cases[-1]
     drawn = [
         [case.build(torch.float32, "cpu", torch.Generator().manual_seed(i))] for i in range(inputs)
@@ -367,13 +369,13 @@ AFTER = "its result was right before the timing and is wrong after it"
     [
         (_right, True, True, None),
         (_times(1 + 1e-4), True, False, BUDGET),
-        # A peer may be less accurate than a kernel, and fails nothing.
+        # A peer may be less accurate than a kernel, without failing the case.
         (_times(1 + 5e-6), True, False, BUDGET),
         (_times(1 + 5e-6), False, True, None),
         (lambda *a: _right(*a).bfloat16().float(), False, False, BUDGET),
         (_broken, False, None, "OSError in _broken: no licence found"),
         (_broken, True, False, "OSError in _broken: no licence found"),
-        # Of another form.
+        # of another dtype, shape or number of results
         (lambda *a: _right(*a).double(), True, False, BUDGET),
         (lambda *a: _right(*a)[:-1], True, False, BUDGET),
         (lambda *a: (_right(*a), _right(*a)), True, False, BUDGET),
@@ -393,7 +395,7 @@ def test_only_right_results_are_timed(run, ours, ok, reason):
     assert ours or not ok or row.error_ratio > 3
 
 
-def test_the_fastest_of_torch_is_what_others_are_measured_against():
+def test_candidates_are_compared_with_the_fastest_of_pytorch():
     case = OPS["layer_norm"].bench_cases[-1]
     inputs = [[case.build(torch.float32, "cpu", None)]]
 
@@ -417,7 +419,7 @@ def test_the_fastest_of_torch_is_what_others_are_measured_against():
     assert 1.0 < row.vs_torch.value < row.vs_reference.value
 
 
-def test_recording_tells_what_ran_and_leaves_the_kernels_alone():
+def test_recording_names_the_kernels_and_restores_them():
     before = {op: dispatch.kernels(op) for op in (*dispatch.OPS, *dispatch.FUSED)}
     case = OPS["layer_norm"].bench_cases[-1]
     x, shape, *rest = case.build(torch.float32, "cpu", None)
@@ -430,7 +432,7 @@ def test_recording_tells_what_ran_and_leaves_the_kernels_alone():
     assert {op: dispatch.kernels(op) for op in before} == before
 
 
-def test_recording_a_layer_misses_nothing():
+def test_recording_a_layer_covers_all_its_ops():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     for hidden in (None, padding):
@@ -457,7 +459,7 @@ def _long_attention(mask: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "lengths", "causal"])
-def test_sampling_queries_judges_as_the_whole_does(mask):
+def test_checks_of_sampled_queries_agree_with_full_checks(mask):
     arguments = _long_attention(mask)
     right = OPS["attention"].reference(*arguments)
     checker = SampledAttentionChecker(queries=30)
@@ -468,7 +470,7 @@ def test_sampling_queries_judges_as_the_whole_does(mask):
     assert not checker((right[0] * 1.001, right[1]), arguments).ok
 
 
-def test_padded_places_of_a_module_do_not_count():
+def test_padded_positions_are_not_checked():
     real = torch.tensor([[True, True, False]])
     x = torch.randn(1, 3, 4)
     checker = ModuleChecker(torch.tanh, torch.tanh, lambda x: real)
@@ -488,7 +490,7 @@ def test_interpreted_kernels_are_not_timed():
     assert "Triton's interpreter" in str(triton.reason)
 
 
-def test_an_unknown_or_refusing_backend_is_a_row_with_its_reason():
+def test_unsupported_backends_have_a_reason():
     case = OPS["attention"].case("dropout")
     inputs = [[case.build(torch.float32, "cpu", None)]]
     benchmark_case = op_case("attention", case.name, inputs)
@@ -500,7 +502,7 @@ def test_an_unknown_or_refusing_backend_is_a_row_with_its_reason():
     assert benchmark_case.inside == {("attention", explained.backend): explained.reasons}
 
 
-def test_a_reference_that_was_lucky_gets_a_second_look():
+def test_lucky_references_are_measured_again():
     for seed in range(50):
         torch.manual_seed(seed)
         q, k, v = (torch.randn(1, 1, 9, 4) for _ in range(3))
@@ -518,7 +520,7 @@ def test_a_reference_that_was_lucky_gets_a_second_look():
     checker = OpChecker("attention")
 
     def at(unit: float) -> Any:
-        # At one place so far beyond the limit by the given unit, or inside it.
+        # Moves one element just beyond the limit that the given unit allows, or just inside it.
         wrong = true.clone()
         place = int(true.abs().argmin())
         wrong.view(-1)[place] += (2 * unit + 2 * least) * size

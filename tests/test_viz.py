@@ -1,4 +1,4 @@
-"""Pictures: attention, masks, positions, losses and diagrams of models; the page that shows them all."""
+"""Figures: attention, masks, positions, losses and diagrams of models; the page with all of them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def draw(figure: Figure) -> FigureCanvasAgg:
 
 
 def maps(figure: Figure) -> list[Any]:
-    """Axes with an image, colour bars left out."""
+    """Returns the axes with an image, without colour bars."""
     return [axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"]
 
 
 def shown(axes: Any) -> tuple[Tensor, Tensor]:
-    """The numbers in an image, and where they are hidden."""
+    """Returns the values of an image, and where they are masked."""
     array = axes.images[0].get_array()
     data = torch.from_numpy(numpy.ma.getdata(array).astype(numpy.float64))
     return data, torch.from_numpy(numpy.ma.getmaskarray(array).copy())
@@ -60,13 +60,13 @@ def within(box: Any, outer: Any) -> bool:
 
 
 def assert_legible(figure: Figure) -> None:
-    """All words lie within the figure, and none on another."""
+    """Checks that all texts are inside the figure and do not overlap."""
     canvas = draw(figure)
     renderer = canvas.get_renderer()
     words = [
         text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
     ]
-    # Ticks beyond the ends of an axis exist, and are not drawn.
+    # Ticks beyond the ends of an axis exist, but are not drawn.
     unseen = {
         label
         for axes in figure.axes
@@ -97,7 +97,7 @@ def weights() -> torch.Tensor:
     return torch.rand(B, H, T, S).softmax(-1)
 
 
-def test_a_map_for_each_layer_and_head() -> None:
+def test_attention_has_a_map_per_layer_and_head() -> None:
     found = {f"decoder.layers.{i}.multihead_attn": weights() for i in (0, 3)}
     figure = viz.attention_maps(found, QUERIES, KEYS, index=1, title="Cross")
     panels = maps(figure)
@@ -108,19 +108,19 @@ def test_a_map_for_each_layer_and_head() -> None:
         torch.testing.assert_close(data.float(), list(found.values())[layer][1, head])
         assert not hidden.any()
         assert panel.get_title() == (f"head {head}" if layer == 0 else "")
-        # Tokens stand at the edges of the grid.
+        # Token labels are only at the edges of the grid.
         assert labels(panel.xaxis) == (KEYS if layer == 1 else [])
         assert labels(panel.yaxis) == (QUERIES if head == 0 else [])
         assert panel.get_ylabel() == (f"layer {(0, 3)[layer]}\nquery" if head == 0 else "")
         assert panel.get_xlabel() == ("key" if layer == 1 else "")
-        # One scale for all, so that maps can be compared.
+        # All maps share one colour scale, so that they can be compared.
         assert panel.images[0].get_clim() == (0.0, max(float(w[1].max()) for w in found.values()))
     assert figure.get_suptitle() == "Cross"
     assert not legend(figure)
     assert_legible(figure)
 
 
-def test_chosen_heads_and_their_mean() -> None:
+def test_selected_heads_and_their_mean() -> None:
     given = weights()
     figure = viz.attention_maps(given, heads=[2, 0])
     assert [panel.get_title() for panel in maps(figure)] == ["head 2", "head 0"]
@@ -132,27 +132,27 @@ def test_chosen_heads_and_their_mean() -> None:
     torch.testing.assert_close(shown(panel)[0].float(), given[0, 1].bfloat16().float())
 
 
-def test_padding_and_what_comes_later_are_hidden() -> None:
+def test_padding_and_future_keys_are_hidden() -> None:
     square = torch.rand(S, S).softmax(-1)
     padding = torch.tensor([False, False, False, True, True])
     figure = viz.attention_maps(square, KEYS, key_padding=padding, is_causal=True)
     _, hidden = shown(maps(figure)[0])
     later = torch.ones(S, S, dtype=torch.bool).triu(1)
     assert torch.equal(hidden, padding | later)
-    assert labels(maps(figure)[0].xaxis) == KEYS  # the query's, for self-attention
+    assert labels(maps(figure)[0].xaxis) == KEYS  # the query's tokens, in self-attention
     assert legend(figure) == ["hidden: padding or after the query (causal)"]
     figure = viz.attention_maps(square, query_padding=padding)
     assert torch.equal(shown(maps(figure)[0])[1], padding[:, None].expand(S, S))
     assert legend(figure) == ["hidden: padding"]
 
 
-def test_the_scale_is_of_what_can_be_seen() -> None:
+def test_the_scale_excludes_hidden_values() -> None:
     given = torch.tensor([[0.2, 0.9], [0.3, 0.7]])
     figure = viz.attention_maps(given, key_padding=torch.tensor([False, True]))
     assert maps(figure)[0].images[0].get_clim() == pytest.approx((0.0, 0.3))
 
 
-def test_long_and_odd_tokens_stay_legible() -> None:
+def test_long_and_unusual_tokens_are_legible() -> None:
     odd = ["$x_1$", "tab\there", "a very long token indeed", "two words"]
     figure = viz.attention_maps(weights(), odd, title="$5 to $6")
     found = labels(maps(figure)[0].yaxis)
@@ -183,7 +183,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
-def test_the_weights_of_a_model(kind: str) -> None:
+def test_attention_of_a_translator(kind: str) -> None:
     model = transformer().train()
     model.encoder.stack.layers[0].eval()
     modes = [part.training for part in model.modules()]
@@ -217,7 +217,7 @@ def test_the_weights_of_a_model(kind: str) -> None:
     assert_legible(figure)
 
 
-def test_language_models_and_encoders() -> None:
+def test_attention_of_language_models_and_encoders() -> None:
     source, _ = tokens()
     model = models.LanguageModel(20, 16, 2, 2, 24)
     figure = viz.model_attention(model, source, layers=[1], heads=[0])
@@ -240,14 +240,14 @@ def visible(panel: Any) -> torch.Tensor:
 
 
 def attended(**options: Any) -> torch.Tensor:
-    """Where the op itself looks, (B, H, ROWS, COLS): keys that move the result."""
+    """Returns which keys affect each query in the op itself, (B, H, ROWS, COLS)."""
     q, k = torch.randn(2, 2, ROWS, 8), torch.randn(2, 2, COLS, 8)
-    # With the identity as values, the output is the weights.
+    # With the identity matrix as values, the output is the weights.
     v = torch.eye(COLS).expand(2, 2, COLS, COLS)
     return functional.scaled_dot_product_attention(q, k, v, **options) > 0
 
 
-def test_all_together_is_what_attention_does() -> None:
+def test_combined_masks_match_attention() -> None:
     mask = torch.rand(2, 2, ROWS, COLS) > 0.3
     lengths = torch.tensor([6, 3])
     figure = viz.masks(
@@ -266,7 +266,7 @@ def test_all_together_is_what_attention_does() -> None:
     assert_legible(figure)
 
 
-def test_polarity() -> None:
+def test_masks_show_both_polarities() -> None:
     mask = torch.rand(ROWS, COLS) > 0.5
     here = viz.masks(ROWS, COLS, attn_mask=mask)
     theirs = viz.masks(ROWS, COLS, attn_mask=mask, true_means="hidden")
@@ -274,17 +274,17 @@ def test_polarity() -> None:
     assert torch.equal(visible(maps(theirs)[0]), ~mask)
     assert maps(here)[0].get_title() == "attn_mask\nbool: True = may attend"
     assert maps(theirs)[0].get_title() == "attn_mask\nbool: True = hidden (torch.nn)"
-    assert len(maps(here)) == 1  # one mask is all there is
+    assert len(maps(here)) == 1  # a single mask has no panel for the combination
 
 
-def test_padding() -> None:
+def test_masks_show_padding() -> None:
     padding = torch.tensor([[False] * COLS, [False, False, True, True, True, True]])
     figure = viz.masks(ROWS, COLS, key_padding=padding, index=1)
     assert torch.equal(visible(maps(figure)[0]), ~padding[1].expand(ROWS, COLS))
     assert "True = padding" in maps(figure)[0].get_title()
 
 
-def test_float_masks() -> None:
+def test_masks_show_float_values() -> None:
     mask = torch.randn(ROWS, COLS)
     mask[:, 2] = -math.inf
     figure = viz.masks(ROWS, COLS, attn_mask=mask, is_causal=True)
@@ -300,14 +300,14 @@ def test_float_masks() -> None:
     torch.testing.assert_close(data.float()[~hidden], mask[~hidden])
     bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
     assert [bar.get_ylabel() for bar in bars] == ["added to the score"]
-    # One that only hides needs no scale.
+    # a float mask of 0 and -inf needs no colour scale
     only = torch.zeros(ROWS, COLS).masked_fill(torch.ones(ROWS, COLS).triu(1) > 0, -math.inf)
     figure = viz.masks(ROWS, COLS, attn_mask=only)
     assert len(figure.axes) == 1
     assert torch.equal(visible(maps(figure)[0]), only == 0)
 
 
-def test_queries_that_see_nothing_are_outlined() -> None:
+def test_fully_masked_queries_are_outlined() -> None:
     mask = torch.ones(ROWS, COLS, dtype=torch.bool)
     mask[2] = False
     figure = viz.masks(ROWS, COLS, attn_mask=mask, key_lengths=torch.tensor([4]))
@@ -319,7 +319,7 @@ def test_queries_that_see_nothing_are_outlined() -> None:
     assert legend(figure) == ["may attend", "hidden"]
 
 
-def test_tokens_and_no_mask() -> None:
+def test_masks_with_tokens_and_without_a_mask() -> None:
     figure = viz.masks(3, query_tokens=["a", "b", "c"], title="None")
     (panel,) = maps(figure)
     assert panel.get_title() == "no mask\nevery query sees every key"
@@ -331,7 +331,7 @@ def test_tokens_and_no_mask() -> None:
 POSITIONS = models.SinusoidalPositions(60, 32)
 
 
-def test_the_table_and_its_curves() -> None:
+def test_positions_show_the_table_and_curves() -> None:
     figure = viz.positional_encoding(POSITIONS, 50, dimensions=[3, 8])
     data, _ = shown(maps(figure)[0])
     torch.testing.assert_close(data.float(), POSITIONS.table[:50].T)
@@ -340,7 +340,7 @@ def test_the_table_and_its_curves() -> None:
     for line, dimension in zip(curves.lines, (3, 8), strict=True):
         found = torch.tensor(line.get_ydata(), dtype=torch.float32)
         torch.testing.assert_close(found, POSITIONS.table[:50, dimension])
-    # Curves differ in more than colour.
+    # Curves differ in line style as well as colour.
     assert len({line.get_linestyle() for line in curves.lines}) == 2
     assert legend(figure)[0].startswith("dimension 3: cos, period 11.17")
     period = 2 * torch.pi * 10000 ** (8 / 32)
@@ -349,18 +349,18 @@ def test_the_table_and_its_curves() -> None:
     assert_legible(figure)
 
 
-def test_the_periods_told_are_the_curves() -> None:
+def test_stated_periods_match_the_curves() -> None:
     table = models.SinusoidalPositions(700, 32).table
     period = 2 * torch.pi * 10000 ** (16 / 32)  # 628.3
     place = round(period)
     torch.testing.assert_close(table[place, 16], table[0, 16], atol=1e-2, rtol=0)
     figure = viz.positional_encoding(table, dimensions=[16])
-    assert legend(figure) == ["dimension 16"]  # nothing is known of a bare table
+    assert legend(figure) == ["dimension 16"]  # a bare table has no known periods
     told = viz.positional_encoding(models.SinusoidalPositions(700, 32), dimensions=[16])
     assert legend(told) == [f"dimension 16: sin, period {period:.4g}"]
 
 
-def test_from_models() -> None:
+def test_positions_of_models() -> None:
     model = models.LanguageModel(9, 16, 2, 1, 24, positions="learned", max_len=12)
     figure = viz.positional_encoding(model)
     expected = model.encoder.embedding.positions.table.detach()
@@ -379,7 +379,7 @@ def history(scale: float = 1.0) -> training.History:
     return found
 
 
-def test_what_is_drawn() -> None:
+def test_losses_show_the_history() -> None:
     figure = viz.loss_curves({"one": history(), "$two$": history(0.5)}, window=2, title="a $ b")
     over_steps, over_time = figure.axes
     single, mean, dots = over_steps.lines[:3]
@@ -418,7 +418,7 @@ def of_losses(histories: Any, **options: Any) -> Any:
 OTHER_KEYS = {"a": weights(), "b": torch.rand(B, H, S, S)}
 FOURS = torch.zeros(4, dtype=torch.bool)
 SHAPE = (ROWS, COLS)
-#: Calls, what they raise, and what is said.
+#: Exception -> (a call that raises it, a part of the message).
 WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
     TypeError: [
         (lambda: of_weights([[1.0]]), "weights must be a Tensor of floating point, not list"),
@@ -483,7 +483,7 @@ WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
 @pytest.mark.parametrize(
     ("error", "call", "said"), [(kind, *one) for kind, found in WRONG.items() for one in found]
 )
-def test_bad_input(error: type[Exception], call: Any, said: str) -> None:
+def test_invalid_input_raises(error: type[Exception], call: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         call()
 
@@ -506,7 +506,7 @@ except ImportError as error:
 """
 
 
-def test_missing_matplotlib_is_named() -> None:
+def test_missing_matplotlib_raises() -> None:
     assert python("-c", HIDDEN).stdout.strip() == (
         "transformer_fast.viz needs matplotlib, which is not installed: pip install matplotlib"
     )
@@ -518,11 +518,11 @@ def test_importing_the_package_does_not_import_matplotlib() -> None:
     assert python("-c", code).stdout == "False\n"
 
 
-# Diagrams.
+# Diagrams
 
 
 def texts(figure: Figure) -> dict[str, str]:
-    """What stands in the box, or at the place, of each name."""
+    """Returns the text in the box, or at the position, of each name."""
     return {str(text.get_gid()): text.get_text() for text in figure.axes[0].texts}
 
 
@@ -535,7 +535,7 @@ def middle(patch: FancyBboxPatch) -> tuple[float, float]:
 
 
 def lines(figure: Figure, name: str) -> list[list[tuple[float, float]]]:
-    """The corners of all lines of that name."""
+    """Returns the corners of all lines with that name."""
     return [
         [(float(x), float(y)) for x, y in patch._path_original.vertices]
         for patch in figure.axes[0].patches
@@ -544,7 +544,7 @@ def lines(figure: Figure, name: str) -> list[list[tuple[float, float]]]:
 
 
 def assert_clear(figure: Figure) -> None:
-    """Words are legible and within their boxes, and no box lies on another."""
+    """Checks that texts are legible and inside their boxes, and that boxes do not overlap."""
     assert_legible(figure)
     renderer = draw(figure).get_renderer()
     found = boxes(figure)
@@ -561,14 +561,14 @@ def assert_clear(figure: Figure) -> None:
 
 
 def order(figure: Figure, side: str) -> list[str]:
-    """Boxes and sums of one column from the bottom up."""
+    """Returns the boxes and sums of one column, from bottom to top."""
     found = {name: middle(p)[1] for name, p in boxes(figure).items() if name in texts(figure)}
     found |= {name: circle.center[1] for name, circle in boxes(figure, Circle).items()}
     column = [name for name in found if name.startswith(f"{side}.")]
     return [name.removeprefix(f"{side}.") for name in sorted(column, key=lambda n: found[n])]
 
 
-def test_what_the_boxes_say() -> None:
+def test_boxes_name_classes_and_sizes() -> None:
     model = models.Transformer(
         8000, 6000, d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=3,
         dim_feedforward=96, activation="gelu", dropout=0.25, max_len=77,
@@ -593,7 +593,7 @@ def test_what_the_boxes_say() -> None:
     assert_clear(figure)
 
 
-def test_post_norm_and_pre_norm() -> None:
+def test_diagrams_of_post_norm_and_pre_norm() -> None:
     for norm_first in (False, True):
         model = models.Transformer(
             9, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=1, norm="annotated",
@@ -608,14 +608,14 @@ def test_post_norm_and_pre_norm() -> None:
         column += ["final_norm"] if norm_first else []
         column += ["output.linear"]
         found = order(figure, "decoder")
-        # Position vectors come in from the side, at the height of their sum.
+        # Position vectors enter from the side, at the height of their sum.
         assert sorted(found[1:3]) == column[1:3]
         assert found[3:] == column[3:]
         assert texts(figure)["decoder.0.ffn.norm"] == "AnnotatedLayerNorm"
         assert ("pre-norm" in texts(figure)["summary"]) is norm_first
         for name in ("self_attn", "multihead_attn", "ffn"):
             (residual,) = lines(figure, f"decoder.0.{name}.residual")
-            # From below the norm (pre) or the sub-layer (post), around, into the sum.
+            # From below the norm (pre-norm) or the sub-layer (post-norm), around it, into the sum.
             lowest = boxes(figure)[f"decoder.0.{name}{'.norm' if norm_first else ''}"]
             assert residual[0][1] < lowest.get_y()
             assert residual[-1][1] == pytest.approx(
@@ -638,7 +638,7 @@ def test_the_memory_goes_to_every_cross_attention() -> None:
     start = lines(figure, "memory")[0][0]
     assert start[0] == pytest.approx(middle(boxes(figure)["encoder.0.ffn"])[0])
     assert texts(figure)["memory"] == "memory (B, S, 16)"
-    # The encoder's residuals leave its way free.
+    # The encoder's residual lines do not cross the memory's line.
     (residual,) = lines(figure, "encoder.0.ffn.residual")
     assert residual[1][0] < boxes(figure)["encoder.0.ffn"].get_x()
     assert_clear(figure)
@@ -646,7 +646,7 @@ def test_the_memory_goes_to_every_cross_attention() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_tied_weights(tied: bool, shared: bool) -> None:
+def test_tied_weights_are_marked(tied: bool, shared: bool) -> None:
     model = models.Transformer(
         40, None if shared else 40, d_model=16, nhead=2, num_encoder_layers=1,
         num_decoder_layers=1, tie_output=tied, embedding_size=8,
@@ -665,14 +665,14 @@ def test_tied_weights(tied: bool, shared: bool) -> None:
     assert_clear(figure)
 
 
-def test_a_tie_made_by_hand_is_seen() -> None:
+def test_weights_tied_by_assignment_are_marked() -> None:
     model = models.LanguageModel(40, 16, 2, 1, 24)
     assert not lines(viz.model_diagram(model), "tied.output")
     model.output.weight = model.encoder.embedding.table.weight
     assert lines(viz.model_diagram(model), "tied.output")
 
 
-def test_language_model() -> None:
+def test_diagrams_of_language_models() -> None:
     model = models.LanguageModel(
         50, 16, 2, 4, 24, activation=torch.nn.functional.leaky_relu, positions=None,
         embedding_scale=1.0, output_bias=False, dropout=0.0,
@@ -690,7 +690,7 @@ def test_language_model() -> None:
     assert_clear(figure)
 
 
-def test_models_of_torch_nn() -> None:
+def test_diagrams_of_torch_nn_models() -> None:
     figure = viz.model_diagram(torch.nn.Transformer(16, 2, 2, 2, 24, batch_first=True))
     said = texts(figure)
     assert said["encoder.final_norm"] == said["decoder.final_norm"] == "LayerNorm"
@@ -705,7 +705,7 @@ def test_models_of_torch_nn() -> None:
     assert_clear(figure)
 
 
-def test_runs_of_equal_layers() -> None:
+def test_equal_layers_are_grouped() -> None:
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 4)
     stack.layers[3] = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
     figure = viz.model_diagram(stack)
@@ -723,7 +723,7 @@ class Around(torch.nn.Module):
             self.add_module(name, part)
 
 
-def test_a_module_around_the_model() -> None:
+def test_wrapped_models_are_found() -> None:
     inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2)
     model = Around(head=torch.nn.Linear(16, 2), body=inner)
     figure = viz.model_diagram(model)
@@ -732,7 +732,7 @@ def test_a_module_around_the_model() -> None:
     assert_clear(figure)
 
 
-def test_what_cannot_be_drawn() -> None:
+def test_unsupported_models_raise() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
         viz.model_diagram(3)  # type: ignore[arg-type]
@@ -748,11 +748,11 @@ def test_what_cannot_be_drawn() -> None:
         viz.model_diagram(stack)
 
 
-# The page.
+# The page
 
 
 @pytest.mark.thorough
-def test_all_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_contains_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "pictures"
     pictures.main(["--out", str(folder), "--steps", "2"])
     files = sorted(folder.glob("*.png"))
@@ -766,11 +766,11 @@ def test_all_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (folder / "index.html").read_text(encoding="utf-8")
     assert re.findall(r'<figure id="(\w+)">', page) != []
     assert sorted(re.findall(r'<figure id="(\w+)">', page)) == names
-    # It holds all it shows.
+    # the page embeds its images
     assert page.count("data:image/png;base64,") == len(names) == page.count("<img ")
     assert f"{len(names)} pictures" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
-def test_the_command_it_tells() -> None:
+def test_the_docstring_names_the_command() -> None:
     assert "python examples/pictures.py --out build/pictures" in pictures.__doc__
