@@ -1,4 +1,4 @@
-"""The ruler itself: its arithmetic, and that it fails what is wrong."""
+"""The error budget itself: its arithmetic, and planted bugs that exceed it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def arguments_of(op: str, case: str, dtype: torch.dtype = torch.float32) -> tupl
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_another_order_of_sums_passes(op, generator):
-    """fp64 arithmetic rounded at the end, and the reference on reversed sums, are both right."""
+def test_other_summation_orders_pass(op, generator):
+    """fp64 results rounded to fp32, and the reference with reversed sums, are both right."""
     for case in OPS[op].cases:
         arguments = case.build(torch.float32, "cpu", generator)
         rounded = tuple(None if x is None else x.float() for x in testing.oracle(op, arguments))
@@ -32,7 +32,7 @@ def test_another_order_of_sums_passes(op, generator):
         assert parity.ratio <= 1.0
 
 
-def test_truths_of_the_same_values_are_worked_out_once(monkeypatch):
+def test_truths_are_cached_by_value(monkeypatch):
     once = arguments_of("linear", "bias")
     for truth in (testing.truth_of, testing.truth_of_gradients):
         known = truth("linear", once)
@@ -59,7 +59,7 @@ def test_truths_of_single_elements_with_any_stride():
     testing.truth_of("linear", (one, one, None, None, None))
 
 
-def test_remembered_truths_are_bounded(monkeypatch):
+def test_the_cache_of_truths_is_bounded(monkeypatch):
     module = importlib.import_module("transformer_fast.testing.oracle")
     monkeypatch.setattr(module, "MOST_REMEMBERED", 0)
     once = torch.randn(3, 5), torch.randn(2, 5), None, None, None
@@ -70,7 +70,7 @@ def test_remembered_truths_are_bounded(monkeypatch):
 
 
 class WrongGradient(torch.autograd.Function):
-    """The identity, whose gradient has a bug."""
+    """The identity, with a bug in its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bug: str) -> Tensor:
@@ -105,7 +105,7 @@ class WrongGradient(torch.autograd.Function):
         ("feed_forward", "gelu", "weight1"),
     ],
 )
-def test_wrong_gradient_fails(op, case, name, bug):
+def test_wrong_gradients_fail(op, case, name, bug):
     spec, arguments = OPS[op], arguments_of(op, case)
     place = spec.arguments.index(name)
 
@@ -117,7 +117,7 @@ def test_wrong_gradient_fails(op, case, name, bug):
         testing.check_gradients(op, run, arguments)
 
 
-def test_gradients_by_hand():
+def test_gradient_errors_match_a_hand_computed_example():
     arguments = (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), None, None, None)
     found = testing.gradients("linear", reference.linear, arguments)
     start = upstream(torch.empty(1, 1), 0)
@@ -126,19 +126,19 @@ def test_gradients_by_hand():
     assert found.keys() == {"input", "weight"}
 
 
-def test_a_result_cut_off_from_autograd_is_told():
+def test_detached_results_are_reported():
     arguments = arguments_of("linear", "bias")
     with pytest.raises(AssertionError, match="no result has a gradient"):
         testing.check_gradients("linear", lambda *a: reference.linear(*a).detach(), arguments)
 
 
-# The arithmetic of the budget --------------------------------------------------------------------
+# Arithmetic of the budget -------------------------------------------------------------------------
 
 TRUE = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps
 
 
-def test_limit_by_hand():
+def test_limits_match_a_hand_computed_example():
     expected = torch.tensor([1.0, -4.0 - 8 * EPS, 2.0])
     found = compare("x", torch.tensor([1.0, -4.0, 2.0 + 4 * EPS]), expected, TRUE, 2.0)
     assert found.reference_error == 8 * EPS
@@ -149,7 +149,7 @@ def test_limit_by_hand():
     assert found.where == "x[2] is 2.00000048, not 2"
 
 
-def test_a_lucky_reference_counts_as_half_a_unit_of_rounding():
+def test_the_unit_is_at_least_half_a_rounding():
     found = compare("x", TRUE.float(), TRUE.float(), TRUE, 2.0)
     assert found.reference_error == 0.0
     assert found.limit == 2 * (EPS / 2 * 4) + EPS * 4
@@ -157,7 +157,7 @@ def test_a_lucky_reference_counts_as_half_a_unit_of_rounding():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_not_finite_fails_first(bad):
+def test_nan_and_infinity_fail_first(bad):
     found = compare("x", torch.tensor([1.0, bad, 2.0]), TRUE.float(), TRUE, 1e9)
     assert not found.ok
     assert found.where == f"x[1] is {bad:g}, not -4"
@@ -169,14 +169,14 @@ def test_not_finite_fails_first(bad):
      (math.inf, 64000.0, False), (math.nan, 65400.0, False)],
 )  # fmt: skip
 def test_an_error_within_the_limit_may_overflow(got, true, ok):
-    # The limit is 176: 2 * 56, and eps * 65400.
+    # The limit is 176: 2 * 56 + eps * 65400.
     wide = torch.tensor([true, 1.0], dtype=torch.float64)
     expected = (wide * (1 - 0.8e-3)).half()
     assert compare("x", torch.tensor([got, 1.0]).half(), expected, wide, 2.0).ok == ok
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-def test_where_the_oracle_is_not_finite_the_result_must_be_the_same(special):
+def test_nan_and_infinity_must_match_the_oracle(special):
     true = torch.tensor([1.0, special], dtype=torch.float64)
     right = torch.tensor([1.0, special])
     assert compare("x", right, right, true, 2.0).ok
@@ -193,29 +193,29 @@ def test_where_the_oracle_is_not_finite_the_result_must_be_the_same(special):
         (None, "x is None instead of"),
     ],
 )
-def test_the_form_must_be_right_too(got, message):
+def test_shape_dtype_and_number_of_results_must_match(got, message):
     found = compare("x", got, TRUE.float(), TRUE, 2.0)
     assert not found.ok
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(found.where)
 
 
-def test_empty_and_missing_results_are_right():
+def test_empty_and_missing_results_pass():
     empty = torch.empty(0, 3)
     assert compare("x", empty, empty, empty.double(), 2.0).ok
     assert compare("x", None, None, None, 2.0).ok
 
 
-# Hostile memory ----------------------------------------------------------------------------------
+# NaN-filled memory --------------------------------------------------------------------------------
 
 
-def test_fresh_memory_is_nan_and_is_ordinary_again():
+def test_nan_memory_fills_new_tensors_within_the_block():
     with testing.nan_memory():
         assert torch.empty(100).isnan().all()
         assert torch.randn(3).new_empty(50).isnan().all()
         assert torch.empty_like(torch.randn(9).bfloat16()).isnan().all()
         if _native.module is not None:
-            for size in (5, 1 << 20):  # the C library's memory, and kept memory
+            for size in (5, 1 << 20):  # memory of the C library, and cached memory
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     like = torch.zeros(size, dtype=dtype)
                     assert torch.ops.transformer_fast.cpu_fresh(like).isnan().all()
@@ -223,7 +223,7 @@ def test_fresh_memory_is_nan_and_is_ordinary_again():
 
 
 @pytest.mark.skipif(_native.module is None, reason=_native.why_not or "needs the native module")
-def test_operators_memory_is_nan_until_the_outermost_block_ends():
+def test_nested_nan_memory_ends_with_the_outermost_block():
     assert _native.module is not None
     with testing.nan_memory():
         with testing.nan_memory():
@@ -232,7 +232,7 @@ def test_operators_memory_is_nan_until_the_outermost_block_ends():
     assert not _native.module.fill_fresh(False)
 
 
-def test_memory_is_ordinary_again_after_an_error():
+def test_nan_memory_ends_after_an_error():
     with pytest.raises(KeyError), testing.nan_memory():
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
@@ -254,7 +254,7 @@ def test_memory_is_ordinary_again_after_an_error():
     ids=lambda t: f"{t.dtype} {list(t.shape)} {list(t.stride())}",
 )
 @pytest.mark.parametrize("offset", [0, 1, 5])
-def test_among_nan_keeps_values_and_strides(tensor, offset):
+def test_embed_in_nan_preserves_values_and_strides(tensor, offset):
     placed = testing.embed_in_nan(tensor, offset)
     assert torch.equal(placed, tensor)
     assert placed.stride() == tensor.stride()
@@ -267,7 +267,7 @@ def test_among_nan_keeps_values_and_strides(tensor, offset):
         assert around.isfinite().sum() == distinct
 
 
-# Planted bugs: each has the signature of the reference -------------------------------------------
+# Planted bugs: functions with the signature of the reference --------------------------------------
 
 ALL_BUGS = [
     pytest.param(op, bug, case, id=f"{op}-{bug}")
@@ -277,7 +277,7 @@ ALL_BUGS = [
 
 
 @pytest.mark.parametrize(("op", "bug", "case"), ALL_BUGS)
-def test_planted_bug_fails(op, bug, case):
+def test_planted_bugs_fail(op, bug, case):
     arguments = arguments_of(op, case)
     result = ROWS[op].bugs[bug][1](*arguments)
     assert not testing.measure(op, result, arguments).ok
@@ -285,7 +285,7 @@ def test_planted_bug_fails(op, bug, case):
         testing.check(op, result, arguments)
 
 
-# Bugs of the size of a half type's rounding, which it cannot show.
+# Bugs no larger than the rounding of low precision, which hides them.
 FINE = (
     *("1e-4", "12 bits", "one element", "gelu by tanh", "eps outside", "sums in bf16", "E[x^2]"),
     *("tail column", "unbiased"),
@@ -295,13 +295,13 @@ COARSE_BUGS = [bug for bug in ALL_BUGS if not any(word in str(bug.id) for word i
 
 @pytest.mark.parametrize(("op", "bug", "case"), COARSE_BUGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_planted_bug_fails_in_half_types(op, bug, case, dtype):
+def test_planted_bugs_fail_in_low_precision(op, bug, case, dtype):
     arguments = arguments_of(op, case, dtype)
     assert not testing.measure(op, ROWS[op].bugs[bug][1](*arguments), arguments).ok
 
 
-def test_without_a_bug_the_same_code_passes():
-    """Others are the reference with one thing changed."""
+def test_the_formula_without_a_bug_passes():
+    """The other planted bugs are the reference with one change."""
     for case in set(FORMULA_BUGS.values()):
         arguments = arguments_of("layer_norm", case)
         testing.check("layer_norm", by_formula("none")(*arguments), arguments)

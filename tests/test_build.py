@@ -1,4 +1,6 @@
-"""The native module: instruction sets and how to force them, probes, what is in the objects."""
+"""The native module: instruction sets and their selection, probes, and the contents of object
+files.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,32 @@ SUPPORTED = _C.supported_isas() if _C else []
 
 
 def import_with(isa, before="", status=0):
-    """Import the package in a new process with TRANSFORMER_FAST_CPU_ISA; print the set in use."""
+    """Imports the package in a new process with TRANSFORMER_FAST_CPU_ISA; returns the finished
+    process.
+    """
     code = f"{before}\nfrom transformer_fast import _native\nprint(_native.module.isa())"
     return python("-c", code, status=status, TRANSFORMER_FAST_CPU_ISA=isa)
 
 
 @pytest.mark.parametrize("isa", SUPPORTED)
-def test_environment_forces(isa):
-    # Names are read in any case.
+def test_the_environment_selects_the_isa(isa):
+    # Names are case-insensitive.
     assert import_with(isa.upper()).stdout.strip() == isa
 
 
-def test_empty_environment_means_best():
+def test_an_empty_variable_selects_the_best_isa():
     assert import_with("").stdout.strip() == SUPPORTED[-1]
 
 
-def test_unknown_isa_is_an_error():
+def test_unknown_isas_raise():
     done = import_with("sse9", status=1)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: TRANSFORMER_FAST_CPU_ISA is 'sse9', which is not")
     assert last.endswith("this machine has: " + ", ".join(SUPPORTED))
 
 
-# A signal stack of 8 KiB leaves no room for tile registers, so Linux refuses them to the process:
-# with it, a CPU that has everything lacks something too.
+# A signal stack of 8 KiB leaves no space for tile registers, so Linux denies them to the process.
+# Even a CPU with all features then lacks one.
 SMALL_SIGNAL_STACK = """
 import ctypes
 class Stack(ctypes.Structure):
@@ -64,7 +68,7 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
 """
 
 
-def test_missing_isa_is_an_error():
+def test_unsupported_isas_raise():
     lacking = [isa for isa in ISAS if isa not in SUPPORTED] or ["amx"]
     done = import_with(lacking[0], SMALL_SIGNAL_STACK, status=1)
     last = done.stderr.strip().splitlines()[-1]
@@ -74,7 +78,7 @@ def test_missing_isa_is_an_error():
     assert last.endswith("it has: " + ", ".join(ISAS[: ISAS.index(lacking[0])]))
 
 
-def test_set_isa():
+def test_set_isa_changes_the_isa_in_use():
     with in_use(_C.isa()):
         for isa in SUPPORTED:
             _C.set_isa(isa)
@@ -96,7 +100,7 @@ def _calls():
 
 
 def test_set_isa_while_other_threads_compute():
-    """Each of their results is that of one instruction set."""
+    """Each result is computed with one instruction set from beginning to end."""
     calls, results = list(_calls()), []
 
     def count_wrong():
@@ -122,7 +126,7 @@ def test_set_isa_while_other_threads_compute():
 
 def test_supported_isas_follow_from_cpu_features():
     cpu = _C.cpu_features()
-    assert ISAS[: len(SUPPORTED)] == SUPPORTED  # from low to high, no gaps
+    assert ISAS[: len(SUPPORTED)] == SUPPORTED  # from low to high, without gaps
     assert ("avx2" in SUPPORTED) == (cpu["avx2"] and cpu["fma"] and cpu["f16c"])
     assert ("avx512_bf16" in SUPPORTED) == ("avx512" in SUPPORTED and cpu["avx512_bf16"])
 
@@ -135,7 +139,7 @@ def test_cpu_features_agree_with_linux():
         assert present == (name in flags), name
 
 
-def test_build_info():
+def test_build_info_is_recorded():
     info = _C.build_info()
     assert list(info["isa_flags"])[:3] == ISAS[:3]
     assert "-mfma" in info["isa_flags"]["avx2"]
@@ -158,7 +162,7 @@ def test_probe_fma_default_is_the_isa_in_use():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_probe_bf16_dot(isa):
+def test_probe_bf16_dot_gives_a_plausible_rate(isa):
     if isa not in SUPPORTED:
         with pytest.raises(ValueError, match=f"isa is '{isa}', but this machine does not have it"):
             _C.probe_bf16_dot(1, isa)
@@ -195,12 +199,12 @@ def test_probes_release_the_gil():
         ),
     ],
 )
-def test_probe_errors(name, args, message):
+def test_invalid_probe_arguments_raise(name, args, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         getattr(_C, name)(*args)
 
 
-# Objects ----------------------------------------------------------------------------------------
+# Object files -------------------------------------------------------------------------------------
 
 
 def tool(*command):
@@ -208,7 +212,7 @@ def tool(*command):
 
 
 def kernel_objects():
-    """{(kernel, isa): object file} of a developer's build; skips for an installed wheel."""
+    """Returns {(kernel, isa): object file} of a developer's build; skips for an installed wheel."""
     record = _native._build_record()
     folder = Path(getattr(record, "BUILD_DIR", "")) / "CMakeFiles"
     if not getattr(record, "BUILD_DIR", None) or not folder.is_dir():
@@ -225,7 +229,7 @@ def kernel_objects():
 
 
 def test_kernels_share_no_symbols():
-    """A weak symbol would be merged by the linker, and an AVX-512 copy might serve an older CPU."""
+    """The linker merges weak symbols, so an AVX-512 copy might run on an older CPU."""
     for (kernel, isa), path in kernel_objects().items():
         for line in tool("nm", "-C", str(path)).splitlines():
             kind, name = line[17:].split(maxsplit=1)
@@ -238,7 +242,9 @@ def test_kernels_share_no_symbols():
 
 
 def test_builds_of_a_kernel_define_the_same_functions():
-    """Up to AVX-512, whose build of fp32 serves what is above it; of those, what anybody calls."""
+    """For instruction sets up to AVX-512, whose fp32 build also serves higher ones; symbols that
+    are called.
+    """
     names = {}
     for (kernel, isa), path in kernel_objects().items():
         symbols = re.findall(rf" T tf::{isa}::(.*)$", tool("nm", "-C", str(path)), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A decoding step of a whole stack in one call, held to the ops it is made of."""
+"""A decoding step of a whole stack in one call, compared with the ops it consists of."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def step_of_parts(
     mask: Tensor | None,
     lengths: Tensor | None,
 ) -> Tensor:
-    """What `DecodeStack` does, from the references; writes to the cache too."""
+    """Computes what `DecodeStack` does, with the references; also writes the cache."""
 
     def attend(x: Tensor, weights: Any, both: Tensor, end: int, seen: Any, causal: bool) -> Tensor:
         in_weight, in_bias, out_weight, out_bias = weights
@@ -106,7 +106,7 @@ def step_of_parts(
         (5, 0, 6, "whole"), (1, 7, 1, None), (5, 0, 1, None), (520, 0, 1, None),
     ],
 )  # fmt: skip
-def test_a_step_is_its_parts(
+def test_a_step_matches_its_ops(
     isa: str,
     dtype: torch.dtype,
     norm_first: bool,
@@ -182,15 +182,15 @@ def make_step(parameters: list[list[Any]]) -> DecodeStack:
     return DecodeStack(flat(parameters), [1e-5, 1e-5], False, "relu", 8, [])
 
 
-def test_weights_that_change(parameters: list[list[Any]]) -> None:
+def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
     step = make_step(parameters)
     check_step(step, parameters)
     for parameter in (parameters[0][0], parameters[1][2]):
         for change in (
-            # Single elements: comparing samples would miss them.
+            # Single elements, which a comparison of samples would miss.
             lambda p: p[3, 7].add_(9.0),
             lambda p: setattr(p, "data", p.detach().clone().index_fill_(0, torch.tensor(5), 2.0)),
-            lambda p: p.data.neg_(),  # behind PyTorch's back
+            lambda p: p.data.neg_(),  # does not increment the version counter
         ):
             with torch.no_grad():
                 change(parameter)
@@ -198,14 +198,14 @@ def test_weights_that_change(parameters: list[list[Any]]) -> None:
 
 
 @torch.no_grad()
-def test_packed_copies_are_kept_until_they_are_dropped(
+def test_packed_copies_are_cached(
     parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step(parameters)
     first = packed_of(step)
     assert all(p is not None for p in first)
     with monkeypatch.context() as patch:
-        patch.delattr(cpu_packing, "packed_weight")  # it need not be asked again
+        patch.delattr(cpu_packing, "packed_weight")  # not called again for cached copies
         assert all(a is b for a, b in zip(first, packed_of(step), strict=True))
     other = packed_of(make_step(parameters))
     assert all(a is b for a, b in zip(first, other, strict=True))
@@ -219,7 +219,7 @@ def test_packed_copies_are_kept_until_they_are_dropped(
 
 
 @torch.no_grad()
-def test_a_write_while_others_pack_is_seen(
+def test_writes_during_packing_take_effect(
     parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step(parameters)
@@ -228,7 +228,7 @@ def test_a_write_while_others_pack_is_seen(
     def written_to(weight: Tensor, rows: int) -> Tensor | None:
         packed = pack(weight, rows)
         if weight is parameters[1][0]:
-            parameters[0][0][3, 7] += 9.0  # the first one, which is packed already
+            parameters[0][0][3, 7] += 9.0  # the first weight, which is already packed
         return packed
 
     with monkeypatch.context() as patch:
@@ -239,7 +239,7 @@ def test_a_write_while_others_pack_is_seen(
 
 @torch.no_grad()
 @pytest.mark.parametrize("limit", [0, 3000])
-def test_no_more_is_kept_than_may_be(
+def test_packed_copies_stay_within_the_limit(
     parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     cpu_packing.forget()
@@ -253,9 +253,9 @@ def test_no_more_is_kept_than_may_be(
 
 
 @torch.no_grad()
-def test_decoders_take_it_where_they_can() -> None:
+def test_decoders_use_it_if_supported() -> None:
     @dataclasses.dataclass
-    class Swish:  # cannot be hashed
+    class Swish:  # not hashable
         beta: float = 1.0
 
         def __call__(self, x: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def test_decoders_take_it_where_they_can() -> None:
             assert found.calls["decoding step", "cpu"] == steps
 
 
-def test_bad_steps_are_errors() -> None:
+def test_invalid_steps_raise() -> None:
     x, cache = torch.randn(2, WIDTH), torch.zeros(1, 2, 2, HEADS, 3, SIZE)
     good = make_sublayers(crossed=True, layers=1)
     memory = torch.zeros(2, 2, HEADS, 4, SIZE)
@@ -326,7 +326,7 @@ def test_bad_steps_are_errors() -> None:
 
 
 @pytest.mark.parametrize("crossed", [False, True])
-def test_opcheck(crossed: bool) -> None:
+def test_opcheck_of_decode_stack(crossed: bool) -> None:
     stack = DecodeStack(
         flat(make_sublayers(crossed)), [1e-5] * (6 if crossed else 4), True, "relu", 2,
         [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)],

@@ -1,7 +1,7 @@
-"""Programs that leave the process: torch.export, ONNX by both exporters, torch.jit.trace, AOTInductor.
+"""Exported programs: torch.export, both ONNX exporters, torch.jit.trace, AOTInductor.
 
-They may run where this package is not installed, so they hold PyTorch's operators only, and give the
-numbers of the module that was exported, for other sizes of the batch and the sequences, too.
+They may run where this package is not installed. They therefore contain only PyTorch's operators,
+and match the exported module, also for other batch sizes and sequence lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ M, H, HIDDEN = 32, 4, 48
 
 
 class Call(torch.nn.Module):
-    """A function of tensors, and of parameters that it owns, as a module with one or more results."""
+    """A module that calls a function of tensors; it owns the parameters and may have several
+    results.
+    """
 
     def __init__(self, function: Callable[..., Any], *parts: torch.nn.Module) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Call(torch.nn.Module):
 
 
 class Mixed(torch.nn.Module):
-    """Attention with key lengths and padding, a norm with its residual, and a network, by functions."""
+    """Attention with key lengths and padding, a norm with residual, and a network, as functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ def _x(batch: int, length: int) -> Tensor:
 
 
 def _padding(batch: int, length: int) -> Tensor:
-    """True = ignored; nothing of the last sequence is real."""
+    """Returns a mask, True = ignored; the last sequence is all padding."""
     lengths = torch.arange(batch) * length // max(1, batch - 1)
     return torch.arange(length) >= lengths.flip(0)[:, None]
 
@@ -97,7 +99,7 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 
 _MASKED = lambda layer, x, mask, padding: layer(x, mask, padding)  # noqa: E731
-#: What makes a module, and what makes inputs of a batch and a length for it.
+#: name -> (a function that makes the module, a function of batch and length that makes the inputs)
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int, int], tuple[Tensor, ...]]]] = {
     "Linear": (lambda: nn.Linear(M, HIDDEN), lambda b, n: (_x(b, n),)),
     "LayerNorm": (lambda: nn.LayerNorm(M), lambda b, n: (_x(b, n),)),
@@ -186,13 +188,15 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int, int], tuple
 
 
 def _made(name: str) -> tuple[torch.nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A module in evaluation, example inputs, and others of another batch and length."""
+    """Returns a module in evaluation mode, example inputs, and inputs with another batch and
+    length.
+    """
     make, inputs = CASES[name]
     return make().eval(), inputs(3, 7), inputs(4, 11)
 
 
 def _dynamic(given: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[dict[int, Any], ...]:
-    """Which dimensions are of any size: those that differ between two examples."""
+    """Returns the dynamic dimensions: those that differ between the two examples."""
     return tuple(
         {
             place: Dim.DYNAMIC
@@ -208,7 +212,7 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 
 def _foreign(program: torch.export.ExportedProgram) -> list[str]:
-    """The operators of a program, nested ones included, that PyTorch does not have."""
+    """Returns the program's operators, also of nested graphs, that PyTorch does not have."""
     found = []
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -219,11 +223,11 @@ def _foreign(program: torch.export.ExportedProgram) -> list[str]:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("name", CASES)
-def test_export_has_pytorchs_operators_and_any_sizes(name: str, strict: bool) -> None:
+def test_exported_programs_have_only_pytorchs_operators(name: str, strict: bool) -> None:
     module, given, other = _made(name)
     axes = _dynamic(given, other)
     shapes: Any = (axes,) if isinstance(module, Call) else axes
-    # Without gradients, as it will run: an encoder's padded places depend on that.
+    # Without gradients, as at run time: an encoder's outputs at padded positions depend on that.
     with torch.no_grad():
         program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
     assert _foreign(program) == []
@@ -237,7 +241,7 @@ def test_export_has_pytorchs_operators_and_any_sizes(name: str, strict: bool) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torch_jit_trace(name: str) -> None:
+def test_torch_jit_trace_matches(name: str) -> None:
     module, given, other = _made(name)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -251,7 +255,7 @@ def test_torch_jit_trace(name: str) -> None:
 def _by_onnx_runtime(file: Path, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     runtime = pytest.importorskip("onnxruntime")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    # What the program does not depend on is no input of it.
+    # An input that the program does not use is no input of the ONNX model.
     names = [one.name for one in session.get_inputs()]
     given = {f"input{place}": x.numpy() for place, x in enumerate(inputs)}
     results = session.run(None, {name: given[name] for name in names})
@@ -261,12 +265,12 @@ def _by_onnx_runtime(file: Path, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_runtime_has_the_same_numbers(name: str, dynamo: bool, tmp_path: Path) -> None:
+def test_onnx_runtime_matches(name: str, dynamo: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript" if dynamo else "onnx")
     if name == "RMSNorm" and not dynamo:
         pytest.skip("PyTorch's older exporter does not know its own rms_norm")
     module, given, other = _made(name)
-    # The older exporter hands optional arguments on by position, those by keyword, too.
+    # The older exporter passes optional arguments by position, also those given by keyword.
     module = (
         module if isinstance(module, Call) else Call(lambda m, *inputs: m(*inputs), module).eval()
     )
@@ -285,12 +289,12 @@ def test_onnx_runtime_has_the_same_numbers(name: str, dynamo: bool, tmp_path: Pa
         _assert_same(_by_onnx_runtime(file, inputs), [e for e in flat if e is not None])
 
 
-#: Calls above the sizes that the dispatcher leaves to PyTorch, and one below, each made as a user does.
+#: Name -> (rows, columns) above and below the limit of the small-size fallback.
 _SIZES = {"large": (96, 1024), "small": (3, 16)}
 
 
 @pytest.mark.parametrize("size", _SIZES)
-def test_functions_can_be_traced_at_any_size(size: str, small_calls: None) -> None:
+def test_functions_can_be_traced(size: str, small_calls: None) -> None:
     rows, columns = _SIZES[size]
     x, weight = torch.randn(rows, columns), torch.randn(columns, columns) / columns
     heads = x.view(1, rows, 4, -1).transpose(1, 2)
@@ -323,7 +327,7 @@ def test_training_can_be_exported() -> None:
     program.module()(_x(2, 5)).sum().backward()
 
 
-def test_who_wants_our_operators_in_the_program_says_so() -> None:
+def test_our_operators_are_exported_on_request() -> None:
     layer, given = _encoder_layer().eval(), (_x(2, 64),)
     expected = layer(*given)
     with transformer_fast.export_operators():
@@ -336,7 +340,7 @@ def test_who_wants_our_operators_in_the_program_says_so() -> None:
     assert _foreign(torch.export.export(layer, given)) == []
 
 
-def test_strict_mode_takes_exports(small_calls: None) -> None:
+def test_strict_mode_allows_exports(small_calls: None) -> None:
     with transformer_fast.strict():
         program = torch.export.export(_encoder_layer().eval(), (_x(2, 5),))
     assert _foreign(program) == []
@@ -344,8 +348,8 @@ def test_strict_mode_takes_exports(small_calls: None) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_aot_inductor(tmp_path: Path) -> None:
-    """A shared library that holds the program, loaded without the module."""
+def test_aot_inductor_matches(tmp_path: Path) -> None:
+    """A shared library with the program, loaded without the module."""
     module, given, other = _made("encoder layer, mask and padding")
     with torch.no_grad():
         program = torch.export.export(module, given, dynamic_shapes=(_dynamic(given, other),))

@@ -1,8 +1,8 @@
-"""How much Python a call runs (functions of the package, their files, and turns), what imports what,
-and how many files name an op.
+"""Limits on the code itself: Python per call, imports of backends, and files that name an op.
 
-A turn is a return into another file. The numbers are limits: lower them when a change allows it, and
-give the reason in the commit that raises one.
+Python per call is counted in functions of the package, their files, and switches between files (a
+return into another file). The numbers are limits: lower them when a change allows it, and give the
+reason in the commit that raises one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _generate() -> Callable[[], Any]:
     return lambda: model.generate(source, max_new_tokens=8)
 
 
-#: The call, whether it is made with gradients, and the most that it may run.
+#: name -> (the call, True with gradients, the maximum counts)
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(48, 8, 15)),
     "encoder layer, training": (lambda: _encoder_layer(True), True, Count(101, 19, 60)),
@@ -98,7 +98,7 @@ def count(call: Callable[[], Any]) -> Count:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_python_of_a_call(name: str) -> None:
+def test_calls_run_little_python(name: str) -> None:
     make, grad, most = CALLS[name]
     call = make()
     with torch.set_grad_enabled(grad):
@@ -106,17 +106,17 @@ def test_python_of_a_call(name: str) -> None:
             call()
         found = count(call)
     assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
-    # What the table says is what there is, so that it falls with the code.
+    # The limits are close to the counts, so that they fall with the code.
     assert all(one >= 0.9 * limit for one, limit in zip(found, most, strict=True)), found
 
 
-#: What modules outside of the backends import of them; all else goes through the dispatcher. Importing
+#: Imports of backends by modules outside of them; all else goes through the dispatcher. Importing
 #: the package registers the kernels.
 IMPORT_BACKENDS = {("__init__.py", "backends"), ("__init__.py", "backends.warm")}
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """What a module imports, from the package's folder on."""
+    """Yields what a module imports, relative to the package's folder."""
     inside = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -124,19 +124,19 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (".".join(filter(None, (*base, alias.name))) for alias in node.names)
 
 
-def test_backends_are_imported_by_nobody_else() -> None:
+def test_only_the_dispatcher_imports_backends() -> None:
     found = set()
     for path in Path(PACKAGE).rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith("backends/"):
             found |= {(name, one) for one in _imports(path) if f"{one}.".startswith("backends.")}
-            # Imported by its name, as importlib does.
+            # Also not by name, through importlib.
             assert "transformer_fast.backends" not in path.read_text(), name
     assert found == IMPORT_BACKENDS
 
 
-#: How many files of the package, of csrc, the tests and the benchmarks name an op in their code: as an
-#: identifier or a string, not in comments and docstrings. An op that is not here has ten.
+#: Number of files in the package, csrc, tests and benchmarks that name an op in their code: as an
+#: identifier or a string, not in comments or docstrings. The default limit is ten.
 NAMED_IN = {
     "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 13, "attention": 110, "linear": 105,
     "feed_forward": 68, "cross_entropy": 46, "linear_cross_entropy": 21,
@@ -145,7 +145,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _words_of(path: Path) -> set[str]:
-    """Identifiers of a source file, names of imported modules, and strings that are one word."""
+    """Returns a source file's identifiers, imported modules, and strings of one word."""
     text = path.read_text()
     if path.suffix != ".py":
         return set(re.findall(r"\w+", re.sub(r"//.*", "", text)))

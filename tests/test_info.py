@@ -24,7 +24,7 @@ def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_it_tells_what_there_is(capsys):
+def test_info_lists_versions_and_kernels(capsys):
     text = shown(capsys)
     assert f"torch             {torch.__version__}" in text
     assert f"{torch.get_num_threads()} of " in text
@@ -37,14 +37,14 @@ def test_it_tells_what_there_is(capsys):
         assert _native.module.build_info()["compiler"] in text
 
 
-def test_backends_without_a_kernel_are_told(capsys):
+def test_backends_without_kernels_are_listed(capsys):
     present = {kernel.backend for op in dispatch.OPS for kernel in dispatch.kernels(op)}
     text = shown(capsys)
     for name in dispatch.BACKENDS:
         assert (f"{name}: it has no kernels yet" in text) == (name not in present)
 
 
-def test_it_tells_why_a_kernel_cannot_run(capsys):
+def test_info_gives_the_reason_of_unavailable_kernels(capsys):
     cpu = kernel_of("linear")
     dispatch.register(dataclasses.replace(cpu, unavailable="the compiler is on strike"))
     text = shown(capsys)
@@ -52,7 +52,7 @@ def test_it_tells_why_a_kernel_cannot_run(capsys):
     assert "cannot run" in text
 
 
-def test_switches_are_shown(capsys, monkeypatch):
+def test_environment_variables_are_listed(capsys, monkeypatch):
     monkeypatch.setenv("TRANSFORMER_FAST_STRICT", "1")
     assert "TRANSFORMER_FAST_STRICT" in shown(capsys)
     monkeypatch.delenv("TRANSFORMER_FAST_STRICT")
@@ -60,18 +60,18 @@ def test_switches_are_shown(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-def test_probes(capsys):
+def test_probes_print_peaks(capsys):
     text = shown(capsys, "--probe")
     assert "fp32 multiply-add, baseline" in text
     assert "copy, 64 MiB per thread" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu_is_told_why():
+def test_a_missing_gpu_has_a_reason():
     assert info.gpu_state().startswith("none: torch")
 
 
-def test_a_gpu_that_the_library_has_no_code_for_is_told(monkeypatch):
+def test_unsupported_gpus_are_reported(monkeypatch):
     monkeypatch.setattr(_native, "cuda_why_not", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
@@ -79,7 +79,7 @@ def test_a_gpu_that_the_library_has_no_code_for_is_told(monkeypatch):
     assert dispatch.STATES["cuda"]() == "none for (7, 5)"
 
 
-def test_triton_is_looked_for_without_importing_it(monkeypatch):
+def test_triton_is_detected_without_an_import(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert dispatch.STATES["triton"]().startswith("not installed")
 
@@ -97,18 +97,18 @@ main(["info", "--kernels", "80", "90"])
 @pytest.mark.thorough
 def test_triton_kernels_are_compiled_ahead():
     pytest.importorskip("triton", reason="Triton is not installed")
-    # A process of its own: in this one the kernels may be interpreted.
+    # In a subprocess, because kernels in this process may be interpreted.
     told = python("-c", _COMPILE_ONE).stdout
     assert "layer_norm_forward_kernel" in told
     assert told.count("sm_80") == told.count("sm_90") > 1
 
 
-def test_without_triton_there_is_nothing_to_compile(capsys, monkeypatch):
+def test_compiling_without_triton_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "none: Triton is not installed" in shown(capsys, "--kernels")
 
 
-def test_an_architecture_that_nothing_is_compiled_for(capsys):
+def test_unsupported_architectures_are_rejected(capsys):
     with pytest.raises(SystemExit):
         main(["info", "--kernels", "75"])
     assert "argument --kernels: invalid choice: 75" in capsys.readouterr().err

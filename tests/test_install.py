@@ -1,4 +1,4 @@
-"""Installing where no native module can be had: the package works, and says what is missing."""
+"""Installation without a native module: the package works, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOURCES = (
     *("csrc", "cmake", "transformer_fast"),
 )
 
-# What a user's first lines would be; PYTHONPATH holds the installed copy alone.
+# A user's first lines; PYTHONPATH contains only the installed copy.
 USE = """
 import torch, transformer_fast
 from transformer_fast import _native
@@ -44,7 +44,7 @@ print(_native.why_not)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A fresh copy of the sources, without anything that was built."""
+    """Returns a fresh copy of the sources, without build results."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     built = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
@@ -65,14 +65,14 @@ def run(command, cwd, errors=subprocess.STDOUT, **environment):
 
 
 def run_python(*arguments, cwd, **environment):
-    """What it prints; it must not fail."""
+    """Runs Python, which must succeed, and returns its output lines."""
     done = run([sys.executable, *arguments], cwd, **environment)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip().splitlines()
 
 
 def pip(command, option, target, source, **environment):
-    """``pip install --target`` or ``pip wheel --wheel-dir``."""
+    """Runs ``pip install --target`` or ``pip wheel --wheel-dir``."""
     options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", option, str(target)]
     run_python("-m", "pip", command, *options, str(source), cwd=target.parent, **environment)
 
@@ -84,7 +84,7 @@ def write_script(path, text):
 
 
 def use_installed(target, cwd):
-    """Run USE on the installed copy; return (module is missing, why)."""
+    """Runs USE on the installed copy; returns (True if the module is missing, the reason)."""
     file, missing, why = run_python("-c", USE, cwd=cwd, PYTHONPATH=str(target))[-3:]
     assert Path(file).is_relative_to(target)
     return missing == "True", why
@@ -96,7 +96,7 @@ def build_ext(checkout, **environment):
 
 
 def reason_recorded(checkout, **environment):
-    """By a build that goes on without the native module."""
+    """Returns the reason recorded by a build that continues without the native module."""
     done = build_ext(checkout, **environment)
     assert done.returncode == 0, done.stdout
     assert "installing without native kernels" in done.stdout
@@ -104,8 +104,8 @@ def reason_recorded(checkout, **environment):
 
 
 @pytest.mark.thorough
-def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
-    """What is built without kernels is for every platform, whatever was built in place before."""
+def test_the_source_archive_builds_a_pure_wheel(checkout, tmp_path):
+    """A build without kernels gives a wheel for any platform, whatever was built in place before."""
     target, package = tmp_path / "site", checkout / "transformer_fast"
     (package / "_build_info.py").write_text("BUILD_DIR = '/home/somebody'\n")
     (package / "_C.cpython-3.so").write_text("")
@@ -130,8 +130,9 @@ def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
     assert (target / "transformer_fast" / "py.typed").is_file()
 
 
-# Every drop-in module gives torch.nn's bits, dropout included, by way of torch.nn's own forward; a named
-# backend runs the package's ops. The dispatcher prefers PyTorch's ops to the reference for every case.
+# Every drop-in module is bitwise equal to torch.nn's, dropout included, since torch.nn's own
+# forward runs. A named backend runs the package's ops. The dispatcher prefers PyTorch's ops to the
+# reference for every case.
 WITHOUT_KERNELS = """
 import itertools, torch, transformer_fast
 from transformer_fast import _native, nn
@@ -187,8 +188,8 @@ for dtype, more in itertools.product(
 
 @pytest.fixture
 def without_kernels(checkout):
-    """As it is where no compiler was found."""
-    # Written rather than left out: an editable installation would find the one of this checkout.
+    """The state after a build without a compiler."""
+    # Written, not left out: an editable installation would find the record of this checkout.
     record = "PYTHON = ''\nREASON = 'no C++ compiler was found'\n"
     (checkout / "transformer_fast" / "_build_info.py").write_text(record)
 
@@ -197,7 +198,7 @@ def without_kernels(checkout):
 @pytest.mark.parametrize(
     "command", [["info", "--probe"], ["compare", "--quick", "--op", "layer_norm"]]
 )
-def test_commands_without_kernels(without_kernels, checkout, command):
+def test_commands_run_without_kernels(without_kernels, checkout, command):
     called = [sys.executable, "-m", "transformer_fast", *command]
     environment = {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
     done = run(called, checkout, subprocess.PIPE, **environment)
@@ -209,12 +210,12 @@ def test_commands_without_kernels(without_kernels, checkout, command):
 
 
 @pytest.mark.thorough
-def test_without_kernels_pytorchs_run(without_kernels, checkout, tmp_path):
+def test_without_kernels_pytorchs_ops_run(without_kernels, checkout, tmp_path):
     run_python("-W", "ignore", "-c", WITHOUT_KERNELS, cwd=tmp_path, PYTHONPATH=str(checkout))
 
 
 @pytest.mark.thorough
-def test_no_compiler(checkout, tmp_path):
+def test_installing_without_a_compiler(checkout, tmp_path):
     target, empty = tmp_path / "site", tmp_path / "bin"
     empty.mkdir()
     pip("install", "--target", target, checkout, PATH=str(empty))
@@ -225,23 +226,23 @@ def test_no_compiler(checkout, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-def test_native_wheel(checkout, tmp_path):
+def test_the_native_wheel_contains_the_module(checkout, tmp_path):
     target = tmp_path / "site"
-    # One instruction set, no CUDA and little optimisation: this is about the way into the wheel.
+    # One instruction set, no CUDA, little optimisation: only the contents of the wheel matter here.
     cmake_args = "-DTF_ISAS=baseline -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0"
     required = {"TRANSFORMER_FAST_BUILD": "require", "TRANSFORMER_FAST_CUDA_BUILD": "0"}
     pip("install", "--target", target, checkout, CMAKE_ARGS=cmake_args, **required)
     assert use_installed(target, tmp_path) == (False, "None")
 
 
-def test_broken_compiler(checkout):
+def test_a_broken_compiler_is_reported(checkout):
     reason = reason_recorded(checkout, CXX="false")
     assert reason.startswith("cmake failed at build time: The C++ compiler")
     assert reason.endswith("is not able to compile a simple test program.")
 
 
 @pytest.mark.thorough
-def test_compile_error(checkout):
+def test_compile_errors_are_reported(checkout):
     with (checkout / "csrc" / "cpu" / "probe" / "probe_kernel.cpp").open("a") as source:
         source.write("this does not compile;\n")
     told = r"cmake failed at build time: \S*probe_kernel\.cpp:\d+:\d+: error: .*this"
@@ -249,7 +250,7 @@ def test_compile_error(checkout):
 
 
 @pytest.mark.thorough
-def test_old_torch(checkout, tmp_path):
+def test_an_old_torch_at_build_time_is_reported(checkout, tmp_path):
     torch = tmp_path / "old" / "torch"
     torch.mkdir(parents=True)
     (torch / "version.py").write_text("__version__ = '2.9.1'\n")
@@ -266,7 +267,7 @@ def test_old_torch(checkout, tmp_path):
         ("TRANSFORMER_FAST_CUDA_BUILD", "yes", "is 'yes'; expected auto, 0 or 1"),
     ],
 )
-def test_a_build_that_fails(name, value, said, checkout):
+def test_failing_builds_raise_if_required(name, value, said, checkout):
     done = build_ext(checkout, CXX="false", **{name: value})
     assert done.returncode != 0
     assert said in done.stdout
@@ -285,13 +286,13 @@ def test_a_build_that_fails(name, value, said, checkout):
         ),
     ],
 )
-def test_why_the_native_module_is_absent(record, machine, said, monkeypatch):
+def test_the_reason_why_the_native_module_is_missing(record, machine, said, monkeypatch):
     monkeypatch.setattr(_native.platform, "machine", lambda: machine)
     monkeypatch.setattr(_native, "_build_record", lambda: record)
     assert said in _native._why_absent()
 
 
-def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):
+def test_the_reason_why_cuda_kernels_are_missing(monkeypatch, tmp_path):
     class Record:
         CUDA_REASON = "no GPU was found at build time"
 
@@ -311,7 +312,7 @@ class Record:
 
 @pytest.fixture
 def cuda_build(monkeypatch, tmp_path):
-    """CUDA kernels that were built as `Record` says, and a torch with CUDA."""
+    """Installs a record of built CUDA kernels, as in `Record`, and simulates a torch with CUDA."""
     (tmp_path / "_C_cuda.so").touch()
     monkeypatch.setattr(_native, "CUDA_LIBRARY", tmp_path / "_C_cuda.so")
     monkeypatch.setattr(_native, "_build_record", lambda: Record)
@@ -324,7 +325,7 @@ def cuda_build(monkeypatch, tmp_path):
     _native.why_no_code.cache_clear()
 
 
-def test_a_driver_of_an_older_cuda_is_told(cuda_build):
+def test_an_older_driver_is_reported(cuda_build):
     cuda_build(12080)
     assert _native._load_cuda() == (
         "the CUDA kernels were built with CUDA 13.0 and the driver is made for CUDA 12.8: they need "
@@ -335,7 +336,7 @@ def test_a_driver_of_an_older_cuda_is_told(cuda_build):
         assert _native._load_cuda() is None
 
 
-def test_a_gpu_that_nothing_was_built_for_is_told(cuda_build, monkeypatch):
+def test_unsupported_gpus_are_reported(cuda_build, monkeypatch):
     cuda_build(13000)
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
         assert _native.why_no_code(*capability) is None
@@ -349,7 +350,7 @@ def test_a_gpu_that_nothing_was_built_for_is_told(cuda_build, monkeypatch):
         if kernel.op != "attention":
             assert kernel.refuses(call) == _native.why_no_code(7, 5)
     _native.why_no_code.cache_clear()
-    cuda_build(12080)  # which compiles no code of CUDA 13.0
+    cuda_build(12080)  # the driver cannot compile PTX of CUDA 13.0
     assert _native.why_no_code(10, 3) is None
     assert _native.why_no_code(12, 0).endswith("and this one has 12.0")
     monkeypatch.setattr(Record, "CUDA_ARCHITECTURES", ("9.0a+PTX", "10.0f+PTX"))
@@ -358,7 +359,7 @@ def test_a_gpu_that_nothing_was_built_for_is_told(cuda_build, monkeypatch):
         assert (_native.why_no_code(*capability) is None) is runs
 
 
-def test_what_the_cuda_kernels_were_built_for_is_recorded(checkout, tmp_path):
+def test_built_architectures_are_recorded(checkout, tmp_path):
     told = "echo 'Cuda compilation tools, release 12.9, V12.9.41'"
     write_script(tmp_path / "bin" / "nvcc", told)
     code = (
@@ -382,7 +383,7 @@ def test_what_the_cuda_kernels_were_built_for_is_recorded(checkout, tmp_path):
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-def test_torch_too_old_at_run_time(monkeypatch):
+def test_an_old_torch_at_run_time_is_reported(monkeypatch):
     monkeypatch.setattr(_native.torch, "__version__", "2.9.1+cpu")
     module, why = _native._load()
     assert module is None
@@ -391,9 +392,11 @@ def test_torch_too_old_at_run_time(monkeypatch):
 
 @pytest.fixture
 def stand_in_build(checkout, tmp_path):
-    """A function that gives what `build` gives and leaves where CMake is a script that configures
-    everything but calls like ``fails``, and nvcc one that knows code for ``known``, with a GPU or
-    without."""
+    """Returns a function that runs `build`, and returns its result and the files that it leaves.
+
+    CMake is replaced by a script that fails for calls like ``fails``, and nvcc by one that supports
+    ``known``. ``gpu``: whether there is a GPU.
+    """
     nvcc, cmake, device = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "cmake", tmp_path / "gpu"
 
     def run_build(fails="nothing", gpu=True, known="sm_80 sm_90 sm_100 sm_120", **environment):
@@ -430,7 +433,7 @@ def stand_in_build(checkout, tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(stand_in_build):
+def test_a_failing_nvcc_loses_only_the_cuda_kernels(stand_in_build):
     reason, built, _, files = stand_in_build("*TF_NVCC=*")
     assert reason == "cmake failed at build time: exit status 1"
     assert (built, files) == ((), ["_C"])
@@ -451,7 +454,7 @@ def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(stand_in_build):
         ({"TORCH_CUDA_ARCH_LIST": "7.0"}, "TORCH_CUDA_ARCH_LIST names nothing from compute"),
     ],
 )
-def test_when_the_cuda_kernels_are_built(options, reason, stand_in_build):
+def test_conditions_for_building_cuda_kernels(options, reason, stand_in_build):
     said, built, _, files = stand_in_build(**options)
     assert said.startswith(reason)
     assert bool(said) == bool(reason) != bool(built)
@@ -470,7 +473,7 @@ def test_when_the_cuda_kernels_are_built(options, reason, stand_in_build):
         ),
     ],
 )
-def test_what_the_cuda_kernels_are_built_for(options, built, in_cmake, stand_in_build):
+def test_architectures_of_the_cuda_build(options, built, in_cmake, stand_in_build):
     assert stand_in_build(**options)[1:3] == (built, in_cmake)
 
 

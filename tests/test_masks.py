@@ -1,4 +1,4 @@
-"""Masks that users make, and those that they give by mistake."""
+"""Helpers that build masks, and warnings about wrong ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_fast import call_cache, functional, nn
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 0, 7, 0]])
 
 
-def test_causal_mask() -> None:
+def test_causal_masks() -> None:
     lower = [[True, False, False], [True, True, False], [True, True, True]]
     assert functional.causal_mask(3).tolist() == lower
     hidden = functional.causal_mask(3, true_means="hidden")
@@ -26,14 +26,14 @@ def test_causal_mask() -> None:
     assert functional.causal_mask(2, device="meta").is_meta
 
 
-def test_padding_mask() -> None:
+def test_padding_masks() -> None:
     real = torch.tensor([[True, True, True, True], [True, False, True, False]])
     assert torch.equal(functional.padding_mask(TOKENS, 0), real[:, None, None])
     assert torch.equal(functional.padding_mask(TOKENS, 0, true_means="hidden"), ~real)
 
 
-def test_made_masks_mean_the_same_to_both() -> None:
-    """The same call, in SDPA's convention and in torch.nn's."""
+def test_both_polarities_give_the_same_result() -> None:
+    """The same mask, in SDPA's polarity and in torch.nn's."""
     layer = nn.MultiheadAttention(16, 2, batch_first=True)
     with torch.no_grad():
         layer.in_proj_weight.copy_(torch.eye(16).repeat(3, 1))
@@ -50,7 +50,7 @@ def test_made_masks_mean_the_same_to_both() -> None:
     torch.testing.assert_close(ours.transpose(1, 2).flatten(2), theirs)
 
 
-def test_masks_that_cannot_be_made() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r'true_means must be "visible" or "hidden", not .keep.'):
         functional.causal_mask(3, true_means="keep")
     with pytest.raises(ValueError, match="true_means"):
@@ -73,7 +73,7 @@ def nothing_seen() -> Iterator[None]:
     call_cache.forget()
 
 
-#: The function or module, by the name of each mask that it takes.
+#: Function or module -> the names of its mask arguments.
 NAMED = {
     "sdpa": ("attn_mask",),
     "attention": ("attn_mask", "key_padding_mask"),
@@ -89,9 +89,7 @@ NAMED = {
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k in NAMED for n in NAMED[k]])
 @pytest.mark.usefixtures("nothing_seen")
-def test_a_float_mask_of_zeros_and_ones_is_warned_of_once(
-    kind: str, name: str, training: bool
-) -> None:
+def test_float_masks_of_zeros_and_ones_warn_once(kind: str, name: str, training: bool) -> None:
     mask = torch.ones(B if "padding" in name else T, S if "memory" in name else T)
     mask[0, 1:] = 0
     if kind == "sdpa":
@@ -112,7 +110,7 @@ def test_a_float_mask_of_zeros_and_ones_is_warned_of_once(
 
 
 @pytest.mark.usefixtures("nothing_seen")
-def test_other_masks_are_not_warned_of() -> None:
+def test_other_masks_do_not_warn() -> None:
     x = torch.randn(1, 2, 4, 8)
     lower = torch.ones(4, 4).tril()
     for mask in (
@@ -130,7 +128,7 @@ def test_other_masks_are_not_warned_of() -> None:
 
 
 @pytest.mark.usefixtures("nothing_seen")
-def test_programs_that_are_traced_do_not_look_at_the_mask() -> None:
+def test_traced_programs_do_not_read_the_mask() -> None:
     x, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4).tril()
 
     def attend(x: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Large results lie in memory that is used again: never by two tensors at once, within a limit."""
+"""Memory of large results is cached and reused: never shared by two tensors, within a limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _as_before() -> Iterator[None]:
 
 
 def result(mebibytes: float, value: float = 0.0) -> Tensor:
-    """A result of that size, all its elements ``value``."""
+    """Returns a result of that size, in MiB, whose elements are all ``value``."""
     rows = int(mebibytes * MIB / 4 / 256)
     x = torch.zeros(rows, 8)
     weight, bias = torch.zeros(256, 8), torch.full((256,), value)
@@ -38,14 +38,14 @@ def result(mebibytes: float, value: float = 0.0) -> Tensor:
 
 
 def kept_after(*sizes: float) -> int:
-    """Bytes that are kept when results of these sizes have come and gone, all at once."""
+    """Returns the cached bytes after results of these sizes were alive at once and then freed."""
     alive = [result(size) for size in sizes]
     del alive
     gc.collect()
     return memory.kept()
 
 
-def test_a_result_is_an_ordinary_tensor() -> None:
+def test_results_are_ordinary_tensors() -> None:
     y = result(4, 3.0)
     assert y.device == torch.device("cpu")
     assert y.is_contiguous()
@@ -59,7 +59,7 @@ def test_a_result_is_an_ordinary_tensor() -> None:
         assert result(4).is_inference()
 
 
-def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
+def test_freed_memory_is_reused() -> None:
     y = result(4)
     view, place = y[1:], y.data_ptr()
     del y
@@ -73,11 +73,11 @@ def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
     assert memory.kept() == 0
 
 
-def test_small_results_are_the_c_librarys() -> None:
+def test_small_results_use_the_c_library() -> None:
     assert kept_after(0.125) == 0
 
 
-def test_little_is_wasted() -> None:
+def test_reused_memory_is_little_larger_than_needed() -> None:
     assert kept_after(16) == 16 * MIB
     y = result(4)
     assert memory.kept() == 16 * MIB, "16 MiB for 4 are too much"
@@ -100,7 +100,7 @@ def test_no_two_tensors_share_memory() -> None:
             assert bool((tensor[:: max(1, len(tensor) // 7)] == value).all())
 
 
-def test_the_limit_holds() -> None:
+def test_cached_memory_stays_within_the_limit() -> None:
     memory.set_limit(10 * MIB)
     assert memory.limit() == 10 * MIB
     assert kept_after(*[4] * 5) == 8 * MIB
@@ -113,13 +113,13 @@ def test_the_limit_holds() -> None:
     assert kept_after(4) == 0
 
 
-def test_a_limit_below_zero_is_an_error() -> None:
+def test_negative_limits_raise() -> None:
     with pytest.raises(ValueError, match="size"):
         memory.set_limit(-1)
 
 
-def test_threads() -> None:
-    """Each checks that nobody else writes what it has."""
+def test_threads_do_not_share_memory() -> None:
+    """Each thread checks that no other thread writes its results."""
     wrong: list[int] = []
 
     def work(me: int) -> None:
@@ -132,11 +132,11 @@ def test_threads() -> None:
     assert wrong == []
 
 
-def test_a_forked_process_goes_on() -> None:
+def test_forked_processes_can_use_the_cache() -> None:
     y = result(4, 1.0)
     child = os.fork()
     if child == 0:
-        # Without torch's threads, which a child does not have.
+        # Without PyTorch's threads, which a forked child does not have.
         memory.release()
         del y
         os._exit(0 if memory.kept() == 4 * MIB else 1)
@@ -145,7 +145,7 @@ def test_a_forked_process_goes_on() -> None:
     assert bool((y == 1.0).all())
 
 
-def test_it_cannot_be_resized_in_place_unless_nothing_is_kept() -> None:
+def test_resizing_in_place_raises_unless_caching_is_off() -> None:
     y = result(4)
     with pytest.raises(RuntimeError, match="resiz"):
         y.resize_(2 * y.shape[0], y.shape[1])
@@ -161,8 +161,8 @@ def test_it_cannot_be_resized_in_place_unless_nothing_is_kept() -> None:
     assert y[0, 0] == 2.0
 
 
-def test_kept_memory_is_given_back_before_a_result_is_refused() -> None:
-    """And what is said then is what PyTorch says."""
+def test_cached_memory_is_freed_before_allocation_fails() -> None:
+    """If memory is still insufficient, the error is PyTorch's."""
     code = """
 import resource, torch
 from transformer_fast import functional, memory
@@ -196,7 +196,7 @@ for mebibytes in (700, 1):
         assert expected.format(mebibytes * MIB) in told
 
 
-def test_the_limit_honours_control_groups(tmp_path: Path) -> None:
+def test_the_default_limit_respects_cgroups(tmp_path: Path) -> None:
     def group(path: str, limit: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(limit + "\n")
@@ -209,7 +209,7 @@ def test_the_limit_honours_control_groups(tmp_path: Path) -> None:
     assert memory._memory(tmp_path) == machine
     group("sys/fs/cgroup/a/memory.max", str(200 * MIB))
     assert memory._memory(tmp_path) == 200 * MIB
-    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # as a container sees its own
+    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # as a container sees its own group
     assert memory._memory(tmp_path) == 100 * MIB
     group("proc/self/cgroup", "5:cpu:/c\n4:memory:/c/d\n1:name=systemd:/e")
     assert memory._memory(tmp_path) == machine

@@ -1,4 +1,4 @@
-"""What the repository says of itself: public names, pins, workflows, README."""
+"""The repository's metadata and documents: public names, pins, workflows, README."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_fast.specs import OPS
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_dir():
+def test_dir_lists_the_public_names():
     shown = set(dir(transformer_fast))
     assert {*transformer_fast.__all__, "viz"} <= shown
     assert not any(name.startswith("_") and not name.endswith("__") for name in shown)
@@ -43,7 +43,7 @@ def test_dir():
 
 
 @pytest.mark.parametrize("module", [transformer_fast, functional, nn], ids=lambda m: m.__name__)
-def test_unknown_name(module):
+def test_unknown_names_raise(module):
     message = f"module {module.__name__!r} has no attribute 'NoSuchThing'"
     with pytest.raises(AttributeError, match=message):
         module.NoSuchThing  # noqa: B018
@@ -59,8 +59,8 @@ def _documented():
 
 
 @pytest.mark.parametrize("item", list(_documented()))
-def test_help(item):
-    """A summary sentence of the item's own; a function's arguments are explained or need not be."""
+def test_public_items_have_docstrings(item):
+    """Every public item has its own summary sentence; arguments are explained where necessary."""
     text = item.__doc__
     assert text is not None
     summary = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
@@ -100,7 +100,7 @@ def test_type_checkers_know_the_names(tmp_path):
 
 
 def _pins() -> dict[str, Requirement]:
-    """Those for this interpreter."""
+    """Returns the pins that apply to this interpreter."""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins: dict[str, Requirement] = {}
     for line in lines:
@@ -121,7 +121,7 @@ def _extra(name: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("extra", ["test", "viz", "example", "peers", "docs", "dev"])
-def test_what_make_installs_is_pinned(extra):
+def test_packages_that_make_installs_are_pinned(extra):
     pins = _pins()
     for wanted in _extra(extra):
         pin = pins[canonicalize_name(wanted.name)]
@@ -130,7 +130,7 @@ def test_what_make_installs_is_pinned(extra):
         assert wanted.specifier.contains(exact.version), f"{pin} is not {wanted}"
 
 
-def test_make_peers_is_the_extra():
+def test_make_peers_matches_the_extra():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     found = re.search(r"^peers:.*\n\t\$\(PIP\) (.*)$", text, re.MULTILINE)
     assert found is not None
@@ -138,8 +138,8 @@ def test_make_peers_is_the_extra():
     assert listed == {str(one) for one in _extra("peers")}
 
 
-#: The packages that the project is built, run, tested and benchmarked with: where each is declared,
-#: a file that uses it, and how.
+#: Package -> (where it is declared, a file that uses it, a pattern of its use), for all packages
+#: with which the project is built, run, tested and benchmarked.
 PACKAGES = {
     "torch": ("dependencies", "transformer_fast/dispatch.py", "^import torch$"),
     "triton": ("test", "transformer_fast/backends/triton/runtime.py", "^import triton$"),
@@ -151,14 +151,14 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_of_the_project_is_declared_and_used(package):
+def test_packages_are_declared_and_used(package):
     declared, file, use = PACKAGES[package]
     assert package in {canonicalize_name(one.name) for one in _extra(declared)}
     assert package in _pins()
     assert re.search(f"(?m){use}", text_of(file))
 
 
-def test_the_top_level_names():
+def test_the_root_has_the_expected_files():
     names = {"setup.py", "csrc", "transformer_fast", "benchmarks", "tests", "README.md"}
     assert {*names, "CMakeLists.txt"} <= {path.name for path in ROOT.iterdir()}
 
@@ -172,7 +172,7 @@ def text_of(name: str) -> str:
 
 def load(path: Path) -> dict[str, Any]:
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found["on"] = found.pop(True)  # YAML 1.1's `on`
+    found["on"] = found.pop(True)  # YAML 1.1 parses `on` as True
     return found
 
 
@@ -182,7 +182,7 @@ def commands(workflow: dict[str, Any]) -> str:
 
 
 def targets(text: str) -> set[str]:
-    """The targets that the commands make, and those that these make in turn."""
+    """Returns the make targets in the commands, and the targets that those depend on."""
     made: set[str] = set()
     found = set(re.findall(r"(?m)^\s*make ([a-z-]+)", text))
     while found:
@@ -195,38 +195,38 @@ def targets(text: str) -> set[str]:
     return made
 
 
-def test_workflows_make_what_ci_makes():
+def test_workflows_run_the_targets_of_make_ci():
     assert targets(text_of(".ci/run")) <= targets("\n".join(commands(load(p)) for p in WORKFLOWS))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_documents_start_no_job_that_compiles(path):
+def test_changes_of_documents_start_no_build(path):
     workflow = load(path)
     compiles = workflow.get("env", {}).get("TRANSFORMER_FAST_BUILD") == "require"
     for event in ("pull_request", "push") if compiles else ():
         assert {"**.md", "docs/**"} <= set(workflow["on"][event]["paths-ignore"])
-    without = path.stem in ("docs", "lint", "release")  # the last on tags only
-    # wheels.yml names the paths that start it, gpu.yml the label.
+    without = path.stem in ("docs", "lint", "release")  # release runs on tags only
+    # wheels.yml lists the paths that start it, gpu.yml the label.
     assert compiles or without or {"paths", "types"} & set(workflow["on"]["pull_request"])
 
 
-def test_the_matrix_is_what_is_supported():
+def test_the_matrix_covers_the_supported_versions():
     project = text_of("pyproject.toml")
     matrix = load(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
     assert f'requires-python = ">={matrix["python"][0]}"' in project
     oldest = Version(matrix["torch"][0]["torch"])
     assert f'"torch>={oldest.major}.{oldest.minor}"' in project
-    assert matrix["torch"][1] == {}  # the pinned one
+    assert matrix["torch"][1] == {}  # the pinned version
 
 
-def test_gpu_figures_are_kept():
+def test_gpu_results_are_uploaded():
     workflow = load(ROOT / ".github/workflows/gpu.yml")
     (file,) = re.findall(r'make gpu-check ARGS="--json (\S+)"', commands(workflow))
     kept = workflow["jobs"]["gpu-check"]["steps"][-1]
     assert (kept["if"], kept["with"]["path"]) == ("always()", file)
 
 
-def test_pre_commit_runs_the_pinned_versions():
+def test_pre_commit_has_the_pinned_versions():
     pins = dict(re.findall(r"(?m)^(ruff|clang-format)==(\S+)$", text_of("requirements.txt")))
     config = yaml.safe_load(text_of(".pre-commit-config.yaml"))
     found = {repo["hooks"][0]["id"].removesuffix("-check"): repo["rev"] for repo in config["repos"]}
@@ -238,9 +238,10 @@ PAGES = ("README.md", "CONTRIBUTING.md", *SITE)
 
 
 def sections() -> dict[str, list[str]]:
-    """The Python of README and the site by the heading above it, on the site by page and heading.
+    """Returns the Python snippets of README and the site by heading, on the site by page and
+    heading.
 
-    On the site the snippets below a heading of the third level continue those before them.
+    On the site, snippets below a third-level heading continue the earlier snippets.
     """
     found: dict[str, list[str]] = {}
     for name in ("README.md", *SITE):
@@ -253,7 +254,7 @@ def sections() -> dict[str, list[str]]:
     return found
 
 
-#: What a section's code prints, each way in with something that shows it went in.
+#: Heading -> a part of the output of its snippet.
 SHOWN = {
     "transformer_fast": "transformer_fast.nn.transformer_layers: ",
     "Accelerate an existing model": "modules replaced, 0 left unchanged",
@@ -270,26 +271,29 @@ SHOWN = {
 }
 
 
-def test_no_way_in_is_missing():
+def test_every_entry_point_has_a_snippet():
     assert set(SHOWN) <= set(sections())
 
 
-def test_what_the_build_needs_is_told():
-    """The versions where pip may not bring them: an older setuptools cannot read pyproject.toml."""
+def test_readme_lists_the_build_requirements():
+    """README states the versions, because pip may not install them: an old setuptools cannot read
+    pyproject.toml.
+    """
     tomllib = pytest.importorskip("tomllib")
     requires = tomllib.loads(text_of("pyproject.toml"))["build-system"]["requires"]
     (paragraph,) = [p for p in text_of("README.md").split("\n\n") if "--no-build-isolation" in p]
     for requirement in requires:
         name, _, _ = requirement.partition(">=")
         told = requirement if name == "setuptools" else name
-        assert name == "wheel" or f"`{told}`" in paragraph  # setuptools has wheel's part since 70.1
+        # Since 70.1 setuptools includes what it needs of wheel.
+        assert name == "wheel" or f"`{told}`" in paragraph
 
 
-# Libraries other than ours have warnings of their own.
+# Other libraries emit warnings of their own.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("section", sections())
-def test_snippets_run(section, capsys, tmp_path, monkeypatch):
-    """Each section by itself, as somebody would copy it."""
+def test_documented_snippets_run(section, capsys, tmp_path, monkeypatch):
+    """Runs each section on its own, as a user would copy it."""
     monkeypatch.chdir(tmp_path)
     code = sections()[section]
     for extra, word in (("transformers", "from transformers "), ("matplotlib", "viz")):
@@ -329,7 +333,7 @@ def test_make_targets_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page):
     named = re.findall(r"`((?:transformer_fast|csrc|benchmarks|tests)/[\w/.<>-]*)`", text_of(page))
-    # An op has the file of its reference. What a command writes may not have been written yet.
+    # An op has a file named after its reference. Files that a command writes may not exist yet.
     files = {OPS[op].reference.__module__.rpartition(".")[2] for op in OPS}
     for path in named:
         if "<" not in path.replace("<op>", "") and not path.startswith("benchmarks/results/"):
@@ -337,8 +341,9 @@ def test_paths_exist(page):
                 assert list(ROOT.glob(path.replace("<op>", file).rstrip("/"))), path
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])  # MkDocs looks at the site's
-def test_links_lead_somewhere(page):
+# MkDocs checks the links of the site.
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_have_existing_targets(page):
     for target in re.findall(r"\]\(([^)#]+)\)", text_of(page)):
         if not target.startswith("http") and "report.md" not in target:
             assert (ROOT / target).exists(), target
@@ -351,7 +356,7 @@ def test_the_site_describes_every_public_name(module):
     if module == ".viz":
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     found = importlib.import_module(f"transformer_fast{module}")
-    # Neither submodules nor what is torch's.
+    # without submodules and names of torch
     public = {
         name
         for name in found.__all__
