@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from transformer_fast import _native
+from transformer_fast._console import output, until_interrupted
 from transformer_fast._version import __version__
 from transformer_fast.cli import form
 from transformer_fast.cli.compare import DTYPES, OneOrMore, add_work, device_of, run, show
-from transformer_fast.cli.console import output, until_interrupted
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan

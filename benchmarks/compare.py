@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from transformer_fast._console import bullets, columns, output
 from transformer_fast.cli import form
-from transformer_fast.cli.console import bullets, columns, output
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import bootstrap, interval

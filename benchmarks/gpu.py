@@ -38,7 +38,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_fast import _native, dispatch, proof
-from transformer_fast.cli.console import bullets, output, progress, until_interrupted
+from transformer_fast._console import bullets, output, progress, until_interrupted
 from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine

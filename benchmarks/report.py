@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
 
+from transformer_fast._console import output
 from transformer_fast.cli import form
-from transformer_fast.cli.console import output
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import Ratio, Summary

@@ -110,6 +110,25 @@ def test_calls_run_little_python(name: str) -> None:
     assert all(one >= 0.9 * limit for one, limit in zip(found, most, strict=True)), found
 
 
+#: Packages and modules in the order in which they may import: each only those before it.
+_ORDER = """
+_version _switches _on_import _native _console reference proof ops specs dispatch fast_path call_cache
+memory backends functional testing _sdpa_operators _sdpa nn models _explain compile accelerate measure
+cli training viz __init__ __main__
+"""
+FLOORS = {name: number for number, name in enumerate(_ORDER.split())}
+
+
+def test_imports_go_down_the_floors() -> None:
+    for path in Path(PACKAGE).rglob("*.py"):
+        floor = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        for one in _imports(path):
+            to = one.partition(".")[0]
+            if one.startswith("functional.attention"):  # its operators are still there
+                continue
+            assert to == floor or FLOORS[to] < FLOORS[floor], f"{path}: {one}"
+
+
 #: Imports of backends by modules outside of them; all else goes through the dispatcher. Importing
 #: the package registers the kernels.
 IMPORT_BACKENDS = {("__init__.py", "backends"), ("__init__.py", "backends.warm")}

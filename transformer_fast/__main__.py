@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ._console import until_interrupted
 from ._version import __version__
 from .cli import compare, info, prove
-from .cli.console import until_interrupted
 
 _START = f"""\
 transformer_fast {__version__}: fused Transformer modules and ops for PyTorch.

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from .. import _native, proof
+from .._console import bullets, output, progress
 from ..dispatch import BACKENDS, OPS, kernels
 from ..measure import machine
 from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Row, run_case, worse
@@ -38,7 +39,6 @@ from ..specs import OPS as SPECS
 from ..specs.gpu import COMMON
 from ..specs.spec import Text
 from . import form, prove
-from .console import bullets, output, progress
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16", "float64")}
 MODELS = ("encoder_layer", "transformer")

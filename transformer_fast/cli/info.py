@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _native, _switches, proof, specs
+from .._console import bullets, columns, output, progress
 from ..dispatch import AHEAD, BACKENDS, OPS, STATES, Kernel, kernels, why_unproven
 from ..measure import machine
 from ..reference.linear import ACTIVATIONS
 from . import form
-from .console import bullets, columns, output, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import proof
+from .._console import bullets, columns, output, progress
 from ..dispatch import OPS
 from ..measure import device as on_device
 from ..measure.clock import DeviceClock
 from ..measure.device import OUT_OF_TIME, Finding, lines_of
 from ..proof import Proof, Verdict
-from .console import bullets, columns, output, progress
 
 #: Seconds without output after which the process of an op is killed; the latter for short runs.
 _PATIENCE, _SHORT_PATIENCE = 300.0, 120.0

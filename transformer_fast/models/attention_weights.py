@@ -1,4 +1,4 @@
-"""Attention weights on request: only the requested layers compute them."""
+"""Context managers around a whole model: attention weights on request, evaluation mode."""
 
 from __future__ import annotations
 
@@ -104,3 +104,22 @@ def attention_weights(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def evaluating(*modules: object) -> Iterator[None]:
+    """Context manager: puts the modules in evaluation mode, then restores the mode of each."""
+    trained = [
+        part
+        for module in modules
+        if isinstance(module, torch.nn.Module)
+        for part in module.modules()
+        if part.training
+    ]
+    try:
+        for part in trained:
+            part.training = False
+        yield
+    finally:
+        for part in trained:
+            part.training = True

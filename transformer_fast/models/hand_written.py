@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..functional import padding_mask
+from .attention_weights import evaluating
 from .generation import Generated, Method, generate
-from .generation.decoders import evaluating
 from .generation.generate import check_source_rows
 from .tokens import check_ids
 

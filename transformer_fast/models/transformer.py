@@ -15,9 +15,9 @@ from ..functional import causal_mask
 from ..functional._check import require_activation
 from ..functional.layer_norm import annotated_layer_norm
 from ..reference.linear import ACTIVATIONS
+from .attention_weights import evaluating
 from .embedding import OutputProjection, TokenEmbedding, make_positions
 from .generation import Generated, Method, generate, stream
-from .generation.decoders import evaluating
 from .generation.generate import (
     check_lengths,
     check_method,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
-from ..cli.console import progress as progress_bar
+from .._console import progress as progress_bar
 from . import processes
 from .checkpoint import (
     CheckpointError,

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from ..models import Encoder, LanguageModel, Transformer, attention_weights
-from ..models.generation.decoders import evaluating
+from ..models.attention_weights import evaluating
 from ..reference.attention import visible_places
 from . import style
 

@@ -9,8 +9,7 @@ in the public functions; the weights are cast once, when kernels are bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ...nn.fusion import (
     read_norm,
 )
 from ...ops.autograd import wants_grad
+from ..attention_weights import evaluating
 from ..embedding import OutputProjection
 from . import cuda_graph
 from .cuda_graph import Place
@@ -591,25 +591,6 @@ class CachedDecoder(StepDecoder):
         self.cache = new
         self.reordering = Reordering(new, self.beams)
         self._bound = None
-
-
-@contextmanager
-def evaluating(*modules: object) -> Iterator[None]:
-    """Context manager: puts the modules in evaluation mode, then restores the mode of each."""
-    trained = [
-        part
-        for module in modules
-        if isinstance(module, torch.nn.Module)
-        for part in module.modules()
-        if part.training
-    ]
-    try:
-        for part in trained:
-            part.training = False
-        yield
-    finally:
-        for part in trained:
-            part.training = True
 
 
 class RecomputedDecoder(StepDecoder):
