@@ -446,9 +446,7 @@ def test_gradients_of_summed_losses_match(in_parts, kernel, dtype, isa):
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_chunks_of_ignored_rows_have_zero_gradients(monkeypatch, backend, dtype):
-    """As in PyTorch, whose mean of no losses is NaN. It also holds for an infinite incoming
-    gradient.
-    """
+    """As in PyTorch, although the mean of no losses is NaN; also for infinite incoming gradients."""
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
     weight.requires_grad_()
@@ -500,7 +498,7 @@ class Alive(Watch):
 
 
 def all_derivatives():
-    """Returns functions of input, weight, bias and their tangents, with a loss of 1280 x 70 logits."""
+    """Returns derivatives of a loss of 1280 x 70 logits: functions of (x, w, b, directions)."""
     target = torch.randint(0, 70, (1280,), generator=torch.Generator().manual_seed(0))
     target[::5] = -100
 
@@ -510,7 +508,7 @@ def all_derivatives():
         )
 
     def derived(function, times):
-        """Returns the ``times``-fold directional derivative's gradient."""
+        """Returns the gradient of the squared derivative of order ``times`` along ``moves``."""
 
         def once(x, w, b, moves):
             values = [t.detach().requires_grad_() for t in (x, w, b)]

@@ -66,14 +66,14 @@ _LARGE = {"attention": 512}
 def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
     for rows in (1, 20, _LARGE.get(op, 8192)):
         arguments = _calls(grad)[op](rows)
-        told = transformer_fast.explain(op, *arguments)
+        explanation = transformer_fast.explain(op, *arguments)
         kernels = _ours(_call(op, arguments))
-        assert bool(kernels) == (told.backend == "cpu"), (rows, told, kernels)
+        assert bool(kernels) == (explanation.backend == "cpu"), (rows, explanation, kernels)
         if rows == 20 and not (op == "attention" and grad):
-            assert told.backend == "torch"
-            assert "PyTorch's op is faster for calls this small" in str(told)
+            assert explanation.backend == "torch"
+            assert "PyTorch's op is faster for calls this small" in str(explanation)
         if rows > 20:
-            assert told.backend == "cpu"
+            assert explanation.backend == "cpu"
 
 
 @pytest.mark.parametrize("op", _calls(False))
@@ -333,8 +333,8 @@ def test_norm_gradients_of_many_rows_run_on_kernels(threads_of_torch: int) -> No
         arguments = x, (8,), weight[0], bias[0]
         assert bool(_ours(lambda a=arguments: functional.layer_norm(*a))) == ours
         assert bool(_ours(lambda a=arguments: functional.add_layer_norm(a[0], *a))) == ours
-        told = transformer_fast.explain("layer_norm", *arguments)
-        assert told.backend == ("cpu" if ours else "torch")
+        explanation = transformer_fast.explain("layer_norm", *arguments)
+        assert explanation.backend == ("cpu" if ours else "torch")
         with torch.no_grad():
             assert not _ours(lambda a=arguments: functional.layer_norm(*a))
 

@@ -47,7 +47,7 @@ def rows_of(weight: Tensor, count: int) -> Tensor:
 
 
 def check(weight: Tensor, x: Tensor) -> None:
-    """Checks that results, of two calls, are those of a copy packed now."""
+    """Checks that two calls give the results of a copy packed now."""
     found, again = call(weight, x), call(weight, x)
     cpu_packing.forget()
     assert torch.equal(found, call(weight, x))

@@ -186,9 +186,7 @@ def test_attention_runs_at_most_three_more_operators_than_pytorch(need_weights, 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_nan_in_ignored_rows_gives_no_gradient(monkeypatch, smoothing):
-    """Short rows, computed on the CPU as a GPU computes all rows: NaN in ignored ones has no
-    effect.
-    """
+    """Rows shorter than a vector take the code path of a GPU: NaN in ignored rows has no effect."""
     monkeypatch.setattr(fast_path, "ignores_no_nan", lambda *call: True)
     x, target = torch.randn(4, 3), torch.tensor([0, -1, 2, 1])
     x[1], x[2, 0] = math.nan, math.nan

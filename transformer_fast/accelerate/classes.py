@@ -35,7 +35,7 @@ class Change(Protocol):
 
 @dataclass
 class ClassChange:
-    """Assigns another class to the module and records both; its attributes remain the same objects."""
+    """Assigns another class to the module and records both; attributes stay the same objects."""
 
     name: str
     module: torch.nn.Module
@@ -128,7 +128,7 @@ _subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
 
 def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
-    """Returns the replacement class, the reason not to, or None for other than PyTorch's classes."""
+    """Returns the replacement class, the reason not to, or None if the class is not PyTorch's."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
         return None  # torch.nn.MultiheadAttention reads its weights
@@ -156,7 +156,7 @@ def is_ours(module: torch.nn.Module) -> bool:
 
 
 def overrides_ours(module: torch.nn.Module) -> str | None:
-    """Returns the reason if a subclass of one of our classes, or its instance, overrides forward."""
+    """Returns the reason if a subclass of ours, or an instance, overrides forward."""
     for ours, replaced in _CLASSES.values():
         if isinstance(module, ours):
             # Our layers call overridden _sa_block and _ff_block, so only forward matters.
@@ -167,7 +167,7 @@ def overrides_ours(module: torch.nn.Module) -> str | None:
 def subclass(
     theirs: type, bases: tuple[type, ...], **attributes: Any
 ) -> type[torch.nn.Module] | str:
-    """Returns a class with these bases, named like ``theirs``, or the reason why it cannot be made."""
+    """Returns a class with these bases and the name of ``theirs``, or the reason why it fails."""
     key = (bases, *attributes.items())
     if key not in _subclasses:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
@@ -212,7 +212,7 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
 
 
 def _own(module: torch.nn.Module, base: type, names: Sequence[str]) -> str | None:
-    """Returns a reason that names the first of ``names`` that a subclass or the instance overrides."""
+    """Returns the reason if a subclass or the instance overrides one of the methods ``names``."""
     for name in names:
         if name in module.__dict__:
             return f"its {name} was replaced on the instance"
@@ -235,7 +235,7 @@ def _overrides(
 
 
 def weights(module: torch.nn.Module) -> str | None:
-    """Returns the reason if a kernel cannot read a parameter: lazy, or a subclass such as DTensor."""
+    """Returns the reason if kernels cannot read a parameter: lazy, or a DTensor, for example."""
     inner: list[tuple[str, Any]] = [("", module)]
     inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]
     for prefix, one in inner:
@@ -266,7 +266,7 @@ def _output_projection(module: torch.nn.Module) -> str | None:
 
 
 def _skipped_in_inference(layer: Any) -> str | None:
-    """Returns the reason if PyTorch's inference path for encoder layers would skip a user's part."""
+    """Returns the reason if PyTorch's inference path of encoder layers skips a user's part."""
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_shortcut(layer):
         return None
     for name, plain in (

@@ -116,7 +116,7 @@ def _version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the class of transformers that the module is based on: shared, or of one of `MODELS`."""
+    """Returns the module's class in transformers, if it is shared or of one of `MODELS`."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
@@ -131,7 +131,7 @@ Refused = dict[int, str]
 
 
 def refused(root: torch.nn.Module) -> Refused:
-    """Returns the reasons for all models in ``root``; models that share a config share the reason."""
+    """Returns the reasons for the models in ``root``; a shared config has one reason."""
     models: list[Any] = [module for module in root.modules() if is_model(module)]
     reasons = ((id(model.config), _why_not(model)) for model in models)
     return {config: reason for config, reason in reasons if reason is not None}
@@ -214,7 +214,7 @@ def _registries(model: torch.nn.Module) -> list[Any]:
 
 
 def _why_not(model: torch.nn.Module) -> str | None:
-    """Returns the reason if another name than 'sdpa' would change more than the attention function."""
+    """Returns the reason if a name other than 'sdpa' would change more than the function."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if any(found.get("sdpa") is not sdpa_attention_forward for found in _registries(model)):

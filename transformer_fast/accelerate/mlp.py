@@ -122,7 +122,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _affine(module: Any, x: Tensor | None = None) -> Any:
-    """Returns weight (out_features, in_features) and bias, or None if the module has to be called."""
+    """Returns weight (out_features, in_features) and bias; None if the module must be called."""
     if fusion.is_unhooked(module, fusion.LINEAR):
         return fusion.affine(module)
     plain = is_conv1d(module) and fusion.is_unhooked(module, (type(module),))

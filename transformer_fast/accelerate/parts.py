@@ -24,7 +24,7 @@ ROWS = BATCH * LENGTH
 
 
 class Op(NamedTuple):
-    """A fused op: the modules it replaces, its dropout, and its activation (name, value, lookup)."""
+    """A fused op: modules it replaces, dropout, and activation (name, value, lookup)."""
 
     name: str
     parts: list[Part]

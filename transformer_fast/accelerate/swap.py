@@ -30,7 +30,7 @@ def accelerate(
     filter_fn: Filter | None = None,
     verify: Any = None,
 ) -> Report:
-    """Replaces modules of an existing model by those of `transformer_fast`, reversibly and in place.
+    """Replaces modules of a model by those of `transformer_fast`, in place and reversibly.
 
     A module of torch.nn gets the class of the same name in `transformer_fast.nn`, if there is one.
     Only ``module.__class__`` changes. Losses and embeddings keep their class. So does each

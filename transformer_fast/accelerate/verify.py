@@ -205,7 +205,7 @@ def _batch_first(module: Any) -> bool:
 
 @contextmanager
 def _zeros_at_padding(changes: Sequence[Change]) -> Iterator[None]:
-    """Zeroes padded positions in the outputs of stacks, where PyTorch and ours differ in inference."""
+    """Zeroes padded positions of stacks' outputs, where ours differ from PyTorch's in inference."""
     with ExitStack() as stack:
         for change in changes:
             for kind, mask in (
@@ -409,7 +409,7 @@ def _eps(x: Tensor) -> float:
 
 @contextmanager
 def _no_trace(model: torch.nn.Module) -> Iterator[None]:
-    """Restores buffers, training flags, the random state and PyTorch's fast-path setting on exit."""
+    """Restores buffers, training flags, random state and PyTorch's fast-path setting on exit."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     flags = [(module, module.training) for module in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
