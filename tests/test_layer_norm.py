@@ -64,7 +64,7 @@ def test_dropped_elements_have_no_effect(values, isa):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
 def test_float_weights_beside_rows_of_low_precision(op, dtype, isa):
-    """What CPU autocast makes of every norm: a kernel has it, and gradients have the weights' dtype."""
+    """The dtypes of CPU autocast run on a kernel, for every norm; gradients have the weights' dtype."""
     x, *rest = drawn(op, "prime columns", dtype)
     parameters = [t for t in rest if isinstance(t, Tensor) and t.shape == x.shape[-1:]]
     arguments = (x, *(t.float() if any(t is p for p in parameters) else t for t in rest))

@@ -1,6 +1,4 @@
-"""Whether the Triton tests can run here; if not, the first of these tests is skipped with the
-reason.
-"""
+"""Triton's requirements: if its kernels cannot run here, the first test skips with the reason."""
 
 from __future__ import annotations
 
