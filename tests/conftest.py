@@ -133,14 +133,14 @@ def process_left_alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_calls_on_kernels() -> Iterator[None]:
     """Disables the small-size fallback: most calls here are so small that PyTorch would run them."""
-    with fast_path.handed_over(on=False):
+    with fast_path.small_size_fallback(on=False):
         yield
 
 
 @pytest.fixture
 def small_calls(small_calls_on_kernels: None) -> Iterator[None]:
     """Enables the small-size fallback, the default of users."""
-    with fast_path.handed_over(on=True, short=True):
+    with fast_path.small_size_fallback(on=True, short=True):
         yield
 
 

@@ -105,8 +105,8 @@ def _norm(rows: int = 4096) -> list[Any]:
 
 def test_the_direct_kernel_is_the_dispatchers_choice() -> None:
     arguments = _norm()
-    assert fast_path.plain(arguments[0], *arguments[2:4])
-    run = fast_path.kernel("layer_norm", arguments[0], *arguments[2:4])
+    assert fast_path.is_plain_eager(arguments[0], *arguments[2:4])
+    run = fast_path.direct_kernel("layer_norm", arguments[0], *arguments[2:4])
     assert run is dispatch.select(call_of("layer_norm", tuple(arguments))).run
     with Operators() as found, dispatch.use_backend(None):
         nn.LayerNorm(8)(arguments[0])
@@ -140,8 +140,8 @@ def test_unusual_arguments_go_through_the_dispatcher(
     chosen = []
     # The first function that only the dispatcher's path calls.
     known = functional.layer_norm.__globals__
-    monkeypatch.setitem(known, "leaves_to_torch", lambda *_, **__: chosen.append(True) or False)
-    with fast_path.handed_over(on=False), contextlib.suppress(Exception):
+    monkeypatch.setitem(known, "defers_to_torch", lambda *_, **__: chosen.append(True) or False)
+    with fast_path.small_size_fallback(on=False), contextlib.suppress(Exception):
         functional.layer_norm(*arguments)
     assert chosen
 
@@ -156,7 +156,7 @@ def test_rms_norms_are_bitwise_equal_on_the_fast_path(
         lambda: functional.rms_norm(x, (8,), weight, eps),
         lambda: torch.cat(functional.add_rms_norm(x, x, (8,), weight, eps)),
     )
-    with fast_path.handed_over(short=False):
+    with fast_path.small_size_fallback(short=False):
         expected = [call() for call in calls]
     monkeypatch.delitem(functional.rms_norm.__globals__, "_run")
     assert all(torch.equal(call(), one) for call, one in zip(calls, expected, strict=True))
@@ -171,15 +171,15 @@ def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):
         with transformer_fast.use_backend(name):
-            assert fast_path.plain(arguments[0]) is None
-    with fast_path.handed_over(short=False):
-        assert fast_path.plain(arguments[0]) is None
+            assert fast_path.is_plain_eager(arguments[0]) is None
+    with fast_path.small_size_fallback(short=False):
+        assert fast_path.is_plain_eager(arguments[0]) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert fast_path.kernel("layer_norm", arguments[0]) is None
+        assert fast_path.direct_kernel("layer_norm", arguments[0]) is None
     seen = []
 
     def ask(x: Tensor) -> Tensor:
-        seen.append(fast_path.plain(arguments[0]) is not None)
+        seen.append(fast_path.is_plain_eager(arguments[0]) is not None)
         return x * 2.0
 
     torch.func.jvp(ask, (arguments[0],), (arguments[0],))
@@ -360,7 +360,7 @@ def test_recorded_calls_name_the_backend_of_small_calls() -> None:
     with record() as found:
         norm(x)
     assert set(found.calls) == {("layer_norm", "torch")}
-    with fast_path.handed_over(on=False), record() as found:
+    with fast_path.small_size_fallback(on=False), record() as found:
         norm(x)
     assert set(found.calls) == {("layer_norm", "cpu")}
 

@@ -107,7 +107,7 @@ _VIEWS = {
 
 def as_on_a_gpu():
     """Context manager in which calls on meta tensors go to the dispatcher, as on CUDA tensors."""
-    return mock.patch.object(_check, "is_torchs", return_value=False)
+    return mock.patch.object(_check, "needs_torch", return_value=False)
 
 
 def operators_of(module, arguments, training):
@@ -266,7 +266,7 @@ def test_sums_under_autocast_need_no_casts(monkeypatch, p):
     """A sub-layer's result in bfloat16 and a residual in float32, as PyTorch's sum supports."""
     x, residual, w = torch.randn(3, 8).bfloat16(), torch.randn(3, 8), torch.randn(8)
     with torch.autocast("cpu", torch.bfloat16):
-        monkeypatch.setattr(dispatch, "only_pytorchs", lambda op, first: True)
+        monkeypatch.setattr(dispatch, "only_pytorch_runs", lambda op, first: True)
         torch.manual_seed(0)
         with Operators() as seen:
             found = functional.add_layer_norm(x, residual, 8, w, dropout_p=p)
@@ -353,7 +353,7 @@ def test_unmasked_layers_in_inference_are_one_operator():
             assert not taken(layer, there)
         # If kernels are validated for some calls, the dispatcher decides about the layer's call.
         with (
-            mock.patch.object(dispatch, "only_pytorchs", return_value=False),
+            mock.patch.object(dispatch, "only_pytorch_runs", return_value=False),
             mock.patch.object(dispatch, "select") as select,
         ):
             select.return_value.backend = "cuda"

@@ -1,10 +1,10 @@
 """Call cache: skips argument checks and dispatch for calls that were made before.
 
-Whether a call's arguments fit, which kernel takes it and what that kernel is given depend on shapes,
-strides, dtypes, devices, flags and a few switches, not on data. On a GPU finding it out takes longer
-than many a kernel runs, so it is remembered by exactly these. At most `MOST` calls are, and `forget`
-frees them. Nothing is remembered of calls that something else looks at: programs that are traced,
-modes and transforms, tensor subclasses.
+Whether the arguments are valid, which kernel runs and what its arguments are depends on shapes,
+strides, dtypes, devices, flags and a few switches, not on data. On a GPU these checks take longer than
+many kernels run, so the result is cached under exactly that key. The cache holds at most `MOST` calls;
+`forget` clears it. Calls under tracing, modes or transforms and calls on tensor subclasses are not
+cached.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from . import proof, reference
 from .dispatch import OPS, VARIANTS, Call, Kernel, _state, select
 from .reference.dropout import draw_seed
 
-#: Calls beyond which all are forgotten: every batch may have sizes of its own.
+#: Largest number of cached calls; then the cache is cleared, since every batch may have its own sizes.
 MOST = 4096
-#: Whether calls on CPU tensors are remembered too, which tests of GPU kernels without a GPU want.
+#: Whether calls on CPU tensors are cached too: for tests of GPU kernels without a GPU.
 on_cpu = False
 
 _Parameter = torch.nn.Parameter
@@ -35,7 +35,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _C = torch._C
 _profiles = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _stores: list[dict[Any, Any]] = []
-_circumstances: Any = None
+_scope: Any = None
 
 
 def new_store() -> dict[Any, Any]:
@@ -45,7 +45,7 @@ def new_store() -> dict[Any, Any]:
     return store
 
 
-def keep(store: dict[Any, Any], key: Any, value: Any) -> None:
+def insert(store: dict[Any, Any], key: Any, value: Any) -> None:
     """Adds ``value`` to a cache, which is cleared first if it holds `MOST` entries."""
     if len(store) >= MOST:
         store.clear()
@@ -59,19 +59,19 @@ def forget() -> None:
 
 
 @contextmanager
-def under(circumstances: Any) -> Iterator[None]:
-    """Within the block calls are remembered apart: something hashable that kernels depend on."""
-    global _circumstances
-    before = _circumstances
-    _circumstances = (before, circumstances)
+def key_scope(scope: Any) -> Iterator[None]:
+    """Context manager that adds ``scope``, a hashable value that kernels depend on, to all keys."""
+    global _scope
+    before = _scope
+    _scope = (before, scope)
     try:
         yield
     finally:
-        _circumstances = before
+        _scope = before
 
 
-def quiet() -> bool:
-    """Whether nobody looks at the ops that are called now."""
+def no_active_modes() -> bool:
+    """True if no dispatch or function mode, functorch transform, tracer or profiler is active."""
     return not (
         _C._len_torch_dispatch_stack()
         or _C._is_torch_function_mode_enabled()
@@ -83,25 +83,25 @@ def quiet() -> bool:
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
-    """Of a tensor at address 0: whether it is a meta tensor or zeros of autograd's, not just empty."""
+    """True if a tensor at address 0 is a meta tensor or autograd's zeros rather than empty."""
     return tensor.numel() > 0 or tensor.is_meta or tensor._is_zerotensor()
 
 
 def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any, ...] | None:
     """Cache key of a call: everything that its checks and its kernel depend on, except data.
 
-    Of tensors dtype, shape, strides, device, whether they begin on 16 bytes, for which kernels have
-    variants, and whether autograd follows them. None for tensors that are more or less than their
-    memory. ``before``: what else the call is looked up by.
+    A tensor contributes dtype, shape, strides, device, whether it is aligned to 16 bytes (kernels have
+    variants for that), and whether it requires gradients. Returns None if a tensor is not described by
+    its memory alone. ``before``: further parts of the key.
     """
-    parts: list[Any] = [_circumstances, *before]
+    parts: list[Any] = [_scope, *before]
     add = parts.append
     follows = _is_grad_enabled()
     bits = 0
     device = -1
     try:
         for value in arguments:
-            # Most arguments are one of these three, and no other part equals them here.
+            # Most arguments are one of these three; no other part of a key is equal to them.
             if value is None or value is False or value is True:
                 add(value)
                 continue
@@ -116,7 +116,7 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
                 if follows and value.requires_grad:
                     add("grad")
             elif kind in _CONSTANT:
-                # 1 and 1.0 are equal, but variants of their own.
+                # 1 and 1.0 are equal, but select different variants.
                 parts += (kind, value)
             elif kind is tuple or kind is list or kind is torch.Size:
                 for one in value:
@@ -140,7 +140,7 @@ _calls = new_store()
 _SEEN = object()
 
 
-def look_up(
+def lookup(
     op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, Callable[..., Any] | None]:
     """Returns (key, run): the call's cache key, None if it is not cacheable, and the cached function of
@@ -153,9 +153,9 @@ def look_up(
         or _is_compiling()
     ):
         return None, None
-    if not quiet():
+    if not no_active_modes():
         return None, None
-    for one in others:  # a number that is given as a tensor may change
+    for one in others:  # the value of a number given as a tensor may change
         if one.__class__ in _PLAIN:
             return None, None  # type: ignore[unreachable]
     key = describe((*tensors, *others), (op, _state.backend, _state.strict, proof.epoch))
@@ -165,7 +165,7 @@ def look_up(
     return key, known[1]
 
 
-#: Where the reference's arguments have the seed.
+#: By op, the index of the seed in the reference's arguments.
 _SEED = {
     op: list(parameters).index("seed")
     for op in (*OPS, *VARIANTS)
@@ -174,7 +174,7 @@ _SEED = {
 
 
 def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a dropout seed drawn from torch's generator, if the kernel takes one."""
+    """Returns the arguments with a dropout seed from torch's generator, if the kernel takes one."""
     if not 0.0 < call.dropout_p < 1.0:
         return arguments
     if kernel.drops_as_torch is not None and kernel.drops_as_torch(call):
@@ -193,7 +193,7 @@ def run(
 ) -> Any:
     """Runs a call on the kernel that `select` returns; caches it the second time it is made.
 
-    ``finish``: what is done to the kernel's result.
+    ``finish``: a function that is applied to the kernel's result.
     """
     kernel = select(call, backend)
     if call.dropout_p != 0.0:
@@ -201,11 +201,11 @@ def run(
     if key is not None:
         kernels = _state.kernels[call.op]
         if key not in _calls:
-            keep(_calls, key, _SEEN)
+            insert(_calls, key, _SEEN)
         else:
             runs = _remembered(kernel, tensors, call, arguments, finish)
             if runs is not None:
-                keep(_calls, key, (kernels, runs))
+                insert(_calls, key, (kernels, runs))
     if key is None and _is_compiling():
         arguments = _distinct(arguments)
     result = kernel.run(*arguments)
@@ -213,9 +213,9 @@ def run(
 
 
 def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a view in place of a tensor that stands there already.
+    """Returns the arguments with a view in place of each repeated tensor.
 
-    Dynamo traces no autograd function that is given one tensor twice.
+    Dynamo does not trace autograd functions that get the same tensor twice.
     """
     found: list[Any] = []
     for value in arguments:
@@ -232,7 +232,7 @@ def _remembered(
     arguments: tuple[Any, ...],
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
-    """The call as a function of its tensors; None if its arguments depend on anything else."""
+    """Returns the call as a function of its tensors, or None if its arguments depend on more."""
     places: list[int | None] = []
     drawn: list[int] = []
     for at, value in enumerate(arguments):
@@ -241,7 +241,8 @@ def _remembered(
             continue
         among = [n for n, tensor in enumerate(tensors) if tensor is value]
         if among:
-            # One tensor given twice goes where it went; that it was one is part of no key.
+            # Each occurrence of a repeated argument keeps its position: the key does not record that
+            # two arguments are the same tensor.
             taken = [n for n in among if n not in places]
             places.append((taken or among)[0])
         elif 0.0 < call.dropout_p < 1.0 and value.dim() == 0 and value.dtype is torch.int64:
@@ -253,7 +254,7 @@ def _remembered(
     moved = [(at, n) for at, n in enumerate(places) if n is not None]
     kernel_run = kernel.run
 
-    def again(*given: Any) -> Any:
+    def replay(*given: Any) -> Any:
         filled = fixed.copy()
         for at, n in moved:
             filled[at] = given[n]
@@ -263,5 +264,5 @@ def _remembered(
         return result if finish is None else finish(result)
 
     if kernel.record is not None and not call.needs_grad:
-        return kernel.record(again)
-    return again
+        return kernel.record(replay)
+    return replay

@@ -1,8 +1,8 @@
 """Kernel selection: records of kernels and their limits, `select`, `explain`.
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
-first kernel that has no reason to refuse the call. Where a later backend was measured to take less time,
-the earlier one says so in a `PreferLater`. Of several GPU kernels that are proven it takes the fastest.
+first kernel without a reason to refuse the call. Sizes at which a later backend was measured to be faster
+are `PreferLater` records. Of several GPU kernels that are validated it takes the fastest.
 `explain` gives the reasons, in sentences.
 """
 
@@ -21,29 +21,30 @@ from . import _switches, proof
 from .reference import OPS as OPS
 from .reference import VARIANTS as VARIANTS
 
-#: In the order in which `select` asks them.
+#: In the order in which `select` tries them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
-#: What kernels run as a whole, and what is composed of ops where none does: `find`.
+#: Layer-level ops, which `find` dispatches; decomposed into `OPS` if no kernel supports the call.
 FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
-#: What `explain` says of those that no kernel takes.
+#: Text of `explain` for a layer-level op that no kernel supports.
 COMPOSED = "runs as separate ops, each with its own backend"
-#: By backend, what `info` says of it beside its kernels.
+#: By backend, a function that returns the status line of `info`.
 STATES: dict[str, Callable[[], str]] = {}
-#: By GPU architecture, the launches that can be compiled ahead: each one's call, and what compiles it.
-#: NotImplementedError: why there are none.
+#: By GPU architecture, a function that returns the launches that can be compiled ahead of time, as
+#: pairs of a description and a function that compiles it. Without any it raises NotImplementedError
+#: with the reason.
 AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
-#: Where tensors are, by the type of their device, as `explain` says it.
+#: Names of device types in the sentences of `explain`.
 _PLACES = {"cpu": "the CPU", "cuda": "a GPU"}
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
 class Call(NamedTuple):
-    """One call of one op, as far as kernels' limits depend on it."""
+    """The properties of a call on which the limits of kernels depend."""
 
     op: str
     #: The tensors of the call; the first gives device and dtype.
     tensors: tuple[Tensor | None, ...]
-    #: Whether autograd will ask for gradients.
+    #: Whether autograd records the call.
     needs_grad: bool
     dropout_p: float = 0.0
     #: Name of the activation, None, or the callable the user gave.
@@ -52,23 +53,22 @@ class Call(NamedTuple):
     is_causal: bool = False
     key_lengths: Tensor | None = None
     need_weights: bool = False
-    #: Of a norm; empty: the last dimension of the first tensor.
+    #: Norms only; empty: the last dimension of the first tensor.
     normalized_shape: tuple[int, ...] = ()
     query_lengths: Tensor | None = None
-    #: Of packed sequences, whose lengths are offsets: the most queries and keys that one has.
+    #: Packed sequences only, whose lengths are offsets: the largest number of queries and of keys.
     longest: tuple[int, int] | None = None
 
 
 class Probe(Exception):  # noqa: N818 - no error
-    """A public function that is given this class as its ``backend`` raises it before anything runs, with
-    the call that it has checked."""
+    """Raised with the checked call by a public function whose ``backend`` argument is this class."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 def checked_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """The call that a public function makes of these arguments, which it checks. Runs nothing."""
+    """Returns the `Call` that a public function builds from these arguments. It runs checks only."""
     try:
         function(*args, **kwargs, backend=Probe)
     except Probe as probe:
@@ -80,25 +80,25 @@ def checked_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Cal
 class PreferLater:
     """Calls for which a later backend was measured to be faster than this kernel.
 
-    It speaks only where the dispatcher chooses, and not while a program is traced, which is to
-    serve any number of rows.
+    A preference, not a limit: ignored for explicitly requested backends, and while tracing, where the
+    number of rows is dynamic.
     """
 
-    #: What of a call decides, in numbers: `rows`, or a function of your own.
+    #: Returns the size of a call that decides: `rows`, or another function.
     size: Callable[[Call], int]
-    #: The sizes for which it yields.
+    #: The sizes for which a later backend is preferred.
     sizes: range
     #: The reason, as a sentence.
     because: str
     dtypes: frozenset[torch.dtype]
-    #: Whether it is about calls that need gradients, or about those that need none.
+    #: Applies to calls with gradients if True, else to calls without.
     needs_grad: bool
-    #: What else the call or the machine must be like.
+    #: Further condition on the call or the machine.
     when: Callable[[Call], bool] | None = None
 
 
 def rows(call: Call) -> int:
-    """Number of rows of the call's first tensor, viewed as (rows, columns)."""
+    """Returns the number of rows of the call's first tensor, viewed as (rows, columns)."""
     first = call.tensors[0]
     assert first is not None
     return first.numel() // max(1, first.shape[-1])
@@ -110,48 +110,48 @@ class Kernel:
 
     op: str
     backend: str
-    #: Has exactly the signature of ``reference.<op>``; of `FUSED` one that its backend documents.
+    #: Has the signature of ``reference.<op>``. For `FUSED` ops the backend defines the signature.
     run: Callable[..., Any]
     devices: tuple[str, ...] = ()  # empty: any
     dtypes: frozenset[torch.dtype] = ANY_DTYPE
-    #: Leading tensors of a call that must have one dtype; the others may be float32, too. None: all
-    #: have one dtype.
+    #: Number of leading tensors that must share a dtype; the others may also be float32. None: all
+    #: tensors share one dtype.
     same_dtype: int | None = None
     gradients: bool = False
     mask_gradient: bool = False
     query_lengths: bool = False
     dropout: bool = False
     activations: frozenset[str | None] | None = None  # None: any, callables too
-    #: A sentence when this kernel cannot run here at all (not built, no GPU...).
+    #: Reason why the kernel cannot run on this machine (not built, no GPU, ...), or None.
     unavailable: str | None = None
-    #: Compute capabilities (90 for 9.0) on which its numbers and its speed are established: on any
-    #: other GPU it runs only when it is named. None: it needs no such proof.
+    #: Compute capabilities (90 for 9.0) on which results and speed are validated: on any other GPU the
+    #: kernel runs only if named. None: no validation needed.
     proven: frozenset[int] | None = None
-    #: What else speaks against a call, as a sentence, or None.
+    #: Extra check: returns the reason why the call is unsupported, or None.
     refuses: Callable[[Call], str | None] | None = None
-    #: Of a call with dropout, whether the pattern is PyTorch's own, for which no seed is drawn.
+    #: True if dropout uses PyTorch's generator for this call, so that no seed is drawn.
     drops_as_torch: Callable[[Call], bool] | None = None
-    #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
+    #: Calls for which a later backend that supports them was measured to be faster.
     prefers_later: tuple[PreferLater, ...] = ()
-    #: What `explain` adds where a call runs otherwise than the backend's name says, or None.
+    #: Returns a note for `explain` if the call does not run as the backend's name suggests, or None.
     remark: Callable[[Call], str | None] | None = None
-    #: Makes a function of tensors, which calls ``run`` without gradients and with all else fixed,
-    #: one that takes less time to lead to its kernels; see `call_cache`.
+    #: Converts a function of tensors, which calls ``run`` without gradients and with fixed other
+    #: arguments, into one with a shorter launch path; see `call_cache`.
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 @dataclass
 class _State:
     kernels: dict[str, tuple[Kernel, ...]] = field(default_factory=dict)
-    #: For each op those kernels, and which of them `_usable` has for a kind of device.
+    #: By op, its kernels and, by type of device, those that `_usable` returns.
     usable: dict[str, tuple[tuple[Kernel, ...], dict[str, tuple[Kernel, ...]]]] = field(
         default_factory=dict
     )
     backend: str | None = None
     strict: bool = False
-    #: Whether exported programs keep the package's operators.
+    #: True if exported programs keep the package's operators.
     export_operators: bool = False
-    #: Whether a row's result must not depend on the number of rows.
+    #: True if the result of a row must not depend on the number of rows.
     batch_invariant: bool = False
 
 
@@ -159,7 +159,7 @@ _state = _State()
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel; a second one for the same (op, backend) replaces the first."""
+    """Adds a kernel; a second one for the same (op, backend) replaces the first."""
     if kernel.op not in (*OPS, *VARIANTS, *FUSED) or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
     others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
@@ -169,35 +169,35 @@ def register(kernel: Kernel) -> None:
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:
-    """The kernels of an op, in the order in which they are asked."""
+    """Returns the kernels of an op, in the order in which `select` tries them."""
     return _state.kernels.get(op, ())
 
 
 def named_backend() -> str | None:
-    """The backend that `use_backend` or the environment names now, or None."""
+    """Returns the backend set by `use_backend` or the environment, or None."""
     return _state.backend
 
 
 def is_strict() -> bool:
-    """Whether `strict` is on."""
+    """True if `strict` is on."""
     return _state.strict
 
 
 def is_traced() -> bool:
-    """Whether a program is being recorded: by torch.compile, torch.export or torch.jit.trace."""
+    """True while torch.compile, torch.export or torch.jit.trace records a program."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-#: False in nearly all calls, and one C call: hot paths ask it before `is_observed`.
+#: A single C call, nearly always False: hot paths evaluate it before `is_observed`.
 function_mode_is_active = torch._C._is_torch_function_mode_enabled
 
 
 def is_observed() -> bool:
-    """True if a `TorchFunctionMode` of the user's is active: it sees the functions of PyTorch that
+    """True if a user's `TorchFunctionMode` is active: it must see the PyTorch functions that
     `torch.nn` would call, whatever the size.
 
-    PyTorch's own modes (of the default device, of tracers) do not count: they work with operators.
-    Nor does any mode where a backend is named, or in strict mode, which ask for kernels.
+    PyTorch's own modes (default device, tracers) do not count: they work with operators. No mode counts
+    if a backend is named or in strict mode, which require kernels.
     """
     if not function_mode_is_active() or torch.compiler.is_compiling():
         return False
@@ -208,10 +208,10 @@ def is_observed() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether a program is being recorded that may run where this package is not installed.
+    """True while a program is recorded that may run where this package is not installed.
 
-    That is a program of torch.export, which the ONNX exporter and AOTInductor start from, unless
-    `export_operators` is on, and any of torch.jit.trace.
+    These are programs of torch.export, from which the ONNX exporter and AOTInductor start, unless
+    `export_operators` is on, and all programs of torch.jit.trace.
     """
     if torch.compiler.is_exporting():
         return not _state.export_operators
@@ -219,16 +219,16 @@ def is_exporting() -> bool:
 
 
 def compute_capability(device: torch.device | int | None = None) -> int:
-    """Of a CUDA device (None: the current one), as 10 * major + minor."""
+    """Returns the compute capability of a CUDA device (None: the current one) as 10 * major + minor."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
-    """Why the numbers and the speed of a kernel are not established for calls like this one (its dtype,
-    its class of shapes) on the GPU that it would run on, or None if they are.
+    """Returns the reason why a kernel is not validated for calls like this one, or None if it is.
 
-    Nobody else decides this. Without a call it is about the current GPU and some call.
+    Validation covers results and speed, per GPU, dtype and class of shapes. This function is the single
+    source of truth for it. Without a call: for any call on the current GPU.
     """
     if kernel.proven is None:
         return None
@@ -246,13 +246,13 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
 
 
 def _gain(kernel: Kernel, call: Call) -> float:
-    """Measured speedup of a proven kernel over PyTorch's op on the call's GPU; 0 if unknown."""
+    """Returns the measured speedup of a kernel over PyTorch's op on the call's GPU; 0 if unknown."""
     device = call.tensors[0].device  # type: ignore[union-attr]
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
 def _mixes(kernel: Kernel, call: Call) -> bool:
-    """True if the tensors have dtypes that the kernel does not support beside each other."""
+    """True if the tensors have dtypes that the kernel does not support together."""
     tensors, same = call.tensors, kernel.same_dtype
     dtype = tensors[0].dtype  # type: ignore[union-attr]
     if same is None:
@@ -314,9 +314,9 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
 
 
 def _fits(kernel: Kernel, call: Call) -> bool:
-    """Whether `why_not` has no reason, found out sooner, for the hot path.
+    """Allocation-free equivalent of `not why_not(...)`, for the hot path.
 
-    Device and availability are left out: `candidates` has looked at them.
+    Device and availability are not checked: `candidates` does that.
     """
     tensors = call.tensors
     dtypes = kernel.dtypes
@@ -348,9 +348,9 @@ def _fits(kernel: Kernel, call: Call) -> bool:
 
 
 def transforms(*tensors: Tensor | None) -> bool:
-    """Whether a call with these is differentiated in forward mode, or transformed by torch.func.
+    """True if these tensors carry tangents of forward mode, or a torch.func transform is active.
 
-    Kernels have rules for neither; the reference, in plain PyTorch, has PyTorch's.
+    Kernels have no rules for either; the reference, in plain PyTorch, has PyTorch's.
     """
     if torch._C._are_functorch_transforms_active():
         return True
@@ -361,14 +361,14 @@ def transforms(*tensors: Tensor | None) -> bool:
 
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
-    """The kernels available for this kind of device."""
+    """Returns the kernels that are available for this type of device."""
     return tuple(
         k for k in kernels if k.unavailable is None and (not k.devices or kind in k.devices)
     )
 
 
 def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
-    """The kernels of an op for the device of ``first``, in order of preference."""
+    """Returns the kernels of an op for the device of ``first``, in order of preference."""
     assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
     kernels = _state.kernels[op]
@@ -379,9 +379,9 @@ def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[
     return _usable(kernels, kind)
 
 
-def only_pytorchs(op: str, first: Tensor) -> bool:
-    """Whether nothing but PyTorch's own ops can be chosen for tensors where ``first`` is, whatever the
-    call: no kernel is proven there, none is built, or there is none for such devices."""
+def only_pytorch_runs(op: str, first: Tensor) -> bool:
+    """True if only PyTorch's ops can be chosen on the device of ``first``, whatever the call: no kernel
+    is validated or built there, or none supports the device."""
     if _state.backend is not None or _state.strict:
         return False
     for kernel in candidates(op, first, torch.compiler.is_compiling()):
@@ -393,7 +393,7 @@ def only_pytorchs(op: str, first: Tensor) -> bool:
 
 
 def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
-    """Why a later backend is preferred for a call that the kernel can run, or None."""
+    """Returns the reason why a later backend is preferred for a supported call, or None."""
     if torch.compiler.is_compiling() or _state.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
@@ -410,7 +410,7 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
 
 
 def _is_elsewhere(kernel: Kernel, call: Call) -> bool:
-    """True if the kernel is for another kind of device than the call's."""
+    """True if the kernel does not support the type of the call's device."""
     kind = call.tensors[0].device.type  # type: ignore[union-attr]
     return bool(kernel.devices) and kind not in kernel.devices
 
@@ -428,13 +428,13 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
 
 
 def _reasons(call: Call) -> dict[str, list[str]]:
-    """For each backend, why it is not chosen; last those of other devices."""
+    """Returns for each backend the reasons why it is not chosen; those of other devices last."""
     kernels = sorted(_state.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, call))
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
 
 
 def _told(reasons: dict[str, list[str]], template: str) -> list[str]:
-    """One line for each reason, with the backends that share it."""
+    """Returns a line for each reason, with the backends that share it."""
     groups: dict[str, list[str]] = {}
     for backend, why in reasons.items():
         groups.setdefault("; ".join(why) or "an earlier backend is selected", []).append(backend)
@@ -451,17 +451,16 @@ def _strict_refusal(call: Call) -> NotImplementedError:
 
 
 def select(call: Call, backend: Any = None) -> Kernel:
-    """The kernel that runs ``call``.
+    """Returns the kernel that runs ``call``.
 
-    ``backend=None``: of GPU kernels that are proven the one with the largest gain; else the first
-    that fits and does not yield to a later one, at last the reference, to which no kernel yields. A
-    named backend, given here, by `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back
-    and never yields. While a program is exported (`is_exporting`) it is one made of PyTorch's
-    operators. What `transforms` is true of runs by the reference's formula, named or not: no kernel
-    has rules for it.
+    ``backend=None``: the validated GPU kernel with the largest gain; else the first that supports the
+    call and for which no later backend is preferred, and finally the reference. A named backend, given
+    here, by `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back. While a program is
+    exported (`is_exporting`) the kernel consists of PyTorch's operators. Calls under `transforms` run
+    the reference's formula, even if a backend is named: no kernel has rules for them.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
-    one cannot take the call, or if nothing but the reference can in strict mode.
+    backend does not support the call, or in strict mode if only the reference does.
     """
     if backend is None:
         backend = _state.backend
@@ -513,9 +512,9 @@ def select(call: Call, backend: Any = None) -> Kernel:
 
 
 def find(call: Call) -> Kernel | None:
-    """The kernel that runs a call of `FUSED` as a whole, or None: it is to be composed of ops.
+    """Returns the kernel that runs a layer-level op, or None if it must be decomposed into ops.
 
-    A named backend runs it with its own kernel or with its ops.
+    A named backend runs its own kernel for it, or its own ops.
     """
     for kernel in candidates(call.op, call.tensors[0]):
         if _state.backend in (None, kernel.backend) and _fits(kernel, call):
@@ -524,7 +523,7 @@ def find(call: Call) -> Kernel | None:
 
 
 def _pytorchs(call: Call) -> Kernel:
-    """The first of `torch` and `reference` that can run the call; both use PyTorch's operators only."""
+    """Returns the first of `torch` and `reference`, which use PyTorch operators only, that fits."""
     for kernel in _state.kernels[call.op]:
         if kernel.backend == "torch" and not why_not(kernel, call):
             return kernel
@@ -599,7 +598,7 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
 
 @contextmanager
 def _within(name: str, value: Any) -> Iterator[None]:
-    """Within the block that field of the state has this value."""
+    """Context manager that sets a field of the state."""
     before = getattr(_state, name)
     setattr(_state, name, value)
     try:

@@ -1,10 +1,10 @@
 """The fast path of calls on plain CPU tensors, and the sizes below which PyTorch's op is faster.
 
-Checks and dispatch take as long as many a kernel. `plain` is the guard of all ops: of a call that it
-lets through nothing is left to ask but shapes, and how large it is. A kernel of ours takes some Python
-to prepare and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. For which
-calls PyTorch's op is faster was measured, on the CPU in float32, and stands here once: functions and
-modules ask it, and the dispatcher has it as `PreferLater` (`prefers_later`).
+Argument checks and dispatch take as long as many kernels. `is_plain_eager` is the guard of all ops: it
+establishes everything about a call except shapes and size. Calling our kernels costs some Python and,
+with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. So PyTorch's op is faster
+for small calls. The sizes were measured on the CPU in float32 and are here only: functions and modules
+read them, and the dispatcher gets them as `PreferLater` records (`prefers_later`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 FLOAT = torch.float32
 
-#: Whether any call counts as small, and whether calls may pass the dispatcher by.
+#: Whether small calls run on PyTorch's op, and whether calls may bypass the dispatcher.
 _on = _short = True
 
 
@@ -39,17 +39,17 @@ _on = _short = True
 class Limit:
     """The size from which a call of an op runs on our kernel."""
 
-    #: What is counted, in words.
+    #: Name of the unit in which sizes are counted.
     unit: str
-    #: Calls with less than this are PyTorch's: those without gradients, and those with.
+    #: Calls below these sizes run on PyTorch's op: without gradients, and with.
     inference: int
     training: int
-    #: At most so many elements of the op's matrices: with larger ones and few rows PyTorch's products
-    #: take up to twice the kernels' time.
+    #: Largest number of elements in the op's matrices for which that holds: with larger ones and few
+    #: rows PyTorch's products take up to twice the kernels' time.
     weights: int = 1 << 62
-    #: With gradients, rows at most. In each thread PyTorch adds those of a norm's weight and bias up
-    #: row by row, and of more rows gives sums further from the truth than the error budget allows.
-    #: However many threads there are, as results must not depend on their number.
+    #: Largest number of rows with gradients. PyTorch sums the gradients of a norm's weight and bias
+    #: row by row in each thread, and over more rows the rounding error exceeds the error budget. It
+    #: does not depend on the number of threads, since results must not.
     rows: int = 1 << 62
     #: Of other dtypes all calls run on our kernel.
     dtypes: frozenset[torch.dtype] = frozenset({FLOAT})
@@ -58,18 +58,18 @@ class Limit:
         self.switch(True)
 
     def switch(self, on: bool) -> None:
-        #: ``inference`` and ``training``, to be asked by whether a call needs gradients.
+        #: (inference, training), indexed by whether a call needs gradients.
         self.below = (self.inference, self.training) if on else (0, 0)
         if on and _native.module is None:
             self.below = 1 << 62, 1 << 62
 
 
-# With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
+# With AMX tiles products of float32 take a fraction of PyTorch's time above a small size.
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16)
 FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
-#: In evaluation of what PyTorch has one operator for: self-attention without masks.
+#: Self-attention without masks in evaluation, for which PyTorch has one operator.
 MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
 ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18, rows=128)
 #: PyTorch's fused attention on the CPU has no second derivative.
@@ -83,8 +83,8 @@ CROSS_ENTROPY = Limit(
 )
 _LOGITS = 1 << (13 if _TILES else 17)
 LINEAR_CROSS_ENTROPY = Limit("logits", _LOGITS, _LOGITS, weights=1 << 16)
-#: Elements of the table, and eight times those looked up, with gradients; without them a look-up is
-#: PyTorch's anyway.
+#: Elements of the table plus eight times those looked up, with gradients. Without gradients a look-up
+#: always runs on PyTorch's op.
 EMBEDDING = Limit("elements", 1 << 62, 1 << 19)
 LIMITS = (
     LINEAR, FEED_FORWARD, LAYER_NORM, MULTIHEAD_ATTENTION, ADD_LAYER_NORM, ATTENTION, CROSS_ENTROPY,
@@ -93,12 +93,12 @@ LIMITS = (
 
 
 def rows(input: Tensor, weight: Tensor | None) -> int:
-    """Rows of a norm's input; 0 without a weight, since their number is then not limited."""
+    """Returns the number of rows of a norm's input; 0 without a weight, where it is not limited."""
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
-def plain(first: Any, *others: Any) -> bool | None:
-    """Whether a call on these tensors needs gradients, or None: it goes through the dispatcher.
+def is_plain_eager(first: Any, *others: Any) -> bool | None:
+    """Returns whether a call on these tensors needs gradients; None if it must be dispatched.
 
     That is a call that is traced, transformed or observed (`dispatch.is_observed`), for which a backend
     is named, or whose tensors are of subclasses, nested or elsewhere than in CPU memory. PyTorch's own
@@ -128,17 +128,18 @@ def plain(first: Any, *others: Any) -> bool | None:
     return grad  # type: ignore[no-any-return]
 
 
-#: By op, the dtypes that other limits of the CPU's kernel than those above are about, with gradients.
+#: By op, the dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
-def kernel(
+def direct_kernel(
     op: str, first: Tensor, *others: Tensor | None, grad: bool = False
 ) -> Callable[..., Any] | None:
-    """What runs a `plain` call that is not small: the CPU's kernel, or what limits in training select.
+    """Returns the function that runs a call that passed `is_plain_eager` and is not small.
 
-    None: it goes through the dispatcher, since there is no kernel, autocast is on, or the tensors are
-    not all of one floating dtype, strided and in CPU memory.
+    That is the CPU kernel's, or in training the one that further limits select. None if the call must
+    be dispatched: there is no kernel, autocast is on, or the tensors are not all of one floating dtype,
+    strided and in CPU memory.
     """
     kernels, usable = _state.usable[op]
     found = usable["cpu"][0]
@@ -158,9 +159,10 @@ def kernel(
 
 
 def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
-    """Whether all logits in ignored rows are known to be finite.
+    """True if all logits in ignored rows are known to be finite.
 
-    PyTorch multiplies the gradients of the others by zero, which leaves NaN.
+    PyTorch multiplies the gradients of ignored rows by zero, which leaves NaN where logits are NaN or
+    infinite.
     """
     if not (
         input.is_cpu
@@ -196,7 +198,7 @@ def _elements(call: Any) -> int:
     return call.tensors[0].numel()  # type: ignore[no-any-return]
 
 
-#: By op its limit, and what that counts.
+#: By op, its limit and the function that returns a call's size.
 _RULES: dict[str, tuple[Limit, Callable[[Any], int]]] = {
     "linear": (LINEAR, lambda call: call.tensors[0].numel() * call.tensors[1].shape[0]),
     "feed_forward": (FEED_FORWARD, _of_feed_forward),
@@ -215,13 +217,13 @@ def _weights(call: Call) -> int:
 
 
 def prefers_later(op: str) -> tuple[PreferLater, ...]:
-    """The op's size limits as `PreferLater` records of its CPU kernel."""
+    """Returns the op's size limits as `PreferLater` records of its CPU kernel."""
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
 
     def when(call: Call) -> bool:
-        # What is dropped is drawn beside PyTorch's op, in further steps.
+        # With dropout PyTorch's op needs further operators.
         if not _on or call.dropout_p != 0.0:
             return False
         if call.needs_grad and limit.rows < 1 << 62:
@@ -249,10 +251,14 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
 
 
 @contextmanager
-def handed_over(on: bool | None = None, short: bool | None = None) -> Iterator[None]:
-    """Within the block small calls are PyTorch's or not, and calls pass the dispatcher by or not.
+def small_size_fallback(on: bool | None = None, short: bool | None = None) -> Iterator[None]:
+    """Context manager that switches the small-size fallback and the dispatcher bypass.
 
-    For tests of kernels, and for those who ask the dispatcher what ran. None: as it is.
+    For tests of kernels, and for commands that record what the dispatcher chose.
+
+    Args:
+        on: whether small calls run on PyTorch's op; None: unchanged.
+        short: whether calls may bypass the dispatcher; None: unchanged.
     """
     before = _on, _short
     _switch(*(was if now is None else now for was, now in zip(before, (on, short), strict=True)))
@@ -280,7 +286,7 @@ def batch_invariant() -> Iterator[None]:
     threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
     """
     before = _state.batch_invariant
-    with handed_over(on=False):
+    with small_size_fallback(on=False):
         _set_batch_invariant(True)
         try:
             yield

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..fast_path import LINEAR, plain
+from ..fast_path import LINEAR, is_plain_eager
 from ..functional.attention import general_attention
 from ..nn import fusion
 from . import classes
@@ -600,7 +600,7 @@ def is_faster_transposed(module: Any, x: Any) -> bool:
     product was measured to be faster for small weights and for a single row.
     """
     weight, bias = module.weight, module.bias
-    if plain(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):
+    if is_plain_eager(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):
         return False
     if x.dtype != weight.dtype or weight.dim() != 2:
         return False

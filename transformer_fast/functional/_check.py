@@ -39,7 +39,7 @@ _KNOW_OPERATORS = frozenset(
 )
 
 
-def is_torchs(*tensors: Tensor | None) -> bool:
+def needs_torch(*tensors: Tensor | None) -> bool:
     """Whether a call with these is PyTorch's own: its functions are what the tensors know.
 
     Subclasses that override them, or what they dispatch to; sparse, mkldnn and nested tensors; a
@@ -65,15 +65,15 @@ def _overrides(kind: type[Tensor]) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" not in _KNOW_OPERATORS
 
 
-def leaves_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
-    """`is_torchs`, ``also``, or a mode of the user's observes PyTorch's functions
+def defers_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
+    """`needs_torch`, ``also``, or a mode of the user's observes PyTorch's functions
     (`dispatch.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
 
     A call that is explained goes on to the dispatcher, which has the reasons.
     """
     if backend is None and dispatch.function_mode_is_active() and dispatch.is_observed():
         return True
-    if not (also or is_torchs(*tensors)) or backend is dispatch.Probe:
+    if not (also or needs_torch(*tensors)) or backend is dispatch.Probe:
         return False
     backend = dispatch.named_backend() if backend is None else backend
     if backend not in (None, "torch", "reference"):
@@ -173,7 +173,9 @@ def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
     if backend is not None or not isinstance(first, Tensor) or torch.compiler.is_compiling():
         return False
     kind = "cpu" if first.is_cpu else first.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind) and dispatch.only_pytorchs(op, first)
+    return (
+        kind != "meta" and torch.is_autocast_enabled(kind) and dispatch.only_pytorch_runs(op, first)
+    )
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from .. import call_cache, reference
 from ..dispatch import Call
-from ..fast_path import ATTENTION, FLOAT, plain
-from ..fast_path import kernel as cpu_kernel
+from ..fast_path import ATTENTION, FLOAT, direct_kernel, is_plain_eager
 from ..ops.autograd import (
     Function,
     differentiates_again,
     gradients,
-    only,
+    mask_unwanted,
     savable,
     vjp,
     wants_grad,
@@ -34,9 +33,9 @@ from ._check import (
     check_qkv,
     check_sizes,
     check_starts,
+    defers_to_torch,
     fold,
     is_folded,
-    leaves_to_torch,
     mask_to_four,
     require_float,
     require_same_device,
@@ -266,7 +265,7 @@ def scaled_dot_product_attention(
         and type(dropout_p) is float
         and dropout_p == 0.0
         and (scale is None or type(scale) is float)
-        and (grad := plain(query, key, value)) is not None
+        and (grad := is_plain_eager(query, key, value)) is not None
     ):
         sizes, keys = query.shape, key.shape
         if (
@@ -287,7 +286,7 @@ def scaled_dot_product_attention(
                 return F.scaled_dot_product_attention(
                     query, key, value, scale=scale, enable_gqa=enable_gqa
                 )
-            run = cpu_kernel("attention", query, key, value)
+            run = direct_kernel("attention", query, key, value)
             if run is not None:
                 return run(  # type: ignore[no-any-return]
                     query, key, value, None, None, is_causal, scale, 0.0, None, enable_gqa, False
@@ -319,10 +318,10 @@ def general_attention(
     """
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend, like_query)
-    remembered, again = call_cache.look_up("attention", tensors, others)
-    if again is not None:
-        return again(*tensors)
-    if leaves_to_torch("attention", backend, query, key, value, attn_mask):
+    cache_key, replay = call_cache.lookup("attention", tensors, others)
+    if replay is not None:
+        return replay(*tensors)
+    if defers_to_torch("attention", backend, query, key, value, attn_mask):
         if key_lengths is None and query_lengths is None and not need_weights:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
@@ -338,7 +337,7 @@ def general_attention(
         return attend(  # type: ignore[no-any-return]
             *checked,
             contiguous=None if like_query else _is_unfused(query, value, attn_mask, dropout_p),
-            backend=backend, cached_by=(remembered, tensors), finish=finish,
+            backend=backend, cached_by=(cache_key, tensors), finish=finish,
         )  # fmt: skip
     output, weights = attend(*checked, contiguous=True, backend=backend)
     output = output.reshape(*lead, *output.shape[-2:])
@@ -413,16 +412,16 @@ def varlen_attn(
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
     longest = (max_q, max_k)
     others = (dropout_p, is_causal, scale, enable_gqa, backend, longest)
-    remembered, again = call_cache.look_up("attention", tensors, others)
-    if again is not None:
-        return again(*tensors)  # type: ignore[no-any-return]
-    if leaves_to_torch("attention", backend, query, key, value):
+    cache_key, replay = call_cache.lookup("attention", tensors, others)
+    if replay is not None:
+        return replay(*tensors)  # type: ignore[no-any-return]
+    if defers_to_torch("attention", backend, query, key, value):
         backend = "reference"  # plain PyTorch
     checked, _ = _checked(
         q, k, v, None, cu_seq_k, is_causal, scale, dropout_p, False, enable_gqa, cu_seq_q, longest
     )
     return attend(  # type: ignore[no-any-return]
-        *checked, backend=backend, cached_by=(remembered, tensors), finish=_rows
+        *checked, backend=backend, cached_by=(cache_key, tensors), finish=_rows
     )
 
 
@@ -594,5 +593,5 @@ class AttentionFunction(Function):
             ctx.dropout_p, seed, output, weights, row_max, row_sum, *wants,
             *_rest(query_lengths, ctx.longest),
         )  # fmt: skip
-        dquery, dkey, dvalue, dmask = only(wants, found)
+        dquery, dkey, dvalue, dmask = mask_unwanted(wants, found)
         return None, dquery, dkey, dvalue, dmask, *(None,) * 9

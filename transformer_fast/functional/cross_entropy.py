@@ -17,7 +17,7 @@ from ..ops.autograd import (
 from ..reference import values_are_known
 from ._check import (
     autocast,
-    leaves_to_torch,
+    defers_to_torch,
     require_float,
     require_same_device,
     require_tensor,
@@ -143,7 +143,7 @@ def cross_entropy(
         and target.dtype is torch.int64
         and type(ignore_index) is int
         and 0.0 <= label_smoothing <= 1.0
-        and (grad := fast_path.plain(input)) is not None
+        and (grad := fast_path.is_plain_eager(input)) is not None
         and input.dtype in fast_path.CROSS_ENTROPY.dtypes
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
@@ -156,7 +156,7 @@ def cross_entropy(
         )  # fmt: skip
         return loss if is_float else loss.to(_result_dtype(input))
     probable = isinstance(target, Tensor) and target.is_floating_point()
-    if leaves_to_torch("cross_entropy", backend, input, target):
+    if defers_to_torch("cross_entropy", backend, input, target):
         others = True
     if others or probable:
         if backend is not None:
@@ -206,7 +206,7 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
     return (
         0 < logits < limit.below[grad]
         and weight.numel() <= limit.weights
-        and fast_path.kernel("linear_cross_entropy", input, weight, bias) is not None
+        and fast_path.direct_kernel("linear_cross_entropy", input, weight, bias) is not None
         and torch._C._len_torch_dispatch_stack() == 0
         # PyTorch lets what stands in ignored rows reach gradients.
         and int(target.min()) >= 0
@@ -269,7 +269,7 @@ def linear_cross_entropy(
         and weight is None
         and options is None
         and ignored < 0
-        and (grad := fast_path.plain(input, linear_weight, linear_bias)) is not None
+        and (grad := fast_path.is_plain_eager(input, linear_weight, linear_bias)) is not None
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         return _losses(
@@ -291,7 +291,7 @@ def linear_cross_entropy(
         )  # fmt: skip
         return result
     name = "linear_cross_entropy"
-    if leaves_to_torch(name, backend, input, linear_weight, target, linear_bias):
+    if defers_to_torch(name, backend, input, linear_weight, target, linear_bias):
         return _losses(
             input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
         )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import call_cache
 from ..dispatch import Call
-from ..fast_path import FEED_FORWARD, FLOAT, plain
-from ..fast_path import kernel as cpu_kernel
+from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel, is_plain_eager
 from ..ops.autograd import (
     wants_grad,
 )
@@ -20,7 +19,7 @@ from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
     autocast,
     casts_itself,
-    leaves_to_torch,
+    defers_to_torch,
     named_activation,
     require_activation,
     require_floating,
@@ -84,7 +83,7 @@ def feed_forward(
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
     ):
-        grad = plain(input, weight1, bias1, weight2, bias2)
+        grad = is_plain_eager(input, weight1, bias1, weight2, bias2)
         if grad is not None and _fits(input, weight1, bias1, weight2, bias2):
             limit, weights = FEED_FORWARD, weight1.numel() + weight2.numel()
             columns = input.shape[-1]
@@ -99,14 +98,14 @@ def feed_forward(
                 hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
                 return F.linear(hidden, weight2, bias2)
             given = (input, weight1, bias1, weight2, bias2)
-            if (run := cpu_kernel("feed_forward", *given, grad=grad)) is not None:
+            if (run := direct_kernel("feed_forward", *given, grad=grad)) is not None:
                 seed = draw_seed(input.device) if dropout_p else None
                 return run(*given, activation, dropout_p, seed)  # type: ignore[no-any-return]
     given = (input, weight1, bias1, weight2, bias2)
-    key, again = call_cache.look_up("feed_forward", given, (activation, dropout_p, backend))
-    if again is not None:
-        return again(*given)  # type: ignore[no-any-return]
-    if leaves_to_torch("feed_forward", backend, *given):
+    key, replay = call_cache.lookup("feed_forward", given, (activation, dropout_p, backend))
+    if replay is not None:
+        return replay(*given)  # type: ignore[no-any-return]
+    if defers_to_torch("feed_forward", backend, *given):
         require_activation(activation)
         hidden = activate(F.linear(input, weight1, bias1), activation)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .. import call_cache, reference
 from ..dispatch import Call
-from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
-from ..fast_path import kernel as cpu_kernel
+from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, is_plain_eager, rows
 from ..ops.autograd import (
     wants_grad,
 )
@@ -22,7 +21,7 @@ from ..ops.layer_norm import NORMS
 from ..reference.dropout import draw_seed
 from ._check import (
     casts_itself,
-    leaves_to_torch,
+    defers_to_torch,
     require_float,
     require_probability,
     require_same_device,
@@ -63,12 +62,12 @@ def _run(
     """A norm, or one behind a residual connection, on the dispatcher's road."""
     adds = op not in NORMS
     tensors = given = (input, residual, *affine) if adds else (input, *affine)
-    key, again = call_cache.look_up(op, given, (normalized_shape, eps, dropout_p, backend))
-    if again is not None:
-        return again(*given)
+    key, replay = call_cache.lookup(op, given, (normalized_shape, eps, dropout_p, backend))
+    if replay is not None:
+        return replay(*given)
     norm, position = (NORMS[op[4:]], 3) if adds else (NORMS[op], 2)
     is_complex = not norm.has_bias and isinstance(input, Tensor) and input.is_complex()
-    if leaves_to_torch(op, backend, *given, also=is_complex and not adds):
+    if defers_to_torch(op, backend, *given, also=is_complex and not adds):
         shape = list(_as_sizes(op, position, normalized_shape))
         if not adds:
             return norm.pytorch(input, shape, *affine, eps)
@@ -186,7 +185,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
     if backend is None and type(eps) is float and type(normalized_shape) is tuple:
-        grad = plain(input, weight, bias)
+        grad = is_plain_eager(input, weight, bias)
         if grad is not None:
             limit = LAYER_NORM
             if (
@@ -196,7 +195,7 @@ def layer_norm(
             ):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)
             if _is_row(input, normalized_shape, weight, bias) and (
-                run := cpu_kernel("layer_norm", input, weight, bias)
+                run := direct_kernel("layer_norm", input, weight, bias)
             ):
                 return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
     return _run(  # type: ignore[no-any-return]
@@ -237,7 +236,7 @@ def add_layer_norm(
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
         and type(normalized_shape) is tuple
-        and (grad := plain(input, residual, weight, bias)) is not None
+        and (grad := is_plain_eager(input, residual, weight, bias)) is not None
         and residual is not None
         and input.shape == residual.shape
     ):
@@ -251,7 +250,7 @@ def add_layer_norm(
             total = residual + input
             return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
         if _is_row(input, normalized_shape, weight, bias) and (
-            run := cpu_kernel("add_layer_norm", input, residual, weight, bias)
+            run := direct_kernel("add_layer_norm", input, residual, weight, bias)
         ):
             seed = draw_seed(input.device) if dropout_p else None
             return run(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)  # type: ignore[no-any-return]
@@ -289,9 +288,9 @@ def rms_norm(
         backend is None
         and (eps is None or type(eps) is float)
         and type(normalized_shape) is tuple
-        and plain(input, weight) is not None
+        and is_plain_eager(input, weight) is not None
         and _is_row(input, normalized_shape, weight, None)
-        and (run := cpu_kernel("rms_norm", input, weight))
+        and (run := direct_kernel("rms_norm", input, weight))
     ):
         return run(input, normalized_shape, weight, _EPS[input.dtype] if eps is None else eps)  # type: ignore[no-any-return]
     return _run("rms_norm", input, None, normalized_shape, (weight,), eps, 0.0, backend)  # type: ignore[no-any-return]
@@ -328,11 +327,11 @@ def add_rms_norm(
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
         and type(normalized_shape) is tuple
-        and plain(input, residual, weight) is not None
+        and is_plain_eager(input, residual, weight) is not None
         and residual is not None
         and input.shape == residual.shape
         and _is_row(input, normalized_shape, weight, None)
-        and (run := cpu_kernel("add_rms_norm", input, residual, weight))
+        and (run := direct_kernel("add_rms_norm", input, residual, weight))
     ):
         seed = draw_seed(input.device) if dropout_p else None
         eps = _EPS[input.dtype] if eps is None else eps
@@ -358,7 +357,7 @@ def annotated_layer_norm(
     Source: "The Annotated Transformer" (Rush 2018).
     """
     tensors = (input, weight, bias)
-    if leaves_to_torch("annotated_layer_norm", backend, *tensors):
+    if defers_to_torch("annotated_layer_norm", backend, *tensors):
         return reference.annotated_layer_norm(input, weight, bias, eps, unbiased)
     call = Call(
         "annotated_layer_norm", tensors, wants_grad(*tensors),
@@ -380,7 +379,7 @@ def add_annotated_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(norm(sum), sum)`` with ``sum = residual + dropout(input, dropout_p)``."""
     tensors = (input, residual, weight, bias)
-    if leaves_to_torch("add_annotated_layer_norm", backend, *tensors):
+    if defers_to_torch("add_annotated_layer_norm", backend, *tensors):
         total = residual + F.dropout(input, dropout_p)
         return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
     call = Call(

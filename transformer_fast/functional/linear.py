@@ -10,15 +10,14 @@ from torch import Tensor
 
 from .. import call_cache, reference
 from ..dispatch import Call
-from ..fast_path import FLOAT, LINEAR, plain
-from ..fast_path import kernel as cpu_kernel
+from ..fast_path import FLOAT, LINEAR, direct_kernel, is_plain_eager
 from ..ops.autograd import (
     wants_grad,
 )
 from ._check import (
     autocast,
     casts_itself,
-    leaves_to_torch,
+    defers_to_torch,
     named_activation,
     require_activation,
     require_same_device,
@@ -115,7 +114,7 @@ def linear(
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
     if backend is None and activation is None and residual is None:
-        grad = plain(input, weight, bias)
+        grad = is_plain_eager(input, weight, bias)
         if grad is not None and weight is not None:
             limit = LINEAR
             if (
@@ -127,15 +126,15 @@ def linear(
             ):
                 return F.linear(input, weight, bias)
             if _fits(input, weight, bias) and (
-                run := cpu_kernel("linear", input, weight, bias, None, grad=grad)
+                run := direct_kernel("linear", input, weight, bias, None, grad=grad)
             ):
                 return run(input, weight, bias, None, None)  # type: ignore[no-any-return]
     tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
     given = tensors
-    key, again = call_cache.look_up("linear", given, (activation, backend))
-    if again is not None:
-        return again(*given)  # type: ignore[no-any-return]
-    if leaves_to_torch("linear", backend, *given):
+    key, replay = call_cache.lookup("linear", given, (activation, backend))
+    if replay is not None:
+        return replay(*given)  # type: ignore[no-any-return]
+    if defers_to_torch("linear", backend, *given):
         return reference.linear(input, weight, bias, activation, residual)
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
         row = weight.unsqueeze(0)

@@ -77,9 +77,9 @@ def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
         return
     if type(mask) is not Tensor or (key := (mask.dtype, mask.shape)) in _looked_at:
         return
-    if mask.requires_grad or not values_are_known(mask) or not call_cache.quiet():
+    if mask.requires_grad or not values_are_known(mask) or not call_cache.no_active_modes():
         return
-    call_cache.keep(_looked_at, key, None)
+    call_cache.insert(_looked_at, key, None)
     if mask.numel() and mask.max() == 1 and bool(((mask == 0) | (mask == 1)).all()):
         warnings.warn(
             f"{name} is a float mask that holds only 0 and 1. Float masks are added to the scores, "

@@ -77,7 +77,7 @@ def record() -> Iterator[Record]:
     for kernel in before:
         dispatch.register(watch(kernel))
     try:
-        with fast_path.handed_over(short=False):
+        with fast_path.small_size_fallback(short=False):
             yield found
     finally:
         for kernel in before:

@@ -174,7 +174,7 @@ def _give_state(module: Any, state: Any) -> None:
         module.__setstate__(state)
 
 
-def is_torchs(input: Any, kind: type) -> bool:
+def needs_torch(input: Any, kind: type) -> bool:
     """Whether a module that extends ``kind`` should leave a call on ``input`` to `by_torch`."""
     return (
         isinstance(input, Proxy)

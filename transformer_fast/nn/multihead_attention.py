@@ -13,7 +13,7 @@ from ..functional import _check
 from ..functional.attention import attend
 from ..ops.autograd import savable
 from . import fusion, masks
-from .drop_in import DropIn, by_torch, is_torchs
+from .drop_in import DropIn, by_torch, needs_torch
 
 _in_one_call: Any = torch._native_multi_head_attention
 
@@ -74,7 +74,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: shapes or dtypes do not match (PyTorch's errors).
         """
-        nested = is_torchs(query, torch.nn.MultiheadAttention) or key.is_nested or value.is_nested
+        nested = needs_torch(query, torch.nn.MultiheadAttention) or key.is_nested or value.is_nested
         # Batched self-attention without masks, of which all sizes fit.
         plain = (
             not nested
@@ -97,7 +97,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             )  # fmt: skip
         if (
             nested
-            or _check.is_torchs(
+            or _check.needs_torch(
                 query, key, value, *self._parameters.values(), *self.out_proj._parameters.values()
             )
             or self._mixes_dtypes(query)
@@ -173,8 +173,8 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         found = [*fusion.affine(self, "in_proj_weight", "in_proj_bias"), *fusion.affine(out)]
         if (
             any(parameter is None for parameter in found)
-            or fast_path.plain(query, *found) is not False
-            or fast_path.kernel("linear", query, *found) is None
+            or fast_path.is_plain_eager(query, *found) is not False
+            or fast_path.direct_kernel("linear", query, *found) is None
         ):
             return None
         return found  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
 from ..ops.autograd import wants_grad
-from .drop_in import DropIn, by_torch, is_torchs, pytorchs_forward
+from .drop_in import DropIn, by_torch, needs_torch, pytorchs_forward
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
@@ -44,7 +44,7 @@ class Linear(DropIn, torch.nn.Linear):
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias  # type: ignore[assignment]
         if (
-            type(input) is not Tensor and is_torchs(input, _LINEAR)
+            type(input) is not Tensor and needs_torch(input, _LINEAR)
         ) or _LINEAR.forward is not _LINEAR_FORWARD:
             return by_torch(self, super().forward, input)
         return linear(input, weight, bias)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias
         if (
-            type(input) is not Tensor and is_torchs(input, _LAYER_NORM)
+            type(input) is not Tensor and needs_torch(input, _LAYER_NORM)
         ) or _LAYER_NORM.forward is not _LAYER_NORM_FORWARD:
             return by_torch(self, super().forward, input)
         return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -85,7 +85,7 @@ class RMSNorm(DropIn, torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if (
-            (type(x) is not Tensor and is_torchs(x, _RMS_NORM))
+            (type(x) is not Tensor and needs_torch(x, _RMS_NORM))
             or _RMS_NORM.forward is not _RMS_NORM_FORWARD
             or dispatch.is_observed()
         ):
@@ -131,7 +131,7 @@ class Embedding(DropIn, torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         table = self._parameters.get("weight")
-        grad = None if self.max_norm is not None else fast_path.plain(input, table)
+        grad = None if self.max_norm is not None else fast_path.is_plain_eager(input, table)
         if (
             table is not None
             and grad is not None
@@ -144,7 +144,7 @@ class Embedding(DropIn, torch.nn.Embedding):
         ):
             padding = -1 if self.padding_idx is None else self.padding_idx
             return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
-        if is_torchs(input, _EMBEDDING):
+        if needs_torch(input, _EMBEDDING):
             return by_torch(self, super().forward, input)
         kernel = self._kernel(input)
         if kernel is None:
@@ -178,7 +178,7 @@ class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if (
-            (type(input) is not Tensor and is_torchs(input, _LOSS))
+            (type(input) is not Tensor and needs_torch(input, _LOSS))
             or _LOSS.forward is not _LOSS_FORWARD
             or dispatch.is_observed()
         ):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _native, dispatch
 from . import fused_layers, masks, ragged
-from .drop_in import DropIn, by_torch, is_torchs, without_kernels
+from .drop_in import DropIn, by_torch, needs_torch, without_kernels
 from .fused_layers import Masks
 from .ops import LayerNorm
 from .transformer_layers import (
@@ -118,7 +118,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: True: mask is the causal mask; None: detect it.
         """
-        if is_torchs(src, torch.nn.TransformerEncoder) and (
+        if needs_torch(src, torch.nn.TransformerEncoder) and (
             self.skips_padding is None or not without_kernels(src)
         ):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
@@ -181,7 +181,7 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
             tgt ... memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: True: tgt_mask is the causal mask; None: detect it.
         """
-        if is_torchs(tgt, torch.nn.TransformerDecoder):
+        if needs_torch(tgt, torch.nn.TransformerDecoder):
             return by_torch(
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,

@@ -112,7 +112,7 @@ def vjp(
     return [next(found) if want else None for want in wants]
 
 
-def stand_in(like: Tensor, *shape: int) -> Tensor:
+def placeholder(like: Tensor, *shape: int) -> Tensor:
     """A tensor of this shape that stands for one that was not saved; allocates one row only."""
     return like.new_empty(shape[-1:]).expand(shape)
 
@@ -124,7 +124,7 @@ def savable(tensor: Tensor) -> Tensor:
     return tensor if torch.is_inference_mode_enabled() else tensor.clone()
 
 
-def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def mask_unwanted(wants: Sequence[bool], found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     if False not in wants:
         return found
     return [t if want else None for want, t in zip(wants, found, strict=True)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autograd import only, vjp, wants_grad
+from .autograd import mask_unwanted, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
 
@@ -224,7 +224,7 @@ def _work(
         return _gradients(losses, *arguments, wants)
     operator = getattr(torch.ops.transformer_fast.linear_cross_entropy_gradients, backend)
     result, *found = operator(*arguments, *wants)
-    return (result, *only(wants, found))  # type: ignore[return-value]
+    return (result, *mask_unwanted(wants, found))  # type: ignore[return-value]
 
 
 def _leaves(

@@ -14,7 +14,7 @@ from .autograd import (
     Function,
     differentiates_again,
     gradients,
-    only,
+    mask_unwanted,
     vjp,
 )
 from .chunked_loss import chunked_gradients, recomputed_losses
@@ -135,4 +135,4 @@ class LossFunction(Function):
                 LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,
                 *options, *wants,
             )  # fmt: skip
-        return None, *only(wants, found), None, None, None
+        return None, *mask_unwanted(wants, found), None, None, None

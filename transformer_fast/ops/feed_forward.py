@@ -15,8 +15,8 @@ from .autograd import (
     Function,
     differentiates_again,
     gradients,
-    only,
-    stand_in,
+    mask_unwanted,
+    placeholder,
     vjp,
 )
 from .linear import CODES, products, total
@@ -142,16 +142,16 @@ class FeedForwardFunction(Function):
             input, weight1, _, weight2, seed, kept = ctx.saved_tensors
             hidden, lead = kept.shape[-1], grad.shape[:-1]
             if input is None:
-                input = stand_in(grad, *lead, 1 if weight1 is None else weight1.shape[1])
+                input = placeholder(grad, *lead, 1 if weight1 is None else weight1.shape[1])
             if weight1 is None:
-                weight1 = stand_in(grad, hidden, input.shape[-1])
+                weight1 = placeholder(grad, hidden, input.shape[-1])
             if weight2 is None:
-                weight2 = stand_in(grad, grad.shape[-1], hidden)
+                weight2 = placeholder(grad, grad.shape[-1], hidden)
             found = gradients(
                 BACKWARD.of[ctx.backend], grad, input, weight1, weight2, kept,
                 CODES[ctx.activation], ctx.dropout_p, seed, *wants,
             )  # fmt: skip
-        return None, *only(wants, found), None, None, None
+        return None, *mask_unwanted(wants, found), None, None, None
 
 
 def _by_formula(

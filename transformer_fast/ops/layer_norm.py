@@ -15,7 +15,7 @@ from .autograd import (
     Function,
     differentiates_again,
     gradients,
-    only,
+    mask_unwanted,
     vjp,
 )
 from .operator import Operator, Rule
@@ -193,7 +193,7 @@ class NormFunction(Function):
                 ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
                 needs[4], needs[5],
             )  # fmt: skip
-            dsource, dweight, dbias = only(wants, (dsource, dweight, dbias))
+            dsource, dweight, dbias = mask_unwanted(wants, (dsource, dweight, dbias))
             if not drops:
                 dinput = dsource
         return (

@@ -13,8 +13,8 @@ from .autograd import (
     Function,
     differentiates_again,
     gradients,
-    only,
-    stand_in,
+    mask_unwanted,
+    placeholder,
     vjp,
 )
 from .operator import Operator, Rule
@@ -120,14 +120,14 @@ class LinearFunction(Function):
             outputs, lead = grad.shape[-1], grad.shape[:-1]
             if input is None:
                 columns = 1 if weight is None else weight.shape[1]
-                input = stand_in(grad, *lead, columns)
+                input = placeholder(grad, *lead, columns)
             if weight is None:
-                weight = stand_in(grad, outputs, input.shape[-1])
+                weight = placeholder(grad, outputs, input.shape[-1])
             found = gradients(
                 BACKWARD.of[ctx.backend], grad, input, weight, preactivation,
                 CODES[ctx.activation], *wants,
             )  # fmt: skip
-        return None, *only(wants, found), None, residual
+        return None, *mask_unwanted(wants, found), None, residual
 
 
 def total(grad: Tensor | None, other: Tensor | None) -> Tensor:

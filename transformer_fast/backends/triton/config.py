@@ -35,7 +35,7 @@ def use_architecture(architecture: int) -> Iterator[None]:
     global _forced
     before, _forced = _forced, architecture
     try:
-        with call_cache.under(architecture):
+        with call_cache.key_scope(architecture):
             yield
     finally:
         _forced = before
@@ -335,7 +335,7 @@ def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
     else:
         globals()[name] = lambda *_: tile
     try:
-        with call_cache.under((name, tile)):
+        with call_cache.key_scope((name, tile)):
             yield
     finally:
         if function is not None:

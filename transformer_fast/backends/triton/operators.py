@@ -56,7 +56,7 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
         # PyTorch, too, omits trailing defaults, and plans are keyed by the arguments that it passes.
         while len(arguments) > required and arguments[-1] is None:
             arguments = arguments[:-1]
-        if call_cache.quiet():
+        if call_cache.no_active_modes():
             # PyTorch's dispatch to a Python operator would take longer than everything else.
             result = planned.replay(arguments)
             if result is not NotImplemented:

@@ -295,12 +295,12 @@ class Planned:
         if key is None or known is _NEVER:
             return self.function(*arguments)
         if known is None:
-            call_cache.keep(self.store, key, _SEEN)
+            call_cache.insert(self.store, key, _SEEN)
             return self.function(*arguments)
         if known is not _SEEN:
             return _on(arguments[0].get_device(), known, arguments)
         result, plan = record(self.function, arguments)
-        call_cache.keep(self.store, key, plan or _NEVER)
+        call_cache.insert(self.store, key, plan or _NEVER)
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
