@@ -158,8 +158,12 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
   const int vecs = columns > kLanes ? 1 : 0;
   const TileFunction* tiles =
       m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs] : kTiles<kForm>[vecs];
+  constexpr long kRowBytes = kPanel * static_cast<long>(sizeof(float));
+  if (m <= kTileRows && k <= kKBlock)
+    return tiles[m - 1](a, a_stride, panel, k, c, c_stride, accumulate,
+                        {reinterpret_cast<const char*>(next), kRowBytes});
   const long count = (m + kTileRows - 1) / kTileRows;
-  const long step = kPanel * static_cast<long>(sizeof(float)) / count;
+  const long step = kRowBytes / count;
   long p = 0;
   do {
     const long depth = min(kKBlock, k - p);

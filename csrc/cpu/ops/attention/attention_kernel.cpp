@@ -239,7 +239,6 @@ struct Block {
 
   // Applies the part of a tile of keys that a strip sees.
   void apply(const Strip& strip, const Keys& tile, bool clean) const {
-    next_head.prefetch_some();
     const BlockMask& mask = strip.mask;
     float* scores = work.scores + (args.weights == nullptr ? 0 : tile.start);
     Keys keys = tile;
@@ -260,7 +259,9 @@ struct Block {
       scores += before;
     }
     if (keys.count > 0) {
+      if (!strip.started) prefetch_output(strip);
       for (long j = 0; j < keys.count; j += kPanel) {
+        next_head.prefetch_some();
         const float* panel = work.keys + (keys.start + j) * args.size;
         panel_rows<Form::packed>(work.query + strip.index * work.query_stride, work.query_stride,
                                  mask.rows, panel, args.size, scores + j, work.score_stride,
@@ -284,6 +285,11 @@ struct Block {
            (first + i) * args.output_stride[2];
   }
 
+  void prefetch_output(const Strip& strip) const {
+    for (long i = 0; i < strip.mask.rows; ++i)
+      fetch_row(output_row(strip.first + i), args.value_size);
+  }
+
   void begin(long next) const {
     const float* q = static_cast<const float*>(args.query) +
                      head_offset(args.query_starts, args.query_stride, b, head) +
@@ -299,18 +305,14 @@ struct Block {
       });
     }
     for (long i = rows; i < rows + next; ++i) fetch_row(q + i * args.query_stride[2], args.size);
-    for (long i = 0; i < rows; ++i) {
-      store(work.row_sum + i * kLanes, zero());
-      const float* out = output_row(i);
-      for (long d = 0; d < args.value_size; d += 16) prefetch_l2(out + d);
-    }
+    for (long i = 0; i < rows; ++i) store(work.row_sum + i * kLanes, zero());
     for (long i = 0; i < kStrips * kPackedRows; ++i) work.row_max[i] = -kInf;
   }
 
-  // to[j] = from[j] * by / divisor.
-  static void scale_row(const float* from, long n, float by, float divisor, float* to) {
-    for (long j = 0; j < n; j += kLanes)
-      store_some(to + j, load_some(from + j, n - j) * set1(by) / set1(divisor), n - j);
+  // to[j] = f(from[j])
+  template <class F>
+  TF_INLINE static void transform_row(const float* from, long n, float* to, const F& f) {
+    for (long j = 0; j < n; j += kLanes) store_some(to + j, f(load_some(from + j, n - j)), n - j);
   }
 
   void finish(const Strip& strip) const {
@@ -319,8 +321,8 @@ struct Block {
       const float total = reduce_add(load(strip.row_sum + i * kLanes));
       // Sums of fully masked rows are 0 already.
       const float row_sum = total == 0.0f ? 1.0f : total, norm = 1.0f / row_sum;
-      scale_row(strip.sums + i * work.sum_stride, args.value_size, norm, 1.0f,
-                output_row(strip.first + i));
+      transform_row(strip.sums + i * work.sum_stride, args.value_size, output_row(strip.first + i),
+                    [&](Vec x) { return x * set1(norm); });
       if (args.weights != nullptr) write_weights(strip, i, row_sum);
       if (args.shift == nullptr) continue;
       args.shift[row(strip.first + i)] = strip.row_max[i];
@@ -336,7 +338,8 @@ struct Block {
       const float then = work.tile_max[tile / kKeyTile * kPackedRows + i];
       float by[kLanes];
       store(by, softmax_exp(set1(then == strip.row_max[i] ? 0.0f : then - strip.row_max[i])));
-      scale_row(from + tile, min(kKeyTile, args.keys - tile), by[0], row_sum, to + tile);
+      transform_row(from + tile, min(kKeyTile, args.keys - tile), to + tile,
+                    [&](Vec x) { return x * set1(by[0]) / set1(row_sum); });
     }
   }
 
@@ -390,32 +393,26 @@ void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long he
 void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
   const float* v = static_cast<const float*>(args.value) +
                    head_offset(args.key_starts, args.value_stride, b, head);
-  for (long s = 0; s < limit; ++s) {
-    const float* row = v + s * args.value_stride[2];
-    if (s + kPanel < limit) fetch_row(row + kPanel * args.value_stride[2], args.value_size);
+  for (long tile = 0; tile < limit; tile += kKeyTile) {
     // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
     Vec nonfinite = zero();
-    float nonfinite_rest = 0.0f;
-    for (long j = 0; j < args.value_size; j += kPanel) {
-      const long columns = min(kPanel, args.value_size - j);
-      float* to = work.values + j * work.keys_up + s * kPanel;
-      if (columns == kPanel && args.value_stride[3] == 1) {
-        const Vec x = load(row + j), y = load(row + j + kLanes);
+    for (long s = tile; s < min(limit, tile + kKeyTile); ++s) {
+      const float* row = v + s * args.value_stride[2];
+      if (s + kPanel < limit) fetch_row(row + kPanel * args.value_stride[2], args.value_size);
+      for (long j = 0; j < args.value_size; j += kPanel) {
+        const long columns = min(kPanel, args.value_size - j);
+        float* to = work.values + j * work.keys_up + s * kPanel;
+        if (columns < kPanel || args.value_stride[3] != 1)
+          for (long c = 0; c < kPanel; ++c)
+            to[c] = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
+        const float* from = columns < kPanel || args.value_stride[3] != 1 ? to : row + j;
+        const Vec x = load(from), y = load(from + kLanes);
         store(to, x);
         store(to + kLanes, y);
         nonfinite = nonfinite + ((x - x) + (y - y));
-      } else {
-        for (long c = 0; c < kPanel; ++c) {
-          const float x = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
-          to[c] = x;
-          nonfinite_rest += x - x;
-        }
       }
     }
-    const float sum = reduce_add(nonfinite) + nonfinite_rest;
-    unsigned char& flag = work.nonfinite[s / kKeyTile];
-    if (s % kKeyTile == 0) flag = 0;
-    flag |= !(sum == 0.0f);
+    work.nonfinite[tile / kKeyTile] = any(is_nan(nonfinite));
   }
 }
 
@@ -430,9 +427,8 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
   const long group = args.heads / args.key_heads;
-  HeadPrefetcher<float> next_head(
-      args, b, key_head,
-      (end - begin + kTileRows - 1) / kTileRows * ((limit + kKeyTile - 1) / kKeyTile));
+  HeadPrefetcher<float> next_head(args, b, key_head, (end - begin + kTileRows - 1) / kTileRows,
+                                  limit);
   for (long item = begin; item < end;) {
     const long first = item % queries;
     const long left = min(queries - first, end - item);

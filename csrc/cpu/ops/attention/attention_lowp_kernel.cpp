@@ -617,7 +617,7 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   const long group = args.heads / args.key_heads;
   const long block_rows = one_tile<T>(args) ? kTileRows : Product<T>::kBlockRows;
   const long blocks = (end - begin + block_rows - 1) / block_rows;
-  HeadPrefetcher<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
+  HeadPrefetcher<T> next(args, b, key_head, blocks, limit);
   const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {

@@ -13,8 +13,10 @@ namespace {
 template <class T>
 class HeadPrefetcher {
  public:
-  // After those of the given head; distributed over `turns` calls.
-  HeadPrefetcher(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
+  // After those of the given head. `strips` times the panels of `keys` calls are expected, with
+  // causal masking half of them.
+  HeadPrefetcher(const AttentionArgs& args, long b, long key_head, long strips, long keys)
+      : args_(args) {
     // More would evict the current working set.
     constexpr long kMaxBytes = 256 * 1024;
     const long next = b * args.key_heads + key_head + args.next_head;
@@ -30,11 +32,18 @@ class HeadPrefetcher {
     v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
     keys_ = args.key_lengths == nullptr ? args.keys : max(0, min(args.keys, args.key_lengths[b]));
     rows_ = max(keys_, args.queries);
-    share_ = (rows_ + turns - 1) / max(1, turns);
+    const long calls = max(1, strips * ((keys + kPanel - 1) / kPanel) / (args.causal ? 2 : 1));
+    share_ = (rows_ + calls - 1) / calls;
   }
 
-  void prefetch_some() {
-    for (const long until = min(rows_, at_ + share_); at_ < until; ++at_) {
+  TF_INLINE void prefetch_some() {
+    const long until = min(rows_, at_ + share_);
+    if (at_ < until) prefetch_until(until);
+  }
+
+ private:
+  [[gnu::noinline]] void prefetch_until(long until) {
+    for (; at_ < until; ++at_) {
       if (at_ < keys_) {
         fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
         fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
@@ -43,7 +52,6 @@ class HeadPrefetcher {
     }
   }
 
- private:
   const AttentionArgs& args_;
   const T *q_ = nullptr, *k_ = nullptr, *v_ = nullptr;
   long keys_ = 0, rows_ = 0, share_ = 0, at_ = 0;
