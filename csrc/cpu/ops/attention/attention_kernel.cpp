@@ -416,10 +416,11 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
   }
 }
 
-void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
-  const Workspace work(args, static_cast<float*>(scratch));
+void attend(const AttentionArgs& call, long b, long key_head, long begin, long end, void* scratch) {
+  AttentionArgs args = call;
+  const long limit = see_keys<float>(args, b, key_head, static_cast<char*>(scratch));
+  const Workspace work(args, static_cast<float*>(scratch) + round_up(seen_bytes(call), kLine) / 4);
   const long queries = query_count(args, b);
-  const long limit = visible_keys(args, b, key_head, work.bias);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
@@ -427,7 +428,7 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
   const long group = args.heads / args.key_heads;
-  HeadPrefetcher<float> next_head(args, b, key_head, (end - begin + kTileRows - 1) / kTileRows,
+  HeadPrefetcher<float> next_head(call, b, key_head, (end - begin + kTileRows - 1) / kTileRows,
                                   limit);
   for (long item = begin; item < end;) {
     const long first = item % queries;
@@ -446,8 +447,8 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
 
 constexpr AttentionKernels kKernels{.scratch =
                                         [](const AttentionArgs& args) {
-                                          return Workspace(args, nullptr).floats *
-                                                 static_cast<long>(sizeof(float));
+                                          return Workspace(args, nullptr).floats * 4 +
+                                                 round_up(seen_bytes(args), kLine);
                                         },
                                     .queries = attend};
 

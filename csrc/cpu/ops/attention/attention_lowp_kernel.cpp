@@ -606,10 +606,11 @@ class Block : Scores {
 
 // Queries of the heads that share a key head, block by block.
 template <class T>
-void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
-  const Workspace<T> work(args, scratch);
+void attend(const AttentionArgs& call, long b, long key_head, long begin, long end, void* scratch) {
+  AttentionArgs args = call;
+  const long limit = see_keys<T>(args, b, key_head, static_cast<char*>(scratch));
+  const Workspace<T> work(args, static_cast<char*>(scratch) + round_up(seen_bytes(call), kLine));
   const long queries = query_count(args, b);
-  const long limit = visible_keys(args, b, key_head, work.bias);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
@@ -617,7 +618,7 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   const long group = args.heads / args.key_heads;
   const long block_rows = one_tile<T>(args) ? kTileRows : Product<T>::kBlockRows;
   const long blocks = (end - begin + block_rows - 1) / block_rows;
-  HeadPrefetcher<T> next(args, b, key_head, blocks, limit);
+  HeadPrefetcher<T> next(call, b, key_head, blocks, limit);
   const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {
@@ -639,9 +640,12 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
 }
 
 template <class T>
-constexpr AttentionKernels kAttentionKernels{
-    .scratch = [](const AttentionArgs& args) { return Workspace<T>(args, nullptr).bytes; },
-    .queries = attend<T>};
+constexpr AttentionKernels kAttentionKernels{.scratch =
+                                                 [](const AttentionArgs& args) {
+                                                   return Workspace<T>(args, nullptr).bytes +
+                                                          round_up(seen_bytes(args), kLine);
+                                                 },
+                                             .queries = attend<T>};
 
 }  // namespace
 

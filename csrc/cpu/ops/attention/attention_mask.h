@@ -192,25 +192,62 @@ inline long key_limit(const AttentionShape& shape, long b) {
   return shape.key_lengths == nullptr ? keys : max(0, min(keys, shape.key_lengths[b]));
 }
 
-// The same, of a key head; also by a mask that is broadcast over queries. `bias`: room for kPanel.
-inline long visible_keys(const AttentionShape& shape, long b, long key_head, float* bias) {
-  const long limit = key_limit(shape, b), group = shape.heads / shape.key_heads;
-  if (shape.mask == nullptr || shape.mask_stride[2] != 0 || limit == 0) return limit;
-  long end = 0;
-  for (long h = 0; h < (shape.mask_stride[1] == 0 ? 1 : group); ++h) {
-    const BlockMask mask{shape, b, key_head * group + h, query_count(shape, b) - 1, 1, limit, bias};
-    long here = mask.unmasked(0, limit);
-    const long panel = max(0, here - 1) / kPanel * kPanel;
-    const float* row = mask.mask_row(0, panel, here - panel);
-    while (here > panel && row[here - 1 - panel] == -kInf) --here;
-    end = max(end, here);
-  }
-  return end;
-}
-
 // Offset of the first row of a head of a batch element.
 TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
   return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
+}
+
+// Bytes of scratch for see_keys().
+inline long seen_bytes(const AttentionArgs& args) {
+  if (args.mask == nullptr || args.mask_stride[2] != 0) return 0;
+  return args.keys * (4 + (args.size + args.value_size) * element_bytes(args.type)) + 2 * kLine;
+}
+
+// Where the mask is the same for all queries, finds the end of the keys that it leaves visible to
+// those of a key head. If it hides many keys before, copies the others, their values and their mask
+// to `scratch` and lets `args` refer to these copies. The choice depends on the mask only, so that
+// neither threads nor the number of queries change results.
+template <class T>
+long see_keys(AttentionArgs& args, long b, long key_head, char* scratch) {
+  const long limit = key_limit(args, b), group = args.heads / args.key_heads;
+  if (args.mask == nullptr || args.mask_stride[2] != 0 || (args.mask_stride[1] != 0 && group > 1))
+    return limit;
+  auto* bias = reinterpret_cast<float*>(scratch);
+  const BlockMask mask{args, b, key_head * group, 0, 1, limit, bias};
+  const float* row = mask.mask_row(0, 0, limit);
+  long count = 0, end = 0;
+  for (long s = 0; s < limit; ++s)
+    if (row[s] != -kInf) {
+      ++count;
+      end = s + 1;
+    }
+  // Positions matter to causality, dropout and returned weights. Copies cost some 3 % of a call.
+  if (args.causal || args.dropout.on || args.weights != nullptr || args.key_stride[3] != 1 ||
+      args.value_stride[3] != 1 || 8 * count > 7 * end)
+    return end;
+  T* keys = reinterpret_cast<T*>(scratch + round_up(4 * args.keys, kLine));
+  T* values = keys + args.keys * args.size;
+  const T* k =
+      static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, key_head);
+  const T* v = static_cast<const T*>(args.value) +
+               head_offset(args.key_starts, args.value_stride, b, key_head);
+  for (long s = 0, n = 0; s < end; ++s) {
+    if (row[s] == -kInf) continue;
+    std::memcpy(keys + n * args.size, k + s * args.key_stride[2], args.size * sizeof(T));
+    std::memcpy(values + n * args.value_size, v + s * args.value_stride[2],
+                args.value_size * sizeof(T));
+    bias[n++] = row[s];
+  }
+  args.key = keys;
+  args.value = values;
+  args.mask = args.mask_type == Element::boolean ? nullptr : bias;
+  args.mask_type = Element::float32;
+  args.key_starts = args.key_lengths = nullptr;
+  for (int d = 0; d < 4; ++d)
+    args.key_stride[d] = args.value_stride[d] = args.mask_stride[d] = d == 3 ? 1 : 0;
+  args.key_stride[2] = args.size;
+  args.value_stride[2] = args.value_size;
+  return args.keys = count;
 }
 
 }  // namespace
