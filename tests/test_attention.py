@@ -400,6 +400,17 @@ def test_masked_garbage_has_no_effect(target):
         pytest.skip(refused)
 
 
+@pytest.mark.parametrize("target", CPU_TARGETS)
+def test_a_mask_of_keys_gives_the_bits_of_a_call_without_them(target):
+    """Where the mask is the same for all queries, hidden keys are left out of the products."""
+    query, key, value = tensors(QUERIES, 530, 8, heads=3, dtype=target.dtype, batch=1)
+    mask = draw().bools(1, 1, 1, 530, true=0.6)
+    seen = mask.flatten()
+    masked = run(target, on(target, arrange(query, key, value, mask=mask)))
+    fewer = run(target, on(target, arrange(query, key[:, :, seen], value[:, :, seen])))
+    assert same_bits(masked, fewer)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_garbage_queries_affect_only_their_rows(target):
     query, key, value = tensors(130, 37, 8, heads=3, dtype=target.dtype)
