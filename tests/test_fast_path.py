@@ -207,6 +207,25 @@ def test_small_attention_falls_back_only_if_pytorch_agrees(change: str) -> None:
     assert bool(found) == (change != "lead")
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 1, 5, 7), (2, 4, 5, 1)])
+def test_attention_with_a_bool_mask_is_bitwise_equal_on_the_fast_path(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
+    mask = torch.rand(shape) < 0.5
+
+    def run(mask: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, mask)
+
+    with fast_path.small_size_fallback(short=False):
+        expected = run(mask)
+    monkeypatch.delitem(functional.scaled_dot_product_attention.__globals__, "general_attention")
+    assert torch.equal(run(mask), expected)
+    for other in (mask.float(), mask[0], mask.expand(2, 4, 5, 7)[..., :6]):
+        with pytest.raises(NameError, match="general_attention"):
+            run(other)
+
+
 @pytest.mark.parametrize("keys", [5, 2048])
 def test_small_attention_with_grouped_heads_falls_back(keys: int) -> None:
     q, k, v = torch.randn(2, 4, 5, 32), torch.randn(2, 2, keys, 32), torch.randn(2, 2, keys, 32)

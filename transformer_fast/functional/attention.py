@@ -256,7 +256,6 @@ def scaled_dot_product_attention(
     """
     if (
         backend is None
-        and attn_mask is None
         and key_lengths is None
         and query_lengths is None
         and type(is_causal) is bool
@@ -265,7 +264,7 @@ def scaled_dot_product_attention(
         and type(dropout_p) is float
         and dropout_p == 0.0
         and (scale is None or type(scale) is float)
-        and (grad := is_plain_eager(query, key, value)) is not None
+        and (grad := is_plain_eager(query, key, value, attn_mask)) is not None
     ):
         sizes, keys = query.shape, key.shape
         if (
@@ -274,9 +273,14 @@ def scaled_dot_product_attention(
             and sizes[0] == keys[0]
             and sizes[3] == keys[3]
             and (sizes[1] == keys[1] or (enable_gqa and keys[1] and sizes[1] % keys[1] == 0))
+            and (
+                attn_mask is None
+                or (not is_causal and _is_plain_mask(attn_mask, *sizes[:3], keys[2]))
+            )
         ):
             if (
-                0 < query.numel() * keys[2] < ATTENTION.below[grad]
+                attn_mask is None
+                and 0 < query.numel() * keys[2] < ATTENTION.below[grad]
                 and not is_causal
                 and query.dtype is key.dtype is value.dtype is FLOAT
                 and key.is_cpu
@@ -289,12 +293,24 @@ def scaled_dot_product_attention(
             run = direct_kernel("attention", query, key, value)
             if run is not None:
                 return run(  # type: ignore[no-any-return]
-                    query, key, value, None, None, is_causal, scale, 0.0, None, enable_gqa, False
-                )[0]
+                    query, key, value, attn_mask, None, is_causal, scale, 0.0, None, enable_gqa,
+                    False,
+                )[0]  # fmt: skip
     return general_attention(  # type: ignore[no-any-return]
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
         query_lengths, need_weights, backend,
     )  # fmt: skip
+
+
+def _is_plain_mask(mask: Tensor, *sizes: int) -> bool:
+    """True for a bool mask in CPU memory that broadcasts to the scores without further dimensions."""
+    return (
+        mask.dtype is torch.bool
+        and mask.is_cpu
+        and mask.layout is torch.strided
+        and mask.dim() == 4
+        and all(n == 1 or n == size for n, size in zip(mask.shape, sizes, strict=True))
+    )
 
 
 def general_attention(
