@@ -74,6 +74,28 @@ def test_float_weights_beside_rows_of_low_precision(op, dtype, isa):
 
 
 @needs_native
+@pytest.mark.parametrize("columns", [33, 700])
+def test_rows_far_from_zero_lose_no_digits(columns, isa):
+    """The rounding error of a mean of 1e6 is 3 % of a standard deviation of 1."""
+    far = torch.randn(20, columns) + 1e6
+    weight, bias, upstream = torch.rand(columns), torch.rand(columns), torch.randn(20, columns)
+
+    def results(x: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = functional.layer_norm(leaves[0], (columns,), *leaves[1:], backend="cpu")
+        return [y, *torch.autograd.grad(y, leaves, upstream)]
+
+    torch.testing.assert_close(results(far), results(far - 1e6))  # the difference is exact
+
+
+@needs_native
+@pytest.mark.parametrize("value", [0.1, 123.456, 1e6])
+def test_rows_of_one_value_are_zero_for_any_eps(value, isa):
+    x = torch.full((3, 77), value)
+    assert not functional.layer_norm(x, (77,), eps=1e-12, backend="cpu").any()
+
+
+@needs_native
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_the_gradients_of_parameters_have_their_dtype_in_traces(has_weight):
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8) if has_weight else None

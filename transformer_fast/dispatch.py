@@ -8,7 +8,7 @@ are `PreferLater` records. Of several GPU kernels that are validated it takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -251,9 +251,9 @@ def _gain(kernel: Kernel, call: Call) -> float:
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
-def _mixes(kernel: Kernel, call: Call) -> bool:
+def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
     """True if the tensors have dtypes that the kernel does not support together."""
-    tensors, same = call.tensors, kernel.same_dtype
+    same = kernel.same_dtype
     dtype = tensors[0].dtype  # type: ignore[union-attr]
     if same is None:
         return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
@@ -285,7 +285,7 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
         if wrong:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
             reasons.append(f"it supports {names}, and the call has {str(wrong[0])[6:]}")
-        if _mixes(kernel, call):
+        if mixes_dtypes(kernel, call.tensors):
             reasons.append(
                 "it needs all tensors in one dtype"
                 + (", or weight and bias in float32" if kernel.same_dtype is not None else "")
@@ -326,7 +326,7 @@ def _fits(kernel: Kernel, call: Call) -> bool:
             return False
         for tensor in tensors:
             if tensor is not None and tensor.dtype != dtype:
-                if kernel.same_dtype is None or _mixes(kernel, call):
+                if kernel.same_dtype is None or mixes_dtypes(kernel, tensors):
                     return False
                 break
     if call.needs_grad:

@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, PreferLater, _state, function_mode_is_active, is_observed, select
+from .dispatch import (
+    Call,
+    PreferLater,
+    _state,
+    function_mode_is_active,
+    is_observed,
+    mixes_dtypes,
+    select,
+)
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -148,11 +156,14 @@ def direct_kernel(
     dtype = first.dtype
     if dtype not in found.dtypes or first.layout is not _STRIDED:
         return None
+    mixed = False
     for tensor in others:
-        if tensor is not None and (
-            tensor.dtype is not dtype or tensor.layout is not _STRIDED or not tensor.is_cpu
-        ):
-            return None
+        if tensor is not None:
+            if tensor.layout is not _STRIDED or not tensor.is_cpu:
+                return None
+            mixed = mixed or tensor.dtype is not dtype
+    if mixed and (found.same_dtype is None or mixes_dtypes(found, (first, *others))):
+        return None
     if grad and dtype in LIMITED[op]:
         return select(Call(op, (first, *others), True)).run
     return found.run

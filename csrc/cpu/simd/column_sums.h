@@ -65,6 +65,10 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
     if (j < end) add(sums[1], j, end - j);
     TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] =
         (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    if (n <= kBlock) {
+      TF_UNROLL for (int i = 0; i < kCount; ++i) totals[i] = reduce_add(sums[0][i]);
+      return;
+    }
     // levels[l] holds a sum of 2^l blocks if bit l of their number is set.
     int level = 0;
     for (; (blocks >> level & 1) != 0; ++level)
@@ -80,21 +84,33 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
   }
 }
 
-// The sum of ((x - mean) scale)^2 along a row.
-template <class T>
-TF_INLINE float sum_of_squares(const T* x, long n, float mean, float scale = 1.0f) {
-  const Vec centre = set1(mean), factor = set1(scale);
-  const long whole = n / kLanes * kLanes;
-  float sum[1], rest = 0.0f;
-  row_sums(whole, sum, [&](Vec* to, long j, long) __attribute__((always_inline)) {
-    const Vec d = (load_some(x + j, kLanes) - centre) * factor;
-    to[0] = fma(d, d, to[0]);
+// The sum of f(x - mean) along a row.
+template <class T, class F>
+TF_INLINE float sum_along(const T* x, long n, float mean, const F& f) {
+  const Vec centre = set1(mean);
+  float sum[1] = {0.0f};
+  row_sums(n, sum, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    const Vec value = f(load_some(x + j, count) - centre);
+    to[0] = to[0] + (count < kLanes ? select(lanes_below(count), value, zero()) : value);
   });
-  for (long j = whole; j < n; ++j) {
-    const float d = (load_one(x + j) - mean) * scale;
-    rest += d * d;
-  }
-  return sum[0] + rest;
+  return sum[0];
+}
+
+// The sum of ((x - mean - offset) scale)^2.
+template <class T>
+TF_INLINE float sum_of_squares(const T* x, long n, float mean, float scale = 1.0f,
+                               float offset = 0.0f) {
+  return sum_along(x, n, mean, [&](Vec d) __attribute__((always_inline)) {
+    d = (d - set1(offset)) * set1(scale);
+    return d * d;
+  });
+}
+
+// The sum of (x - mean) scale: 0 up to the rounding error of the mean.
+template <class T>
+TF_INLINE float sum_of_distances(const T* x, long n, float mean, float scale = 1.0f) {
+  return sum_along(x, n, mean,
+                   [&](Vec d) __attribute__((always_inline)) { return d * set1(scale); });
 }
 
 }  // namespace

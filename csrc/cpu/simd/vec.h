@@ -192,6 +192,12 @@ TF_INLINE long max(long x, long y) { return x > y ? x : y; }
 
 TF_INLINE Vec zero() { return set1(0.0f); }
 
+// The first n < kLanes lanes.
+TF_INLINE Mask lanes_below(long n) {
+  static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  return less(zero(), load_n(kOnes, n));
+}
+
 // Copies n floats and pads to `room` with zeros.
 TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
   long j = 0;

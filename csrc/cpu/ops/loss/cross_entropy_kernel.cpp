@@ -57,12 +57,6 @@ TF_INLINE void each_whole(const T* x, long n, const F& f) {
   for (; j + kLanes <= n; j += kLanes) f(0, load(x + j));
 }
 
-// The first n < kLanes lanes.
-TF_INLINE Mask lanes_below(long n) {
-  static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  return less(zero(), load_n(kOnes, n));
-}
-
 TF_INLINE float add_up(const Vec (&sums)[kSums]) {
   return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }

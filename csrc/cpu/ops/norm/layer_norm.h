@@ -50,18 +50,6 @@ struct LayerNormArgs {
   NormKind kind = NormKind::layer;
 };
 
-// c and r of a row of n elements whose sum is `total`; `squares(c)` returns the sum of (s - c)^2.
-template <class Squares>
-__attribute__((always_inline)) inline void row_statistics(const LayerNormArgs& args, float total,
-                                                          Squares squares, float& centre,
-                                                          float& scale) {
-  const float n = static_cast<float>(args.n);
-  centre = subtracts_mean(args.kind) ? total / n : 0.0f;
-  const float variance = squares(centre) / static_cast<float>(terms_of(args.kind, args.n));
-  scale = eps_is_under_root(args.kind) ? 1.0f / __builtin_sqrtf(variance + args.eps)
-                                       : 1.0f / (__builtin_sqrtf(variance) + args.eps);
-}
-
 // Rows [0, rows) on torch's threads.
 void run_layer_norm(const LayerNormArgs& args, long rows);
 

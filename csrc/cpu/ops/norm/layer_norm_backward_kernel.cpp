@@ -38,8 +38,11 @@ struct Row {
   TF_INLINE Vec normal(long j, long count) const {
     return (load_some(source + j, count) - set1(mean)) * set1(rstd);
   }
-  TF_INLINE Vec weighted(long j, long count) const {
-    const Vec dy = load_some(grad + j, count);
+  // Less `off`. By fma(), so that the bits are the same in all loops.
+  TF_INLINE Vec normal(long j, long count, float off) const {
+    return fma(load_some(source + j, count) - set1(mean), set1(rstd), set1(-off));
+  }
+  TF_INLINE Vec weighted(Vec dy, long j, long count) const {
     return args.weight == nullptr ? dy : dy * load_some(args.weight + j, count);
   }
 };
@@ -51,25 +54,28 @@ float share_outside(const Row<T>& in, long n, long terms) {
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
-// mean(h): 0 up to the rounding error of the row's mean.
+// mean(h), which is 0 up to the rounding error of the row's mean: 0 unless that is far from 0.
 template <class T>
 float mean_of_normal(const Row<T>& in, long n) {
-  const long whole = n / kLanes * kLanes;
-  float sum[1], rest = 0.0f;
-  row_sums(whole, sum, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
-    to[0] = to[0] + in.normal(j, count);
-  });
-  for (long j = whole; j < n; ++j) rest += (load_one(in.source + j) - in.mean) * in.rstd;
-  return (sum[0] + rest) / static_cast<float>(n);
+  if (__builtin_fabsf(in.mean) * in.rstd <= kFar) return 0.0f;
+  return sum_of_distances(in.source, n, in.mean, in.rstd) / static_cast<float>(n);
 }
 
+// Adds a row's share of dweight and dbias to `share` (2, n).
+TF_INLINE void add_share(float* share, long n, long j, long count, Vec dy, Vec h) {
+  store_some(share + j, fma(dy, h, load_some(share + j, count)), count);
+  store_some(share + n + j, load_some(share + n + j, count) + dy, count);
+}
+
+// Also adds the row's share of dweight and dbias to `parameters` (2, n) unless that is nullptr.
 template <class T>
-void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
+void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors,
+                     float* parameters) {
   const long n = args.n;
   const Row<T> in(args, row);
   float sums[2];  // of g, and of g h
   row_sums(n, sums, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
-    const Vec g = in.weighted(j, count);
+    const Vec g = in.weighted(load_some(in.grad + j, count), j, count);
     to[0] = to[0] + g;
     to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
   });
@@ -78,11 +84,9 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
       eps_is_under_root(args.kind) ? inverse : share_outside(in, n, terms_of(args.kind, n));
   float mean_g = subtracts_mean(args.kind) ? sums[0] * inverse : 0.0f, mean_gh = sums[1] * share;
   // The rounding error of a mean far from 0 offsets all of h, and ds with it.
-  if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
-    const float off = mean_of_normal(in, n);
-    mean_gh -= off * sums[0] * share;
-    mean_g -= off * mean_gh;
-  }
+  const float off = mean_of_normal(in, n);
+  mean_gh -= off * sums[0] * share;
+  mean_g -= off * mean_gh;
   const bool drops = args.grad_input != nullptr && args.dropout.on;
   if (drops) row_dropout_factors(args.dropout, row, n, args.dropout_columns, factors);
   const auto row_of = [&](void* tensor) {
@@ -93,22 +97,13 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
                        ? nullptr
                        : static_cast<const T*>(args.grad_sum) + row * args.grad_sum_stride;
   each_vector(n, [&](long j, long count) {
-    const Vec h = in.normal(j, count);
-    Vec d = (in.weighted(j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
+    const Vec dy = load_some(in.grad + j, count), h = in.normal(j, count);
+    Vec d = (in.weighted(dy, j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
+    if (parameters != nullptr) add_share(parameters, n, j, count, dy, in.normal(j, count, off));
     if (extra != nullptr) d = d + load_some(extra + j, count);
     if (to_source != nullptr) store_some(to_source + j, d, count);
     if (drops) d = drop(d, load_some(factors + j, count));
     if (to_input != nullptr) store_some(to_input + j, d, count);
-  });
-}
-
-template <class T>
-void add_share(const LayerNormBackwardArgs& args, long row, float* dweight, float* dbias) {
-  const Row<T> in(args, row);
-  each_vector(args.n, [&](long j, long count) {
-    const Vec dy = load_some(in.grad + j, count);
-    store_some(dweight + j, fma(dy, in.normal(j, count), load_some(dweight + j, count)), count);
-    store_some(dbias + j, load_some(dbias + j, count) + dy, count);
   });
 }
 
@@ -137,9 +132,15 @@ void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
   const long end = args.rows * (block + 1) / args.blocks;
   const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
   for (long row = begin; row < end; ++row) {
-    if (source) source_gradient<T>(args, row, factors);
+    if (source) source_gradient<T>(args, row, factors, share == nullptr ? nullptr : chain);
     if (share == nullptr) continue;
-    add_share<T>(args, row, chain, chain + n);
+    if (!source) {
+      const Row<T> in(args, row);
+      const float off = mean_of_normal(in, n);
+      each_vector(n, [&](long j, long count) {
+        add_share(chain, n, j, count, load_some(in.grad + j, count), in.normal(j, count, off));
+      });
+    }
     if ((row - begin) % kRowChain == kRowChain - 1) move_into(chain, 2 * n, share);
   }
   if (share != nullptr) move_into(chain, 2 * n, share);
