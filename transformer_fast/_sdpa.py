@@ -12,8 +12,7 @@ import torch
 from torch.nn import attention as _registry
 
 from . import _native, dispatch
-from ._sdpa_operators import Override, runs_on
-from .functional.attention import LOG_SUM_EXP
+from ._sdpa_operators import BACKENDS, Override, runs_on
 
 NAME = "transformer_fast"
 
@@ -69,8 +68,8 @@ def enable_sdpa(backend: str | None = None) -> None:
             built, or this PyTorch cannot restore its own kernel afterwards (2.10).
     """
     global _before, _named
-    if backend is not None and backend not in LOG_SUM_EXP:
-        known = ", ".join(LOG_SUM_EXP)
+    if backend is not None and backend not in BACKENDS:
+        known = ", ".join(BACKENDS)
         raise ValueError(f"backend must be one of {known}, or None, not {backend!r}")
     reason = _why_not(backend)
     if reason is not None:

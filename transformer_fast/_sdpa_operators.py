@@ -19,9 +19,12 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import Call, select
-from .functional.attention import LOG_SUM_EXP, TRAINING
+from .functional.attention import TRAINING
 
 _log = logging.getLogger("transformer_fast")
+
+#: Backends whose kernels may replace PyTorch's.
+BACKENDS = ("cpu", "triton")
 
 #: For each device, the operators that F.scaled_dot_product_attention may arrive at.
 OPERATORS: dict[str, tuple[str, ...]] = {
@@ -193,7 +196,7 @@ class Override:
             backend = ""
         # What another kernel drops, PyTorch's backward would not know.
         fits = dropout_p == 0.0 and value.shape[-1] == query.shape[-1]
-        if fits and backend in LOG_SUM_EXP and query.numel() > 0 and key.numel() > 0:
+        if fits and backend in BACKENDS and query.numel() > 0 and key.numel() > 0:
             return backend
         self._tell(call, named)
         return None
@@ -218,9 +221,9 @@ def why_not_ours(call: Call, named: str | None) -> str:
             and (unproven := dispatch.why_unproven(kernel, call)) is not None
         ):
             reasons.append(unproven)
-        if kernel.backend in LOG_SUM_EXP and reasons:
+        if kernel.backend in BACKENDS and reasons:
             told.append(f"{kernel.backend}: {'; '.join(reasons)}")
-    if named is not None and named not in LOG_SUM_EXP:
+    if named is not None and named not in BACKENDS:
         told.insert(0, f"{named!r} is named")
     if call.dropout_p != 0.0:
         told.insert(0, "it has dropout, which PyTorch's backward has to repeat")
@@ -252,8 +255,7 @@ def attend(
     output, _, row_max, row_sum = TRAINING.of[backend](
         query, key, value, mask, None, is_causal, scale, 0.0, None, False
     )
-    lse = LOG_SUM_EXP[backend](query, mask, scale, row_max, row_sum)
-    return output, torch.where(row_sum == 0.0, -math.inf, lse)
+    return output, row_max + row_sum.log()
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:

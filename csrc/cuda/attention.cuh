@@ -8,8 +8,8 @@
 // ahead of the computation. The 16-byte chunks of their rows are swizzled so that ldmatrix has no
 // bank conflicts.
 //
-// The maximum and the sum of each row are saved for backward: P = exp2((score - row_max) exponent)
-// / row_sum. A fully masked row has the sum 0, and its results are 0.
+// The maximum and the sum of each row are saved for backward, of scores with their scale:
+// P = exp(score - row_max) / row_sum. Both are 0 for a fully masked row, and its results are 0.
 //
 // Masked-out keys and values may be NaN or inf. Masked-out scores are replaced, so the keys have no
 // effect, but values would give 0 * NaN. Rows whose result is not finite are recomputed from
@@ -48,6 +48,9 @@ struct AttentionArgs {
   float scale, exponent;
   Dropout dropout;
   float *row_max, *row_sum;  // (batch, heads, queries)
+
+  // What exp2 multiplies besides log2(e).
+  TF_DEVICE float unscaled_by() const { return scaled ? 1.0f : scale; }
 };
 
 struct AttentionForwardArgs {
@@ -330,6 +333,13 @@ struct AttentionHead {
     return exp2_approx((score - row_max) * args.exponent) * share;
   }
 
+  // The same with a saved row_max. The product is rounded, as row_max was; otherwise large scores
+  // would exceed their own maximum.
+  TF_DEVICE float weight_of_saved(float score, float row_max, float share) const {
+    constexpr float kLog2E = 1.44269504f;
+    return exp2_approx((rounded_product(score, args.unscaled_by()) - row_max) * kLog2E) * share;
+  }
+
   // Returns one score, computed by a whole warp, for the few rows that are recomputed.
   TF_DEVICE float score_of(const T* query_row, const T* key_row, int query, int key) const {
     float more = 0.0f;
@@ -469,7 +479,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
         factors[i] = drops ? share[i] * args.dropout.scale : share[i];
         const int at = row + g + 8 * i;
         if (t == 0 && at < args.queries) {
-          args.row_max[head.first_row + at] = row_max[i];
+          args.row_max[head.first_row + at] = args.unscaled_by() * row_max[i];
           args.row_sum[head.first_row + at] = row_sum[i];
         }
       }

@@ -29,7 +29,7 @@ struct AttentionBackwardArgs {
   bool grad_scores_float;  // grad_scores is fp32; else it has the type of the query
 };
 
-// Returns the share of a row: the weights are exp2((score - row_max) exponent) share.
+// Returns the share of a row: the weights are exp(score - row_max) share.
 TF_DEVICE float share_of(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
 // Returns the gradient of a returned weight, 0 if there is none.
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
         for (int i = 0; i < 4; ++i) {
           // Gradients of masked-out weights may be NaN.
           if (p[n][i] == -INFINITY) dp[n][i] = 0.0f;
-          p[n][i] = head.weight(p[n][i], row_max[i / 2], share[i / 2]);
+          p[n][i] = head.weight_of_saved(p[n][i], row_max[i / 2], share[i / 2]);
         }
       if (step < tiles) {
 #pragma unroll
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
                                 value + s * args.value.row) +
                        grad_weight<T>(backward, head, at, s);
       const float ds =
-          head.weight(score, highest, inverse) * (drop(dp, head.factor_of(at, s)) - sum);
+          head.weight_of_saved(score, highest, inverse) * (drop(dp, head.factor_of(at, s)) - sum);
 #pragma unroll
       for (int j = 0; j < Tile::head / kWarp; ++j) {
         const int column = lane + j * kWarp;
@@ -284,7 +284,8 @@ __global__ void __launch_bounds__(Tile::threads, 2)
       const auto finish = [&](int n, int i, float factor) {
         const int at = 8 * n + i % 2;
         const bool hidden = p[n][i] == -INFINITY;
-        const float weight = head.weight(p[n][i], statistic[at], statistic[Tile::rows + at]);
+        const float weight =
+            head.weight_of_saved(p[n][i], statistic[at], statistic[Tile::rows + at]);
         dp[n][i] =
             hidden ? 0.0f : weight * (drop(dp[n][i], factor) - statistic[2 * Tile::rows + at]);
         p[n][i] = drop(weight, factor);

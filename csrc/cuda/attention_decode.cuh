@@ -38,7 +38,7 @@ TF_DEVICE void read(Chunk<T>& chunk, const HeadsView& view, const T* row, int co
 }
 
 TF_DEVICE void store_decoded(const AttentionArgs& args, int64_t row, float largest, float total) {
-  args.row_max[row] = total == 0.0f ? 0.0f : largest;
+  args.row_max[row] = total == 0.0f ? 0.0f : args.unscaled_by() * largest;
   args.row_sum[row] = total;
 }
 

@@ -45,6 +45,9 @@ TF_DEVICE uint32_t pack(fp16, float low, float high) {
   return packed;
 }
 
+// Returns x y, not contracted with an addition.
+TF_DEVICE float rounded_product(float x, float y) { return __fmul_rn(x, y); }
+
 // Returns 2^x with an error of 2^-22 relative to the result; results below 2^-126 are 0.
 TF_DEVICE float exp2_approx(float x) {
   float y;

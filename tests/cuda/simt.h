@@ -190,6 +190,11 @@ uint32_t pack(T, float low, float high) {
   return pair[0].bits | static_cast<uint32_t>(pair[1].bits) << 16;
 }
 
+inline float rounded_product(float x, float y) {
+  const volatile float product = x * y;
+  return product;
+}
+
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;

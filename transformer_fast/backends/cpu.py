@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..functional.attention import LOG_SUM_EXP, attention_on
+from ..functional.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
@@ -45,13 +45,6 @@ def linear_cross_entropy(
     if (found := LossFunction.recorded("cpu", *arguments)) is not None:
         return found  # type: ignore[no-any-return]
     return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
-
-
-def _log_sum_exp(
-    query: Tensor, mask: Tensor | None, scale: float, row_max: Tensor, row_sum: Tensor
-) -> Tensor:
-    # P = exp(scores - row_max) row_sum.
-    return row_max - row_sum.log()
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
@@ -143,7 +136,6 @@ def _register() -> None:
             operator.define("cpu")
         implement_packed()
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
-    LOG_SUM_EXP["cpu"] = _log_sum_exp
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (

@@ -7,11 +7,11 @@ the online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022)
 running sum l, accumulator in fp32. Fully visible tiles come first and need no masking; partially
 visible tiles follow; fully masked tiles are skipped.
 
-Two statistics are saved per row, ``shift`` and ``norm``. With natural scores (see `tiles`)
-P = exp(score - shift) / norm. A single log-sum-exp m + log l would lose precision: it would round to m
-if a mask adds finfo.min to a whole row. With the other scores, for bf16 and fp16, shift = m + log l
-and P = exp(score - shift), which needs one value and one multiplication less. A norm of 0 always marks
-a fully masked row.
+Two statistics are saved per row: ``row_max``, the maximum m of its natural scores, and ``row_sum``, the
+sum l of exp(score - m), so that P = exp(score - m) / l. Both are 0 for a fully masked row. A single
+log-sum-exp m + log l would lose precision: it would round to m if a mask adds finfo.min to a whole row.
+The kernels for bf16 and fp16 use exponents of 2 (see `tiles`), P = exp2(score - base) with
+base = m log2(e) + log2(l), unless a mask is added.
 
 Masked-out keys and values may be NaN or inf. Masked-out scores are replaced, so the keys have no
 effect; but values would give 0 * NaN. Instead of cleaning every tile, the program checks its result
@@ -53,13 +53,14 @@ from .tiles import (
     Sizes,
     any_not_finite,
     load_rows,
-    load_share,
+    load_statistics,
     online_softmax,
     power,
     query_program,
     rows_of,
     sequence_end,
     store_rows,
+    store_statistics,
     tile_number,
     visible_scores,
     walked_tile,
@@ -74,8 +75,8 @@ def attention_forward_kernel(
     out_heads,
     mask,
     lists,  # counts and numbers of `mask_tiles.TileLists`, or None
-    shift_ptr,  # (B, H, T) fp32
-    norm_ptr,  # (B, H, T) fp32
+    row_max_ptr,  # (B, H, T) fp32
+    row_sum_ptr,  # (B, H, T) fp32
     call,
     queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
     C: tl.constexpr,
@@ -131,14 +132,9 @@ def attention_forward_kernel(
         row_sum = tl.where(real, row_sum, 0.0)
         accumulator = tl.where(real[:, None], accumulator, 0.0)
     # A fully masked row has l = 0 and output 0; m = 0 avoids infinities in the backward.
-    some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    share = divide(1.0, some_sum)
+    share = divide(1.0, tl.where(row_sum == 0.0, 1.0, row_sum))
     row_max = tl.where(row_sum == 0.0, 0.0, row_max)
-    shift = row_max
-    if not C.NATURAL:
-        shift += tl.log2(some_sum)
-    tl.store(shift_ptr + p.row, shift, mask=query < queries)
-    tl.store(norm_ptr + p.row, row_sum, mask=query < queries)
+    store_statistics(row_max_ptr, row_sum_ptr, p.row, row_max, row_sum, query < queries, C.NATURAL)
     if C.DROPOUT:
         share *= call.keep_scale
     accumulator *= share[:, None]
@@ -189,13 +185,13 @@ def attention_forward_kernel(
 
 # Computes the weights from the statistics of each row that the forward saved,
 #
-#     weights = dropout(exp(scores - shift) / norm),  0 where masked out
+#     weights = dropout(exp(scores - row_max) / row_sum),  0 where masked out
 #
 # (B, H, T, S) in the input's dtype; these are the factors of V. One program per tile. Only q and k are
 # read twice, and attention itself does not store the T x S matrix.
 @triton.jit(do_not_specialize=PER_BATCH_BUT_KEYS)
 def attention_weights_kernel(
-    q_heads, k_heads, mask, lists, shift_ptr, norm_ptr,
+    q_heads, k_heads, mask, lists, row_max_ptr, row_sum_ptr,
     weight_ptr,  # (B, H, T, S) contiguous
     call,
     queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
@@ -221,10 +217,10 @@ def attention_weights_kernel(
         mask, b, h, query_end, keys, True, call.query_lengths is not None, C,
     )  # fmt: skip
     row = bh.to(tl.int64) * queries + query
-    shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
-    weights = power(scores, shift[:, None], call.scale, C.NATURAL)
+    base, share = load_statistics(row_max_ptr, row_sum_ptr, row, query < queries, C.NATURAL)
+    weights = power(scores, base[:, None], call.scale, C.NATURAL)
     if C.NATURAL:
-        weights *= load_share(norm_ptr, row, query < queries)[:, None]
+        weights *= share[:, None]
     if C.DROPOUT:
         keep = keep_tile(tl.load(call.seed), row, start, limit, C.BLOCK_S)
         weights = tl.where(keep, weights * call.keep_scale, 0.0)
@@ -396,28 +392,20 @@ def make_problem(
 def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
     """True if the kernels use natural scores (see `tiles`) instead of those in powers of two.
 
-    Natural scores also save the norm separately, which rounds less; in fp32 that is worth its cost.
+    Those kernels keep maximum and sum apart, which rounds less; in fp32 that is worth its cost.
     """
     is_added = attn_mask is not None and attn_mask.dtype != torch.bool
     return is_added or scale <= 0.0 or query.dtype == torch.float32
 
 
-def log_sum_exp(
-    query: Tensor, attn_mask: Tensor | None, scale: float, shift: Tensor, norm: Tensor
-) -> Tensor:
-    """Implements `functional.attention.LOG_SUM_EXP`."""
-    natural = _is_natural(query, attn_mask, scale)
-    return shift + norm.log() if natural else shift / LOG2E
-
-
-def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
-    """Returns the weights (B, H, T, S) of a call whose forward returned ``shift`` and ``norm``."""
+def attention_weights(problem: Problem, row_max: Tensor, row_sum: Tensor) -> Tensor:
+    """Returns the weights (B, H, T, S) of a call whose forward returned ``row_max`` and ``row_sum``."""
     batch, heads, queries, keys = problem.sizes
     weights = problem.query.new_empty(problem.sizes)
     tile = problem.tile("attention_weights")
     programs = ceil_div(queries, tile.queries) * ceil_div(keys, tile.keys) * batch * heads
     own = (problem.query, problem.key)
-    problem.launch(attention_weights_kernel, programs, tile, own, shift, norm, weights)
+    problem.launch(attention_weights_kernel, programs, tile, own, row_max, row_sum, weights)
     return weights
 
 
@@ -446,7 +434,7 @@ def attention_forward(
     longest_keys: int = -1,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The operator ``attention_training``: output, weights, shift and norm ((B, H, T) fp32)."""
+    """The operator ``attention_training``: output, weights, row_max and row_sum ((B, H, T) fp32)."""
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
         longest_queries, longest_keys,
@@ -454,20 +442,20 @@ def attention_forward(
     output = empty_output(query, key, value, contiguous)
     if problem.packed:
         output.zero_()  # rows of no sequence
-    shift, norm = _forward(problem, output)
-    weights = attention_weights(problem, shift, norm) if need_weights else None
-    return output, weights, shift, norm
+    row_max, row_sum = _forward(problem, output)
+    weights = attention_weights(problem, row_max, row_sum) if need_weights else None
+    return output, weights, row_max, row_sum
 
 
 def _forward(problem: Problem, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ``output``; returns shift and norm."""
+    """Computes ``output``; returns row_max and row_sum."""
     batch, heads, queries, keys = problem.sizes
     q, v = problem.query, problem.value
-    shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    norm = torch.empty_like(shift)
+    row_max = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    row_sum = torch.empty_like(row_max)
     if decodes(problem):
-        attention_decode(problem, output, shift, norm)
-        return shift, norm
+        attention_decode(problem, output, row_max, row_sum)
+        return row_max, row_sum
     tile = problem.tile("attention_forward")
     lists = problem.lists(tile)
     problem.launch(
@@ -475,9 +463,9 @@ def _forward(problem: Problem, output: Tensor) -> tuple[Tensor, Tensor]:
         ceil_div(queries, tile.queries) * batch * heads,
         tile,
         (q, problem.key, v, output),
-        shift,
-        norm,
+        row_max,
+        row_sum,
         lists=lists,
         BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
     )
-    return shift, norm
+    return row_max, row_sum

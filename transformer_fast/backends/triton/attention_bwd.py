@@ -6,7 +6,7 @@ returned weights (usually absent) and all products elementwise unless written wi
     dP = K' (dO @ V^T + dW),   delta = rowsum(P dP) = rowsum(dO O) + rowsum(W dW)
     dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
 
-P is recomputed from the saved shift and norm of each row. One kernel computes dQ (a program per tile
+P is recomputed from the saved row_max and row_sum of each row. One kernel computes dQ (a program per tile
 of queries). Another one computes dK and dV (a program per tile of keys, which loops over all query
 heads of its group). That is 7 matrix products instead of the 5 of a kernel that accumulates dQ with
 atomics, but results have the same bits in every run. Accumulators are fp32.
@@ -41,7 +41,7 @@ from .tiles import (
     Sizes,
     any_not_finite,
     load_rows,
-    load_share,
+    load_statistics,
     power,
     query_program,
     rows_of,
@@ -55,14 +55,11 @@ from .tiles import (
 
 
 @triton.jit
-def load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C: tl.constexpr):
-    """Returns (row, shift, share, delta) of a tile's queries: the ``statistics`` of
+def query_statistics(row_max_ptr, row_sum_ptr, delta_ptr, row, inside, C: tl.constexpr):
+    """Returns (row, base, share, delta) of a tile's queries: the ``statistics`` of
     `tile_gradients`."""
-    shift = tl.load(shift_ptr + row, mask=inside, other=0.0)
-    share = shift
-    if C.NATURAL:
-        share = load_share(norm_ptr, row, inside)
-    return row, shift, share, tl.load(delta_ptr + row, mask=inside, other=0.0)
+    base, share = load_statistics(row_max_ptr, row_sum_ptr, row, inside, C.NATURAL)
+    return row, base, share, tl.load(delta_ptr + row, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -76,17 +73,17 @@ def tile_gradients(
     BOUNDED: False if no key is beyond ``end``; or if the caller clears these columns of dS and the
     mask has elements for these keys.
     """
-    row, shift, share, delta = statistics
+    row, base, share, delta = statistics
     if TRANSPOSED:
         scores = product(k, tl.trans(q), C.PRECISION)
         dweights = product(v, tl.trans(do), C.PRECISION)
         query_at, key_at, row_at = query[None, :], key[:, None], row[None, :]
-        shift, delta, share = shift[None, :], delta[None, :], share[None, :]
+        base, delta, share = base[None, :], delta[None, :], share[None, :]
     else:
         scores = product(q, tl.trans(k), C.PRECISION)
         dweights = product(do, tl.trans(v), C.PRECISION)
         query_at, key_at, row_at = query[:, None], key[None, :], row[:, None]
-        shift, delta, share = shift[:, None], delta[:, None], share[:, None]
+        base, delta, share = base[:, None], delta[:, None], share[:, None]
     if MASKED:
         scores, visible = visible_scores(
             scores, query_at, key_at, call.scale, end, mask, b, h, queries, sizes.keys, BOUNDED,
@@ -94,7 +91,7 @@ def tile_gradients(
         )  # fmt: skip
     elif C.NATURAL:
         scores *= call.scale
-    weights = power(scores, shift, call.scale, C.NATURAL)
+    weights = power(scores, base, call.scale, C.NATURAL)
     if C.NATURAL:
         weights *= share
     if dw_ptr is not None:
@@ -126,8 +123,8 @@ def attention_backward_query_kernel(
     mask,
     lists,
     dw_ptr,  # (B, H, T, S) contiguous, or None
-    shift_ptr,  # (B, H, T) fp32
-    norm_ptr,  # (B, H, T) fp32
+    row_max_ptr,  # (B, H, T) fp32
+    row_sum_ptr,  # (B, H, T) fp32
     delta_ptr,  # (B, H, T) fp32, written here for the other kernels
     extra_ptr,  # (B, H, T) fp32, rowsum(W dW), or None
     call,
@@ -153,11 +150,8 @@ def attention_backward_query_kernel(
     if extra_ptr is not None:
         delta += tl.load(extra_ptr + p.row, mask=query < p.query_end, other=0.0)
     tl.store(delta_ptr + p.row, delta, mask=query < queries)
-    shift = tl.load(shift_ptr + p.row, mask=query < queries, other=0.0)
-    share = shift
-    if C.NATURAL:
-        share = load_share(norm_ptr, p.row, query < queries)
-    statistics = (p.row, shift, share, delta)
+    base, share = load_statistics(row_max_ptr, row_sum_ptr, p.row, query < queries, C.NATURAL)
+    statistics = (p.row, base, share, delta)
 
     PLAIN: tl.constexpr = numbers is not None or C.MASK == 0
     MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
@@ -231,8 +225,8 @@ def attention_backward_key_kernel(
     mask,
     lists,  # by keys
     dw_ptr,  # (B, H, T, S) contiguous, or None
-    shift_ptr,
-    norm_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     delta_ptr,  # (B, H, T) fp32, from the kernel of dQ
     call,
     queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
@@ -318,8 +312,8 @@ def attention_backward_key_kernel(
                     do = load_rows(
                         do_base, query, do_heads.stride_t, column_v, query_end, C.DV, C.BOUNDED
                     )
-                    statistics = load_statistics(
-                        shift_ptr, norm_ptr, delta_ptr, row_base + query, query < query_end, C
+                    statistics = query_statistics(
+                        row_max_ptr, row_sum_ptr, delta_ptr, row_base + query, query < query_end, C
                     )
                     kept, dscores = tile_gradients(
                         q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call, end,
@@ -354,9 +348,11 @@ def attention_backward_key_kernel(
                     query = j % pieces * PIECE + tl.arange(0, PIECE)
                     row = (b * call.key_heads * call.group + h) * queries + query
                     inside = query < query_end
-                    statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C)
-                    # Compared with 0, because a query that is not fully masked may have the norm NaN.
-                    sees = (tl.load(norm_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
+                    statistics = query_statistics(
+                        row_max_ptr, row_sum_ptr, delta_ptr, row, inside, C
+                    )
+                    # Compared with 0, because a query that is not fully masked may have the sum NaN.
+                    sees = (tl.load(row_sum_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
                     place = query.to(tl.int64)[:, None]
                     q_at = rows_of(q_heads, b, h, 0) + place * q_heads.stride_t
                     do_at = rows_of(do_heads, b, h, 0) + place * do_heads.stride_t
@@ -385,7 +381,7 @@ def attention_backward_key_kernel(
 
 @triton.jit(do_not_specialize=(*PER_BATCH_BUT_KEYS, "batch", "mask_batch", "mask_queries"))
 def attention_bias_kernel(
-    q_heads, k_heads, v_heads, do_heads, mask, lists, dw_ptr, shift_ptr, norm_ptr, delta_ptr,
+    q_heads, k_heads, v_heads, do_heads, mask, lists, dw_ptr, row_max_ptr, row_sum_ptr, delta_ptr,
     share_ptr,  # (splits, Bm, Hm, Tm, S)
     batch, mask_batch, mask_heads, mask_queries, splits,
     call,
@@ -439,7 +435,7 @@ def attention_bias_kernel(
         at = rows_of(v_heads, b, h // call.group, 0)
         v = load_rows(at, key, v_heads.stride_t, column_v, end, C.DV, True)
         row = (b * call.heads + h) * queries + query
-        statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, query < queries, C)
+        statistics = query_statistics(row_max_ptr, row_sum_ptr, delta_ptr, row, query < queries, C)
         _, dscores = tile_gradients(
             q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call, end,
             query_end, sizes, True, False, True, True, C,
@@ -461,8 +457,8 @@ class Given(NamedTuple):
 
     grad_output: Tensor
     grad_weights: Tensor | None
-    shift: Tensor
-    norm: Tensor
+    row_max: Tensor
+    row_sum: Tensor
 
 
 def _query_gradient(
@@ -472,7 +468,7 @@ def _query_gradient(
     q, k, v = problem.query, problem.key, problem.value
     batch, heads, queries, keys = problem.sizes
     grad_query = gradient_like(q, problem.packed)
-    delta = torch.empty_like(given.shift)
+    delta = torch.empty_like(given.row_max)
     tile = problem.tile("attention_backward_query")
     lists = problem.lists(tile)
     problem.launch(
@@ -558,8 +554,8 @@ def attention_backward(
     seed: Tensor | None,
     output: Tensor,
     weights: Tensor | None,
-    shift: Tensor,
-    norm: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
     want_query: bool,
     want_key: bool,
     want_value: bool,
@@ -568,8 +564,8 @@ def attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """The operator ``attention_backward``: gradients of query, key, value and the additive attn_mask.
 
-    ``output``, ``shift`` and ``norm`` are results of the forward. ``grad_weights`` is the gradient of
-    the returned weights; ``weights`` are required only with it.
+    ``output``, ``row_max`` and ``row_sum`` are results of the forward. ``grad_weights`` is the gradient
+    of the returned weights; ``weights`` are required only with it.
     """
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, *packed
@@ -580,7 +576,7 @@ def attention_backward(
         assert weights is not None
         grad_weights = grad_weights.contiguous()
         extra = (weights.float() * grad_weights.float()).sum(-1)
-    given = Given(grad_output, grad_weights, shift, norm)
+    given = Given(grad_output, grad_weights, row_max, row_sum)
     grad_query, delta = _query_gradient(problem, given, output, extra)
     grad_key, grad_value = _key_gradients(problem, given, delta)
     if problem.sizes[3] == 1:

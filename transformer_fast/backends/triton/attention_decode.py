@@ -31,6 +31,7 @@ from .tiles import (
     power,
     rows_of,
     sequence_end,
+    store_statistics,
     visible_scores,
 )
 
@@ -47,7 +48,7 @@ def attention_decode_kernel(
     mask,
     out_ptr,  # (B, H, splits, DV) fp32: weighted values of a split, not yet divided by its sum
     max_ptr,  # (B, H, splits) fp32
-    sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, shift and norm
+    sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, row_max and row_sum
     call,
     keys, stride_length, splits,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -89,12 +90,11 @@ def attention_decode_kernel(
     if WHOLE:
         some = tl.where(row_sum == 0.0, 1.0, row_sum)
         accumulator = divide(accumulator, some[:, None])
-        row_max = tl.where(row_sum == 0.0, 0.0, row_max)
-        if not C.NATURAL:
-            row_max += tl.log2(some)
         at = b * out_heads.stride_b + (hk * GROUP + member)[:, None] * out_heads.stride_h
-    tl.store(max_ptr + row, row_max, mask=member < GROUP)
-    tl.store(sum_ptr + row, row_sum, mask=member < GROUP)
+        store_statistics(max_ptr, sum_ptr, row, row_max, row_sum, member < GROUP, C.NATURAL)
+    else:  # in the units of `largest`
+        tl.store(max_ptr + row, row_max, mask=member < GROUP)
+        tl.store(sum_ptr + row, row_sum, mask=member < GROUP)
     inside = (member < GROUP)[:, None] & (column_v < C.DV)[None, :]
     store(out_ptr + at + column_v[None, :], accumulator, inside)
 
@@ -105,8 +105,8 @@ def attention_merge_kernel(
     max_ptr,  # (B, H, splits) fp32
     sum_ptr,  # (B, H, splits) fp32
     out_heads,
-    shift_ptr,  # (B, H, 1) fp32
-    norm_ptr,  # (B, H, 1) fp32
+    row_max_ptr,  # (B, H, 1) fp32
+    row_sum_ptr,  # (B, H, 1) fp32
     heads, splits,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -122,15 +122,11 @@ def attention_merge_kernel(
     highest = tl.max(maxima, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     factor = power(maxima, base, 1.0, NATURAL)
-    norm = tl.sum(sums * factor, 0)
-    some = tl.where(norm == 0.0, 1.0, norm)
+    row_sum = tl.sum(sums * factor, 0)
+    some = tl.where(row_sum == 0.0, 1.0, row_sum)
     # A split whose keys are all masked out has the factor 0 and finite values.
     out = divide(tl.sum(shares * factor[:, None], 0), some)
-    shift = tl.where(norm == 0.0, 0.0, base)
-    if not NATURAL:
-        shift += tl.log2(some)
-    tl.store(shift_ptr + row, shift)
-    tl.store(norm_ptr + row, norm)
+    store_statistics(row_max_ptr, row_sum_ptr, row, base, row_sum, None, NATURAL)
     store(rows_of(out_heads, row // heads, row % heads, 0) + column, out, column < DV)
 
 
@@ -148,8 +144,8 @@ def decodes(problem: Problem) -> bool:
     )
 
 
-def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tensor) -> None:
-    """Computes ``output``, ``shift`` and ``norm``, as returned by `attention.attention_forward`."""
+def attention_decode(problem: Problem, output: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
+    """Computes ``output``, ``row_max`` and ``row_sum``, as returned by `attention.attention_forward`."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, _, keys = problem.sizes
     tile = config.attention_decode(problem.architecture, max(problem.head), problem.half)
@@ -157,7 +153,7 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
     splits = min(ceil_div(2 * multiprocessors(q.device), pairs), ceil_div(keys, tile.each), 64)
     head_value = v.shape[-1]
     whole = splits == 1
-    shares, maxima, sums = output, shift, norm
+    shares, maxima, sums = output, row_max, row_sum
     if not whole:
         parts = (batch, heads, splits)
         shares = torch.empty((*parts, head_value), dtype=torch.float32, device=q.device)
@@ -193,8 +189,8 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         maxima,
         sums,
         out,
-        shift,
-        norm,
+        row_max,
+        row_sum,
         heads,
         splits,
         warps=4,

@@ -96,10 +96,10 @@ def _attention(
     ends = _meta(places, dtype=torch.int64) if query_lengths or packed else None
     longest = (512, 512) if packed else (-1, -1)
     arguments = (q, k, k, attn_mask, key_lengths, causal, 0.125, dropout_p, seed)
-    output, _, shift, norm = attention_forward(*arguments, weights, ends, *longest)
+    output, _, row_max, row_sum = attention_forward(*arguments, weights, ends, *longest)
     if queries > 1:
         learned = attn_mask is not None and attn_mask.is_floating_point()
-        kept = (output, None, shift, norm, True, True, True, learned)
+        kept = (output, None, row_max, row_sum, True, True, True, learned)
         attention_backward(output, None, *arguments, *kept, ends, *longest)
 
 

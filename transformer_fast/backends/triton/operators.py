@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import call_cache, reference
-from ...functional.attention import LOG_SUM_EXP, attention_on
+from ...functional.attention import attention_on
 from ...ops.chunked_loss import chunked_loss, register_losses
 from ...ops.cross_entropy import cross_entropy_on
 from ...ops.feed_forward import feed_forward_on
@@ -98,7 +98,6 @@ _IMPLEMENTATIONS = {
 for _name, _implementation in _IMPLEMENTATIONS.items():
     _implement(OPERATORS[_name], _implementation)
 
-LOG_SUM_EXP["triton"] = _later("attention", "log_sum_exp")
 attention = attention_on("triton", query_lengths=True)
 
 

@@ -23,6 +23,7 @@ from .arithmetic import divide, dot, narrow, store
 LOG2E = 1.4426950408889634
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+_LN2: tl.constexpr = tl.constexpr(1.0 / LOG2E)
 
 NO_MASK = 0
 BOOL_MASK = 1
@@ -210,7 +211,7 @@ def store_rows(base, rows, stride, columns, value, row_limit, COLUMN_LIMIT: tl.c
 
 @triton.jit
 def power(scores, base, scale, NATURAL: tl.constexpr):
-    """Returns exp(scores - base), at most 1; ``base`` is in the units of the saved statistics.
+    """Returns exp(scores - base), at most 1; ``base`` is in the units of `largest`.
 
     Scores other than natural ones are scaled here, because multiply and subtract is one instruction.
     It rounds once, but the base, a maximum, has been rounded before. So large scores would exceed
@@ -222,7 +223,7 @@ def power(scores, base, scale, NATURAL: tl.constexpr):
 
 @triton.jit
 def largest(scores, scale, NATURAL: tl.constexpr):
-    """Returns the row maxima, in the units of the saved statistics."""
+    """Returns the row maxima: of natural scores, otherwise of exponents of 2."""
     if NATURAL:
         return tl.max(scores, 1)
     return tl.max(scores, 1) * scale
@@ -248,11 +249,33 @@ def online_softmax(
 
 
 @triton.jit
-def load_share(norm_ptr, row, inside):
-    """Returns 1 / norm, by which the exponentials of natural scores have to be multiplied."""
-    norm = tl.load(norm_ptr + row, mask=inside, other=0.0)
-    # Fully masked rows have the norm 0; their weights are 0.
-    return tl.where(norm == 0.0, 0.0, divide(1.0, tl.where(norm == 0.0, 1.0, norm)))
+def store_statistics(
+    row_max_ptr, row_sum_ptr, row, row_max, row_sum, inside, NATURAL: tl.constexpr
+):
+    """Saves the maximum, of natural scores, and the sum of rows; both are 0 for fully masked rows."""
+    row_max = tl.where(row_sum == 0.0, 0.0, row_max)
+    if not NATURAL:
+        row_max *= _LN2
+    tl.store(row_max_ptr + row, row_max, mask=inside)
+    tl.store(row_sum_ptr + row, row_sum, mask=inside)
+
+
+@triton.jit
+def load_statistics(row_max_ptr, row_sum_ptr, row, inside, NATURAL: tl.constexpr):
+    """Returns (base, share): weights are `power` of the scores and ``base``, times ``share`` if natural.
+
+    Otherwise ``base`` contains the sum, which needs one value and one multiplication less.
+    """
+    row_max = tl.load(row_max_ptr + row, mask=inside, other=0.0)
+    row_sum = tl.load(row_sum_ptr + row, mask=inside, other=0.0)
+    some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    base, share = row_max, row_max
+    if NATURAL:
+        # The weights of fully masked rows are 0.
+        share = tl.where(row_sum == 0.0, 0.0, divide(1.0, some_sum))
+    else:
+        base = row_max * _LOG2E + tl.log2(some_sum)
+    return base, share
 
 
 @triton.jit

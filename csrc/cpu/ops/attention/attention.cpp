@@ -50,7 +50,7 @@ bool run_decode_attention(const AttentionArgs& args) {
   // Measured; reduced types cost more per query, each of which converts the keys again.
   const int64_t max_queries = args.type == Element::float32 ? 4 : 2;
   // The backward recomputes the scores, and large ones must match the forward bit for bit.
-  const bool saves_statistics = args.shift != nullptr;
+  const bool saves_statistics = args.row_max != nullptr;
   if (batch_invariant() || args.heads / args.key_heads * args.queries > max_queries ||
       args.dropout.on || saves_statistics || args.query_stride[3] != 1 || args.key_stride[3] != 1 ||
       args.value_stride[3] != 1)
@@ -117,8 +117,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
                   "attention: query, key and value must be (B, H, length, size)");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
-                size = query.size(3), keys = key.size(2), value_size = value.size(3),
-                key_heads = key.size(1);
+                size = query.size(3), keys = key.size(2), key_heads = key.size(1);
   STD_TORCH_CHECK(key.size(0) == batch && value.size(0) == batch && key.size(3) == size &&
                       value.size(2) == keys && value.size(1) == key_heads,
                   "attention: the shapes of query, key and value do not fit");
@@ -145,8 +144,8 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   args.key = key.const_data_ptr();
   args.value = value.const_data_ptr();
   args.output = output.mutable_data_ptr();
-  args.shift = mutable_floats(row_max);
-  args.norm = mutable_floats(row_sum);
+  args.row_max = mutable_floats(row_max);
+  args.row_sum = mutable_floats(row_sum);
   args.weights = data_if(need_weights, weights);
   set_strides(args.output_stride, output);
   args.dropout = make_dropout(op, dropout_p, seed);

@@ -36,15 +36,15 @@ inline long key_count(const AttentionShape& shape, long b) {
 
 struct AttentionArgs : AttentionShape {
   Element type;       // of query, key, value, output and weights
-  const void* query;  // (B, H, T, D), channels adjacent
-  const void* key;    // (B, Hkv, S, D), channels adjacent
-  const void* value;  // (B, Hkv, S, Dv), channels adjacent
+  const void* query;  // (B, H, T, D)
+  const void* key;    // (B, Hkv, S, D)
+  const void* value;  // (B, Hkv, S, Dv)
   void* output;       // (B, H, T, Dv), channels adjacent
-  // Saved for the backward, (B, H, T), contiguous, or nullptr: P = exp(scores - shift) norm. shift
-  // is the row max (or the reference used instead) and norm 1 / row_sum; or shift is the
-  // log-sum-exp and norm 1. For fully masked rows shift is -inf and norm 0.
-  float* shift;
-  float* norm;
+  // Saved for the backward, (B, H, T), contiguous, or nullptr: P = exp(score - row_max) / row_sum.
+  // row_max is the maximum of a row's scores, or the reference used instead; both are 0 for fully
+  // masked rows.
+  float* row_max;
+  float* row_sum;
   void* weights;       // (B, H, T, S), contiguous, after dropout, or nullptr
   Dropout dropout;     // of the probabilities; rows numbered over (B, H, T)
   long next_head = 0;  // usual distance to the next key head of the thread; 0: unknown
@@ -62,7 +62,7 @@ struct AttentionKernels {
                   void* scratch);
 };
 
-// float32; channels need not be adjacent.
+// float32. Only here, the channels of query, key and value need not be adjacent.
 TF_KERNEL(const AttentionKernels* attention_kernels())
 // bfloat16 and float16, and on AMX float32 as bf16x3 (bf16_amx.h).
 TF_KERNEL_AMX(const AttentionKernels* lowp_attention_kernels(Element type))
@@ -88,13 +88,13 @@ struct AttentionBackwardArgs : AttentionShape {
   const void* grad;     // (B, H, T, Dv): of output
   const void* weights;  // (B, H, T, S), contiguous, and its gradient;
   const void* grad_weights;  // nullptr where that is absent
-  const float* shift;        // (B, H, T), contiguous: P = exp(scores - shift) norm
-  const float* norm;         // 0 for fully masked rows
-  float* delta;              // (B, H, T): sum over keys of P dP
-  float dominant;            // dS of keys with a larger probability is refined
-  void* grad_query;          // (B, H, T, D)
-  void* grad_key;            // (B, Hkv, S, D)
-  void* grad_value;          // (B, Hkv, S, Dv)
+  const float* row_max;  // (B, H, T), contiguous, as saved by the forward; row_sum is 0 for fully
+  const float* row_sum;  // masked rows
+  float* delta;          // (B, H, T): sum over keys of P dP
+  float dominant;        // dS of keys with a larger probability is refined
+  void* grad_query;      // (B, H, T, D)
+  void* grad_key;        // (B, Hkv, S, D)
+  void* grad_value;      // (B, Hkv, S, Dv)
   long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
   long mask_size[4];  // of the mask, where its gradient is wanted
   Dropout dropout;    // rows numbered over (B, H, T)

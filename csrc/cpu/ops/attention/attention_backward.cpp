@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
-    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask,
+    Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
     float dominant) {
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
                   ": query, key and value must be (B, H, length, size)");
@@ -223,8 +223,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
   grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}, type));
   output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
-  shift = as_contiguous(checked("shift", shift, {batch, heads, queries}));
-  norm = as_contiguous(checked("norm", norm, {batch, heads, queries}));
+  row_max = as_contiguous(checked("row_max", row_max, {batch, heads, queries}));
+  row_sum = as_contiguous(checked("row_sum", row_sum, {batch, heads, queries}));
   // The sums for a mask are in fp32.
   const auto mask_like = [&](const Tensor& sums) {
     if (!want_mask || sums.scalar_type() == mask->scalar_type()) return sums;
@@ -235,8 +235,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     auto [dquery, dkey, dvalue, dmask] =
         gradients(widened(grad), in_float(grad_weights), widened(query), widened(key),
                   widened(value), in_float(mask), key_lengths, is_causal, scale, dropout_p, seed,
-                  widened(output), in_float(weights), shift, norm, want_query, want_key, want_value,
-                  want_mask, grad_weights ? kDominantInFloat : dominant);
+                  widened(output), in_float(weights), row_max, row_sum, want_query, want_key,
+                  want_value, want_mask, grad_weights ? kDominantInFloat : dominant);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : empty_tensor(query, {0}));
@@ -260,8 +260,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   args.value = value.const_data_ptr();
   args.output = output.const_data_ptr();
   args.grad = grad.const_data_ptr();
-  args.shift = data_of(shift);
-  args.norm = data_of(norm);
+  args.row_max = data_of(row_max);
+  args.row_sum = data_of(row_sum);
   set_strides(args.output_stride, output);
   set_strides(args.grad_stride, grad);
   args.dropout = make_dropout(kOp, dropout_p, seed);

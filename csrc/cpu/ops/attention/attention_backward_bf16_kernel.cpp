@@ -34,8 +34,8 @@ struct BackwardWorkspace {
   Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
       *ds_rows;
   float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
-  // Per row of the block; norm is applied either to dO or to the exponents of P.
-  float *neg_shift, *norm, *log2_norm, *delta, *dominant;
+  // Per row of the block; 1 / row_sum is applied to dO in fp32, to P otherwise.
+  float *neg_max, *grad_norm, *p_norm, *delta, *dominant;
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: keep bits of two panels of probabilities
   bool* started;   // per panel: whether its sums for keys are initialised
@@ -69,9 +69,9 @@ struct BackwardWorkspace {
       take(scores[slot], kRows * kPanel);
       take(slopes[slot], kRows * kPanel);
     }
-    take(neg_shift, kRows);
-    take(norm, kRows);
-    take(log2_norm, kRows);
+    take(neg_max, kRows);
+    take(grad_norm, kRows);
+    take(p_norm, kRows);
     take(delta, kRows);
     take(dominant, kRows);
     take(read, kRows * wide);
@@ -303,7 +303,7 @@ class BackwardBlock : Scores {
     } else {
       apply_mask(panel, i, shared, x);
     }
-    const Vec neg_shift = set1(work.neg_shift[i]), log2_norm = set1(work.log2_norm[i]);
+    const Vec neg_max = set1(work.neg_max[i]), norm = set1(work.p_norm[i]);
     const Vec delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
     const long row = row_of(i);
@@ -311,9 +311,9 @@ class BackwardBlock : Scores {
     if (args.dropout.on)
       panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      const Vec y = fma(x[u] + neg_shift, set1(kLog2E), log2_norm);
+      const Vec y = exponent(x[u], neg_max);
       const auto none = less(y, set1(kNegligible));
-      const Vec undropped = select(none, zero(), exp2(y, T{}));
+      const Vec undropped = select(none, zero(), exp2(y, T{}) * norm);
       Vec slope = load_slope(panel, i, slopes, u);
       p[u] = undropped;
       if (args.dropout.on) {
@@ -333,7 +333,7 @@ class BackwardBlock : Scores {
   [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
                                      Vec (&ds)[2]) const {
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
-    const float norm = work.norm[i];
+    const float norm = work.grad_norm[i];
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       float weight[kLanes], slope[kLanes];
       store(weight, p[u]);
@@ -349,14 +349,14 @@ class BackwardBlock : Scores {
     }
   }
 
-  // A vector of dP, times norm.
+  // A vector of dP, times grad_norm.
   TF_INLINE Vec load_slope(const Panel& panel, long i, const float* slopes, int u) const {
     const Vec slope = load(slopes + u * kLanes);
     const long left = panel.count - u * kLanes;
     if (args.grad_weights == nullptr || left <= 0) return slope;
     const T* extra =
         static_cast<const T*>(args.grad_weights) + row_of(i) * args.keys + panel.start + u * kLanes;
-    return fma(set1(work.norm[i]), load_some(extra, left), slope);
+    return fma(set1(work.grad_norm[i]), load_some(extra, left), slope);
   }
 
   const T* at(const void* tensor, const long* strides) const {
@@ -365,30 +365,29 @@ class BackwardBlock : Scores {
            block_mask.first * strides[2];
   }
 
-  // Packs queries and dO, and both transposed for dK and dV. In fp32 dO is multiplied by norm
-  // instead of P. Reduced types would round the product, and dP must be exact where values are far
-  // from 0, since dS is a small difference of it. There norm is added to the exponents.
+  // Packs queries and dO, and both transposed for dK and dV. In fp32 dO is divided by row_sum
+  // instead of P. Reduced types would round the quotient, and dP must be exact where values are far
+  // from 0, since dS is a small difference of it.
   bool load_rows() const {
     constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
     const long row = row_of(0);
     for (long i = 0; i < rows; ++i) {
-      const float norm = args.norm[row + i];
-      work.norm[i] = grad_takes_norm ? norm : 1.0f;
-      work.log2_norm[i] = grad_takes_norm || norm == 1.0f ? 0.0f : __builtin_log2f(norm);
+      const float row_sum = args.row_sum[row + i], norm = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+      work.grad_norm[i] = grad_takes_norm ? norm : 1.0f;
+      work.p_norm[i] = grad_takes_norm ? 1.0f : norm;
     }
     if (!load_operand(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
                       work.query, args.grad_key != nullptr ? work.query_transposed : nullptr) ||
         !load_operand(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
-                      grad_takes_norm ? work.norm : nullptr, work.grad,
+                      grad_takes_norm ? work.grad_norm : nullptr, work.grad,
                       args.grad_value != nullptr ? work.grad_transposed : nullptr))
       return false;
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     for (long i = 0; i < rows; ++i) {
-      const float shift = args.shift[row + i];
-      work.neg_shift[i] = shift == -kInf ? 0.0f : -shift;
-      work.delta[i] = args.delta[row + i] * work.norm[i];
+      work.neg_max[i] = -args.row_max[row + i];
+      work.delta[i] = args.delta[row + i] * work.grad_norm[i];
       // Same scaling as P: with dropout, without the norm applied to dO.
-      work.dominant[i] = args.dominant * factor / work.norm[i];
+      work.dominant[i] = args.dominant * factor / work.grad_norm[i];
     }
     return true;
   }

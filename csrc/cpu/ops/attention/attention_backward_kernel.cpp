@@ -35,7 +35,7 @@ long keys_per_tile(const AttentionBackwardArgs& args) {
 struct Workspace {
   long size_up, value_up;
   float *keys_transposed, *values_transposed, *keys, *query_packed, *grad_packed, *query, *grad;
-  float *p, *ds, *grad_key, *grad_value, *grad_query, *bias, *factors;
+  float *p, *ds, *grad_key, *grad_value, *grad_query, *bias, *factors, *norm;
   long floats = 0;
 
   Workspace(const AttentionBackwardArgs& args, float* scratch)
@@ -60,6 +60,7 @@ struct Workspace {
     grad_query = take(kQueryBlock * (size_up + kPad));
     bias = take(kScoreStride);
     factors = take(kScoreStride);
+    norm = take(kQueryBlock);
     take(kPanel * max(size_up, value_up));  // room for prefetching
   }
 };
@@ -213,9 +214,13 @@ struct Block {
     return true;
   }
 
-  // dO is multiplied by norm instead of P.
+  // dO is multiplied by norm, 1 / row_sum, instead of P.
   void load_rows() {
     const long rows = block_mask.rows;
+    for (long i = 0; i < rows; i += kLanes) {
+      const Vec row_sum = load_some(args.row_sum + row + i, rows - i);
+      store(work.norm + i, select(equal(row_sum, zero()), zero(), set1(1.0f) / row_sum));
+    }
     const float* q =
         static_cast<const float*>(args.query) +
         head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
@@ -226,7 +231,7 @@ struct Block {
         block_mask.first * args.grad_stride[2];
     nonfinite_query =
         copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
-    nonfinite_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
+    nonfinite_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, work.norm,
                                  work.grad, kQueryBlock);
     pack_a_panels(work.query, rows, args.size, work.query_packed);
     pack_a_panels(work.grad, rows, args.value_size, work.grad_packed);
@@ -284,9 +289,8 @@ struct Block {
   void differentiate_row(long i, long start, long count) const {
     float* p = work.p + i * kScoreStride;
     float* ds = work.ds + i * kScoreStride;
-    const float shift = args.shift[row + i];
-    const Vec neg_shift = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
-    const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
+    const Vec neg_max = set1(-args.row_max[row + i]), times = set1(factor);
+    const Vec norm = set1(work.norm[i]), delta = set1(args.delta[row + i]) * norm;
     const float* extra =
         args.grad_weights == nullptr
             ? nullptr
@@ -295,7 +299,7 @@ struct Block {
       dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
                       count, work.factors);
     for (long j = 0; j < count; j += kLanes) {
-      const Vec x = fma(load(p + j), times, zero()) + neg_shift;
+      const Vec x = fma(load(p + j), times, zero()) + neg_max;
       const auto none = less(x, set1(kNegligible));  // true for -inf (masked)
       Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
       if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
@@ -310,14 +314,14 @@ struct Block {
       store(p + j, select(none, set1(kMasked), weight));
       store(ds + j, select(none, set1(kMasked), score));
     }
-    // norm is an upper bound of the probabilities if shift is the row max, as in fp32.
-    if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
+    // norm is an upper bound of the probabilities if row_max is the maximum, as in fp32.
+    if (work.norm[i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
   }
 
   // Refines dS of keys that dominate a row.
   void refine_row(long i, long start, long count) const {
     const float* p = work.p + i * kScoreStride;
-    const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float norm = work.norm[i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
     const float dominant = args.dominant * factor / norm;
     for (long j = 0; j < count; ++j) {
       if (j % kLanes == 0 && !any(less(set1(dominant), load(p + j)))) {

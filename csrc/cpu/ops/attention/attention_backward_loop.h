@@ -100,7 +100,7 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
     const float mask = args.mask == nullptr ? 0.0f : *block_mask.mask_row(0, s, 1);
     if (s == key || mask == -kInf) continue;
     const T* k = row_at<T>(args.key, args.key_starts, args.key_stride, b, key_head, s);
-    const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.shift[at];
+    const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.row_max[at];
     if (x < -30.0f) continue;  // 1e-13, while all the other keys together have 1e-4
     float p[kLanes];
     store(p, exp(set1(x)));
@@ -110,7 +110,7 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
           keep_bits(args.dropout, static_cast<uint64_t>(at), static_cast<uint64_t>(s / 8 * 8)) >>
               s % 8 &
           1;
-    sum += p[0] * args.norm[at] *
+    sum += p[0] / args.row_sum[at] *
            (own - (keeps ? slope_of(s) * (args.dropout.on ? args.dropout.scale : 1.0f) : 0.0f));
   }
   return sum;

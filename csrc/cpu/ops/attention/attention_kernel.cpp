@@ -324,9 +324,9 @@ struct Block {
       transform_row(strip.sums + i * work.sum_stride, args.value_size, output_row(strip.first + i),
                     [&](Vec x) { return x * set1(norm); });
       if (args.weights != nullptr) write_weights(strip, i, row_sum);
-      if (args.shift == nullptr) continue;
-      args.shift[row(strip.first + i)] = strip.row_max[i];
-      args.norm[row(strip.first + i)] = total == 0.0f ? 0.0f : norm;
+      if (args.row_max == nullptr) continue;
+      args.row_max[row(strip.first + i)] = total == 0.0f ? 0.0f : strip.row_max[i];
+      args.row_sum[row(strip.first + i)] = total;
     }
   }
 

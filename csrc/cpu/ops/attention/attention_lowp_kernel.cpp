@@ -66,7 +66,7 @@ struct Workspace {
       scores[i] = scores[0] + (one_tile<T>(args) ? i : i % 2) * slot;
     take(sums, rows * sum_stride);
     take(total, rows * kLanes);
-    if (P::kRounds && (args.shift != nullptr || args.weights != nullptr)) {
+    if (P::kRounds && (args.row_max != nullptr || args.weights != nullptr)) {
       take(exact, rows * kLanes);
     } else {
       exact = total;
@@ -124,13 +124,10 @@ void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head
 
 // Smaller scores are not used as row max: usually they stand for masked keys.
 constexpr float kMinRowMax = -1e30f;
-// Beyond this, a row max cannot hold the logarithm of a sum as well without rounding.
-constexpr float kFar = 256.0f;
 // A larger row sum means that the row max is too far off. In fp32 the rounding errors of the
 // exponents grow with the distance, and dO divided by the row sum in the backward must stay normal.
-// Otherwise the reciprocal must not underflow: it is flushed to 0 from 2^126 on, where the row sum
-// itself is still finite.
-constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p96f;
+// Reduced types have no such errors, but a backward in fp32 divides dO as well.
+constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p64f;
 
 // One block of queries of one head against the packed keys.
 template <class T>
@@ -247,7 +244,7 @@ class Block : Scores {
   }
 
   // With bf16x3, the backward computes probabilities from scores in the same steps.
-  bool for_backward() const { return P::kIsBf16x3 && args.shift != nullptr; }
+  bool for_backward() const { return P::kIsBf16x3 && args.row_max != nullptr; }
 
   // Whether exp_simple() computes the probabilities of a panel.
   bool is_simple(const Panel& panel) const {
@@ -536,26 +533,16 @@ class Block : Scores {
       }
       // Recompute rows with very low scores only, and rows whose row max was too far off or not
       // reached: the row max itself contributes 1 to the sum.
-      const bool divides = P::kIsBf16x3 || work.neg_max[i] > kFar || work.neg_max[i] < -kFar;
-      const bool far = any(is_nan(nonfinite)) || total > (divides ? kMaxTotal : kMaxLowpTotal) ||
+      const bool far = any(is_nan(nonfinite)) ||
+                       total > (P::kIsBf16x3 ? kMaxTotal : kMaxLowpTotal) ||
                        (work.has_max[i] && total < 0.5f);
       if (!exact_max_ && (far || (!work.has_max[i] && low_scores_))) {
         work.has_max[i] = did = false;
         continue;
       }
-      if (args.shift == nullptr) continue;
-      const float exact = reduce_add(load(work.exact + i * kLanes));
-      if (total == 0.0f) {
-        args.shift[row_of(i)] = -kInf;
-        args.norm[row_of(i)] = 0.0f;
-      } else if (divides) {
-        // Exact; with the logarithm, the backward of reduced types needs no norm.
-        args.shift[row_of(i)] = -work.neg_max[i];
-        args.norm[row_of(i)] = 1.0f / exact;
-      } else {
-        args.shift[row_of(i)] = __builtin_logf(exact) - work.neg_max[i];
-        args.norm[row_of(i)] = 1.0f;
-      }
+      if (args.row_max == nullptr) continue;
+      args.row_max[row_of(i)] = total == 0.0f ? 0.0f : -work.neg_max[i];
+      args.row_sum[row_of(i)] = reduce_add(load(work.exact + i * kLanes));
     }
     return did;
   }
