@@ -232,7 +232,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
     import torch
 
     from transformer_fast.backends.triton import config, operators
-    from transformer_fast.functional.layer_norm import add_norm_on, norm_on
+    from transformer_fast.ops.layer_norm import add_norm_on, norm_on
     from transformer_fast.specs.attention import _attention, _floats, arrange
     from transformer_fast.specs.cross_entropy import _loss
     from transformer_fast.specs.feed_forward import _feed_forward
