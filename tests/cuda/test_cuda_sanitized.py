@@ -91,12 +91,13 @@ PLANTED = {
     # Results stay right: on the machine each warp has read its tiles by then.
     "a tile that is filled while others read it": (
         THREAD, "attention.cuh",
-        "    __syncthreads();  // nobody reads the tiles that the next step fills\n", "",
+        "    __syncthreads();  // all threads have read the tiles that the next step overwrites\n", "",
         "data race",
     ),
     "tiles that others have not copied yet": (
         THREAD, "attention_backward.cuh",
-        "    __syncthreads();  // everybody's copies have landed\n    if (!idle) {\n      const int",
+        "    __syncthreads();  // the copies of all threads are complete\n"
+        "    if (!idle) {\n      const int",
         "    if (!idle) {\n      const int",
         "data race",
     ),
@@ -107,7 +108,7 @@ PLANTED = {
     ),
     "copies that nobody waits for": (
         ADDRESS, "attention_backward.cuh",
-        "  cp_async_wait<0>();  // of keys that nobody sees\n", "",
+        "  cp_async_wait<0>();  // copies of blocks without any step\n", "",
         "a thread ends while its copies are under way",
     ),
     "blocks that count on their order": (

@@ -61,6 +61,8 @@ def _defined(
     x: Array, target: Any, ignored: int, smoothing: float
 ) -> tuple[Array, Callable[..., Grads]]:
     """The returned function takes the gradient of the losses, and the rounding unit of log p and p."""
+    shape = x.shape
+    x, target = x.reshape(-1, shape[-1]), target.reshape(-1)
     rows, classes = x.shape
     losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
     wanted = np.zeros((rows, classes))
@@ -81,9 +83,9 @@ def _defined(
         p = np.exp(probable)
         with np.errstate(invalid="ignore"):
             off = np.where(p > 0.0, p * unit * np.maximum(1.0, -probable), 0.0)
-        return {"input": (p + off - wanted) * dl[:, None]}
+        return {"input": ((p + off - wanted) * dl.reshape(-1, 1)).reshape(shape)}
 
-    return losses, back
+    return losses.reshape(shape[:-1]), back
 
 
 def _linear_defined(
