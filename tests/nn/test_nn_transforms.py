@@ -117,7 +117,8 @@ def test_without_kernels_autocast_casts_parameters_once(
     weights = weights[:2] if op == "linear" else weights
     for residual in [None, torch.randn(3, 16)] if op == "linear" else [None]:
         options = {} if residual is None else {"residual": residual}
-        with torch.autocast("cpu", torch.bfloat16), Operators() as found:
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=True)
+        with autocast, Operators() as found:
             first = call(x, *weights, **options)
             once = found.casts
             second = call(x, *weights, **options)

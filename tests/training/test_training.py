@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_case import END, PAD, START, make_loader, make_model, make_pairs, make_trainer
 
 import transformer_fast
@@ -200,10 +201,10 @@ def test_losses_of_models_equal_those_of_logits(
 
 
 def test_losses_never_materialize_all_logits() -> None:
-    class Watch(torch.overrides.TorchFunctionMode):
+    class Watch(TorchDispatchMode):
         largest = 0
 
-        def __torch_function__(self, function, types, args=(), kwargs=None):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):
                 Watch.largest = max(Watch.largest, result.numel())

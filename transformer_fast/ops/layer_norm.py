@@ -16,6 +16,7 @@ from .autograd import (
     differentiates_again,
     gradients,
     mask_unwanted,
+    placeholder,
     vjp,
 )
 from .operator import Operator, Rule
@@ -160,8 +161,9 @@ class NormFunction(Function):
         source = sum
         if residual is None:
             source = input if needs[1] or needs[4] else None
-        # For the gradients of weight and bias it is saved as well: they have its dtype.
-        weight = weight if needs[1] or needs[2] or needs[4] or needs[5] else None
+        # The gradients of weight and bias need its dtype only, so that it may change before backward.
+        if weight is not None and not (needs[1] or needs[2]):
+            weight = placeholder(weight, *weight.shape) if needs[4] or needs[5] else None
         ctx.save_for_backward(source, weight, mean, rstd, seed)
         return output if residual is None else (output, sum)
 
