@@ -108,7 +108,8 @@ PLANTED = {
     ),
     "copies that nobody waits for": (
         ADDRESS, "attention_backward.cuh",
-        "  cp_async_wait<0>();  // copies of blocks without any step\n", "",
+        "  cp_async_wait<0>();  // copies of blocks without any step\n  const float scale",
+        "  const float scale",
         "a thread ends while its copies are under way",
     ),
     "blocks that count on their order": (
