@@ -41,8 +41,8 @@ from transformer_fast import _native
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu
 from transformer_fast.backends.triton import config
-from transformer_fast.functional.attention import TRAINING
 from transformer_fast.measure.clock import peak
+from transformer_fast.ops.attention import TRAINING
 from transformer_fast.reference.attention import empty_output, visible_places
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange

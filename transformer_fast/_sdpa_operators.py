@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import Call, select
-from .functional.attention import TRAINING
+from .ops.attention import TRAINING
 
 _log = logging.getLogger("transformer_fast")
 

@@ -12,7 +12,7 @@
 
 namespace tf::cuda {
 
-// Numbered as in transformer_fast/functional/linear.py.
+// Numbered as in transformer_fast/ops/linear.py.
 enum class Activation : int { identity = 0, relu = 1, gelu = 2, gelu_tanh = 3, silu = 4 };
 
 struct EpilogueArgs {

@@ -32,7 +32,7 @@ from transformer_fast import (
     use_backend,
 )
 from transformer_fast.backends import triton as triton_backend
-from transformer_fast.functional.attention import TRAINING
+from transformer_fast.ops.attention import TRAINING
 from transformer_fast.reference.attention import empty_output
 from transformer_fast.testing import GRADIENT_FACTOR
 

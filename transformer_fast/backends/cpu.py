@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..functional.attention import attention_on
+from ..ops.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
 from ..ops.feed_forward import feed_forward_on

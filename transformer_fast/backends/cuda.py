@@ -13,7 +13,7 @@ import torch
 
 from .. import _native
 from ..dispatch import STATES, Call, Kernel, register
-from ..functional.attention import attention_on
+from ..ops.attention import attention_on
 from ..ops.cross_entropy import cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
 from ..ops.linear import CODES, linear_on

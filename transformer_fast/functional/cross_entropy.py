@@ -11,9 +11,7 @@ from torch import Tensor
 
 from .. import fast_path
 from ..dispatch import Call, select
-from ..ops.autograd import (
-    wants_grad,
-)
+from ..ops.autograd import wants_grad
 from ..reference import values_are_known
 from ._check import (
     autocast,

@@ -11,9 +11,7 @@ from torch import Tensor
 from .. import call_cache
 from ..dispatch import Call
 from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel, is_plain_eager
-from ..ops.autograd import (
-    wants_grad,
-)
+from ..ops.autograd import wants_grad
 from ..reference.dropout import draw_seed
 from ..reference.linear import ACTIVATIONS, activate
 from ._check import (

@@ -14,9 +14,7 @@ from torch import Tensor
 from .. import call_cache, reference
 from ..dispatch import Call
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, is_plain_eager, rows
-from ..ops.autograd import (
-    wants_grad,
-)
+from ..ops.autograd import wants_grad
 from ..ops.layer_norm import NORMS
 from ..reference.dropout import draw_seed
 from ._check import (

@@ -11,9 +11,7 @@ from torch import Tensor
 from .. import call_cache, reference
 from ..dispatch import Call
 from ..fast_path import FLOAT, LINEAR, direct_kernel, is_plain_eager
-from ..ops.autograd import (
-    wants_grad,
-)
+from ..ops.autograd import wants_grad
 from ._check import (
     autocast,
     casts_itself,

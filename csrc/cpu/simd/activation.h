@@ -4,7 +4,7 @@
 #include "cpu/simd/vec.h"
 
 namespace tf {
-// Numbered as in transformer_fast/functional/linear.py.
+// Numbered as in transformer_fast/ops/linear.py.
 enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 }  // namespace tf
 

@@ -30,7 +30,7 @@ def forward(
     seed: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements `functional.feed_forward.TRAINING`."""
+    """Implements `ops.feed_forward.TRAINING`."""
     first = matmul(
         as_matrix(input),
         weight1.t(),
@@ -69,7 +69,7 @@ def backward(
     want_weight2: bool,
     want_bias2: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Implements `functional.feed_forward.BACKWARD`."""
+    """Implements `ops.feed_forward.BACKWARD`."""
     grad = as_matrix(grad)
     saved = as_matrix(kept).contiguous()
     result = matmul(

@@ -269,7 +269,7 @@ def forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Implements `functional.layer_norm.TRAINING`; the sum is None without residual."""
+    """Implements `ops.layer_norm.TRAINING`; the sum is None without residual."""
     lead = input.dim() - dims
     columns = math.prod(input.shape[lead:])
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -318,7 +318,7 @@ def backward(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Implements `functional.layer_norm.BACKWARD`; gradients that are not requested are None."""
+    """Implements `ops.layer_norm.BACKWARD`; gradients that are not requested are None."""
     shape = source.shape[-dims:]
     columns = math.prod(shape)
     grad_source = torch.empty_like(source, memory_format=torch.contiguous_format)

@@ -27,7 +27,7 @@ def forward(
     activation: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements `functional.linear.TRAINING`."""
+    """Implements `ops.linear.TRAINING`."""
     shape = (*input.shape[:-1], weight.shape[0])
     if residual is not None:
         residual = residual.reshape(-1, shape[-1]).contiguous()
@@ -54,7 +54,7 @@ def backward(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Implements `functional.linear.BACKWARD`."""
+    """Implements `ops.linear.BACKWARD`."""
     columns = weight.shape[0]
     grad = grad.reshape(-1, columns)
     x = input.reshape(-1, weight.shape[1])

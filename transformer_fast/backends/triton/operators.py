@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import call_cache, reference
-from ...functional.attention import attention_on
+from ...ops.attention import attention_on
 from ...ops.chunked_loss import chunked_loss, register_losses
 from ...ops.cross_entropy import cross_entropy_on
 from ...ops.feed_forward import feed_forward_on
