@@ -64,8 +64,8 @@ def _generate() -> Callable[[], Any]:
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(48, 8, 15)),
     "encoder layer, training": (lambda: _encoder_layer(True), True, Count(101, 20, 60)),
-    "attention, inference": (lambda: _attention(False), False, Count(5, 3, 3)),
-    "attention, training": (lambda: _attention(True), True, Count(7, 3, 4)),
+    "attention, inference": (lambda: _attention(False), False, Count(5, 4, 4)),
+    "attention, training": (lambda: _attention(True), True, Count(7, 4, 5)),
     "linear, inference": (_linear, False, Count(14, 6, 6)),
     "generate, 8 tokens": (_generate, False, Count(418, 22, 153)),
 }
