@@ -32,7 +32,15 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # hand-written models
 import interpreted
 import simt_build
-from harness import BACKENDS, CUBLAS, FLOAT_ISAS, ISAS, Backend, in_use
+from harness import (
+    BACKENDS,
+    CUBLAS,
+    FLOAT_ISAS,
+    ISAS,
+    Backend,
+    in_use,
+    open_autocast_blocks,
+)
 
 # A shell starts background jobs with SIGINT ignored, and tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -121,7 +129,7 @@ def process_left_alone() -> Iterator[None]:
     def flags() -> tuple[object, ...]:
         state = dispatch._state.backend, dispatch._state.strict
         torchs = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
-        return *state, *torchs, torch.get_num_threads()
+        return *state, *torchs, torch.get_num_threads(), open_autocast_blocks()
 
     before = flags()
     registered = dict(dispatch._state.kernels), dict(dispatch._state.usable)

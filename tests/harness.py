@@ -307,6 +307,12 @@ class Watch(TorchDispatchMode):
         raise NotImplementedError
 
 
+def open_autocast_blocks() -> int:
+    """Returns the number of nested autocast blocks. PyTorch keeps its cache of casts until it is 0."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 class Operators(Watch):
     """Records the operators that run within the block."""
 

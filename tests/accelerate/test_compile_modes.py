@@ -8,8 +8,8 @@ recompute with the same dropout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +25,7 @@ from hand_written import (
     scaled_first,
     softmax_by_hand,
 )
+from harness import open_autocast_blocks
 from module_checks import check_budget
 from torch import Tensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -188,12 +189,24 @@ class _Annotating(Interpreter):
         return found
 
 
+@contextmanager
+def _closing_autocast() -> Iterator[None]:
+    """Context manager that closes the autocast blocks that a program which raises leaves open."""
+    before = open_autocast_blocks()
+    try:
+        yield
+    finally:
+        while open_autocast_blocks() > before:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
 def _results(
     run: Callable[..., Any], inputs: list[Tensor], border: Border
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the output, and the gradient of each input."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    with border.outside():
+    with border.outside(), _closing_autocast():
         [output] = run(*inputs)
     if not output.requires_grad:
         return output, [None] * len(inputs)
