@@ -38,8 +38,7 @@ from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
-from transformer_fast.specs.gpu import BENCH_CASES, COMMON, GPU_CASES, GpuCase
-from transformer_fast.specs.layer_norm import _bench
+from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
@@ -315,20 +314,6 @@ def test_cases_cover_the_common_shape_classes():
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
 
-@pytest.mark.parametrize("which", ["one query", "few", "heads of 96", "keys", "heads", "rows"])
-def test_different_shapes_are_in_different_classes(which):
-    attention, linear = _attention_case, lambda rows: GpuCase("layer_norm", _bench(rows, 512))
-    one, other = {
-        "one query": (attention(1, 1, 1, 64, 64, "causal"), attention(1, 1, 2, 64, 64, "causal")),
-        "few": (attention(1, 1, 4, 64, 64, "causal"), attention(1, 1, 5, 64, 64, "causal")),
-        "heads of 96": (attention(1, 1, 9, 9, 96, "bias"), attention(1, 1, 9, 9, 128, "bias")),
-        "keys": (attention(1, 1, 9, 4096, 8, "bias"), attention(1, 1, 9, 4097, 8, "bias")),
-        "heads": (attention(8, 8, 9, 9, 8, "bias"), attention(5, 13, 9, 9, 8, "bias")),
-        "rows": (linear(1024), linear(1025)),
-    }[which]
-    assert class_of(one) != class_of(other)
-
-
 #: Times of a kernel, and of two implementations of PyTorch.
 SOME = Times(1e-5, 2e-5), Times(3e-5, 2e-5), Times(1e-5, 4e-5)
 
@@ -361,17 +346,27 @@ def test_right_kernels_are_timed(gradients, small_cache):
     assert found.chosen
 
 
-def test_verdicts_hold_the_times_of_each_round(small_cache):
-    """The longer of device and host time in each round, of the kernel and of PyTorch's faster way."""
+def test_findings_hold_the_error_and_the_times_of_each_round(small_cache):
+    """The longer of device and host time, of the kernel and of PyTorch's faster way; wrong kernels
+    are not timed.
+    """
+
+    def broken(*arguments):
+        raise RuntimeError("no such tile")
+
     right, wrong = findings(reference.linear, wrong_linear)
     assert right.samples == [2e-5] * 7
     assert right.torch_samples == [3e-5] * 7
     assert 0.0 < right.error < 1e-5
     assert 0.0 < right.error_ratio <= 2.0
     assert wrong.error == pytest.approx(1e-3, rel=0.01)
-    assert wrong.samples == []
-    [broken] = findings(lambda: None)
-    assert broken[1:] == (None, None, [], [])
+    [raises] = findings(broken)
+    assert raises[1:] == (None, None, [], [])
+    said = "output[", "RuntimeError in broken: no such tile"
+    for found, problem in zip((wrong, raises), said, strict=True):
+        assert not found.verdict.right
+        assert problem in found.verdict.problem
+        assert (found.verdict.device, found.samples) == (None, [])
 
 
 def test_backends_are_timed_on_the_same_inputs(small_cache):
@@ -389,17 +384,6 @@ def test_backends_are_timed_on_the_same_inputs(small_cache):
     assert (cuda.gain, triton.gain) == (pytest.approx(3.0), pytest.approx(1.5))
     assert list(seen["cuda"]) == list(seen["triton"])
     assert len(seen["cuda"]) > 1
-
-
-def test_wrong_kernels_are_not_timed(small_cache):
-    def broken(*arguments):
-        raise RuntimeError("no such tile")
-
-    for run, said in ((wrong_linear, "output["), (broken, "RuntimeError in broken: no such tile")):
-        [found] = checked(run)
-        assert not found.right
-        assert said in found.problem
-        assert found.device is None
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -445,17 +429,22 @@ def test_refused_calls_give_no_verdict(small_cache):
     assert on_device.checker(SMALL, torch.float32, False, CPU, fake_clock(()), [kernel]) == []
 
 
-def test_calls_that_run_out_of_memory_give_no_verdict(capsys, monkeypatch):
+def test_an_ops_process_reports_each_trial(capsys, monkeypatch, a_gpu):
+    """Calls that run out of memory have no verdict."""
+
     def too_large(*arguments):
         raise torch.OutOfMemoryError
 
+    asked = []
     kernel = dispatch.Kernel("linear", "triton", too_large, proven=frozenset())
     monkeypatch.setitem(dispatch._state.kernels, "linear", (kernel,))
-    monkeypatch.setattr(on_device, "trials", lambda op, short: [(SMALL, torch.float32, False)] * 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    trial = SMALL, torch.float32, False
+    monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [trial] * 2)
     monkeypatch.setattr(torch, "device", lambda *place: CPU)
-    assert prove._alone("linear", False) == 0
-    assert capsys.readouterr().out == "[]\n[]\n"
+    for short in (False, True):
+        assert main(prove._command("linear", short)[3:]) == 0
+        assert capsys.readouterr().out == "[]\n[]\n"
+    assert asked == [("linear", False), ("linear", True)]
 
 
 def test_dropout_is_compared_with_sdpa(small_cache, monkeypatch):
@@ -540,24 +529,6 @@ def test_timing_keeps_the_device_queue_full(host, launches, repeats, monkeypatch
     found = DeviceClock(torch.device("cuda"))(call, 2, repeats)
     assert found.device == pytest.approx(2e-6)
     assert found.host == pytest.approx(host)
-
-
-def test_synchronizing_calls_take_host_and_device_time(monkeypatch):
-    device = Device(monkeypatch)
-
-    def call(i):
-        device.launch(2e-6, 1e-5)
-        device.now = max(device.now, device.ends[-1])
-
-    assert DeviceClock(torch.device("cuda"))(call, 2, 20).device >= 2e-6
-
-
-def test_inputs_are_drawn_on_the_device(small_cache, monkeypatch):
-    devices = []
-    generator = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda d="none": devices.append(d) or generator("cpu"))
-    on_device.Trial(SMALL, torch.float32, False, torch.device("cpu", 0))
-    assert devices == [torch.device("cpu", 0)]
 
 
 def test_a_class_has_the_verdict_of_its_worst_case():
@@ -699,95 +670,70 @@ def test_compare_keeps_results_after_a_crash(comparing, capsys):
     assert verdicts_of_file() == {common(), common("layer_norm")}
 
 
-def test_compare_records_wrong_kernels(comparing, capsys):
-    """A wrong result replaces what `prove` had found."""
-    write_record(common()._replace(short=False))
+def test_wrong_kernels_fail_the_comparison(comparing, capsys):
     wrong = common(right=False, **UNTIMED, problem="error 7")
-    other = common(dtype="float32")
-    assert comparing({"linear": program([wrong, other])}) == 1
+    assert comparing({"linear": program([wrong, common(dtype="float32")])}) == 1
     shown = capsys.readouterr().out
     assert "linear GPU, bfloat16 on triton: up to 8192 rows: error 7" in shown
     assert "1 of 2 results are wrong" in shown
-    assert verdicts_of_file() == {wrong, other}
     assert select(call(rows=4096)).backend == "torch"
 
 
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Simulates Ctrl-C after the first trial of linear."""
+LONG = common()._replace(short=False)
+#: Verdicts before a run, those of the run, the ops that it replaces, whether it was `compare`, and
+#: the record afterwards.
+MERGES = {
+    "prove replaces an op": ([LONG, verdict()], [LONG], ["linear"], False, [LONG]),
+    "prove replaces compare": ([common()], [LONG], [], False, [LONG]),
+    "interrupted prove": ([verdict(), LONG], [LONG], [], False, [verdict(), LONG]),
+    "other ops": ([verdict(op="attention")], [LONG], ["linear"], False,
+                  [verdict(op="attention"), LONG]),
+    "compare keeps prove's": ([LONG], [common(device=9.0)], ["linear"], True, [LONG]),
+    "compare replaces compare": ([common(device=9.0)], [common()], ["linear"], True, [common()]),
+    "compare found it wrong": ([LONG], [common(right=False)], ["linear"], True,
+                               [common(right=False)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_earlier_verdicts_are_kept_or_replaced(name):
+    old, new, replaced, short, expected = MERGES[name]
+    before, found = (Proof(MACHINE, "", 1.0, tuple(one)) for one in (old, new))
+    assert set(proof.merged(before, found, replaced, short).verdicts) == set(expected)
+
+
+@pytest.mark.parametrize("command", ["prove", "compare"])
+def test_results_are_kept_after_ctrl_c(command, comparing, monkeypatch, capsys):
+    """Ctrl-C after the first trial of linear: float32 was not finished."""
     lines_of = prove.lines_of
 
-    def until_linear(command, take, *rest):
-        if command != "linear":
-            return lines_of(command, take, *rest)
+    def until_linear(process, take, *rest):
+        if process != "linear":
+            return lines_of(process, take, *rest)
         take([finding(one) for one in (verdict(), common(), common(dtype="float32"))])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prove, "lines_of", until_linear)
-
-
-def test_compare_keeps_results_after_ctrl_c(comparing, interrupted, capsys):
-    norms = program([common("layer_norm")])
-    assert comparing({"layer_norm": norms, "linear": "linear"}) == 130
-    shown = capsys.readouterr()
-    assert shown.err == "interrupted\n"
-    assert "linear: its process ended before it was done (interrupted)" in shown.out
-    assert "GPU, bfloat16" in shown.out
-    # float32 would have followed
-    assert verdicts_of_file() == {
-        common("layer_norm"), common(), verdict(short=True)
-    }  # fmt: skip
-
-
-def test_prove_keeps_results_after_ctrl_c(a_gpu, interrupted, monkeypatch):
-    """Keeps earlier verdicts of the op that were not measured again."""
-    old = verdict(device=5.0), verdict(dtype="float16"), common(device=1.1e-5)
-    write_record(*old)
-    norms = program([verdict(op="layer_norm")])
-    commands = {"layer_norm": norms, "linear": "linear"}
-    monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
-    assert main(["prove", "--op", "layer_norm", "linear", "attention"]) == 130
-    new = verdict(op="layer_norm"), verdict()
-    assert verdicts_of_file() == {*new, *old[1:]}
-
-
-@pytest.mark.parametrize("why", ["no time", "--no-proof"])
-def test_compare_may_write_no_record(comparing, capsys, monkeypatch, why):
-    options = []
-    if why == "no time":
-        monkeypatch.setattr(prove, "_SHORT_SECONDS", 0.0)
-        monkeypatch.setattr(compare, "_verdict", lambda *_: None)
+    commands = {"layer_norm": program([common("layer_norm")]), "linear": "linear"}
+    if command == "compare":
+        assert comparing(commands) == 130
+        shown = capsys.readouterr()
+        assert shown.err == "interrupted\n"
+        assert "linear: its process ended before it was done (interrupted)" in shown.out
     else:
-        options = [why]
-    assert comparing({"linear": program([common()])}, *options) == 0
+        monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
+        assert main(["prove", "--op", *commands]) == 130
+    found = {v._replace(short=True) for v in verdicts_of_file()}
+    assert {common("layer_norm"), verdict(short=True)} <= found
+    assert common(dtype="float32") not in found
+
+
+def test_compare_may_write_no_record(comparing, capsys):
+    assert comparing({"linear": program([common()])}, "--no-proof") == 0
     shown = capsys.readouterr().out
-    told = "linear: its process ended before it was done (the time limit was reached)"
-    assert (told in shown) == (why == "no time")
-    assert ("2.00x" in shown) == (why == "--no-proof")
-    assert "triton *" not in shown
+    assert "2.00x" in shown
     assert "nothing was written" in shown
     assert verdicts_of_file() is None
-
-
-def test_compare_keeps_the_results_of_prove(comparing):
-    slower = common(device=3e-5)._replace(short=False)
-    elsewhere = verdict(), verdict(op="attention")
-    write_record(slower, *elsewhere, common(dtype="float16", device=9.0))
-    found = common(), common(dtype="float16")
-    assert comparing({"linear": program(found)}) == 0
-    assert verdicts_of_file() == {slower, *elsewhere, found[1]}
-    assert proof.read(MACHINE)[0].seconds == 840.0
-    assert select(call(rows=4096)).backend == "torch"
-    assert select(call(rows=4096, dtype=torch.float16)).backend == "triton"
-    assert "measures more" not in info.proof_state()
-
-
-def test_prove_replaces_the_results_of_compare(comparing, monkeypatch):
-    assert comparing({"linear": program([common(), common(dtype="float16")])}) == 0
-    longer = common(device=3e-5)._replace(short=False)
-    monkeypatch.setattr(prove, "_command", lambda op, short: program([longer]))
-    assert main(["prove", "--op", "linear"]) == 0
-    assert verdicts_of_file() == {longer}
 
 
 @pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
@@ -821,14 +767,6 @@ def test_compare_measures_the_common_cases():
     assert f"{count} trials" in " ".join((ROOT / "docs" / "guides" / "gpu.md").read_text().split())
 
 
-def test_the_command_line_of_an_ops_process(monkeypatch, a_gpu):
-    asked = []
-    monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [])
-    for short in (False, True):
-        assert main(prove._command("linear", short)[3:]) == 0
-    assert asked == [("linear", False), ("linear", True)]
-
-
 # `python -m benchmarks.gpu`
 
 
@@ -847,14 +785,6 @@ def session(tmp_path, seconds=60.0, stage="parity"):
 
 def written(tmp_path):
     return json.loads((tmp_path / "gpu.json").read_text())["stages"]
-
-
-@pytest.mark.parametrize("options", [["speed"], ["--seconds", "0"], ["--jobs", "0"]])
-def test_wrong_options(options, capsys):
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(options)
-    assert ended.value.code == 2
-    assert "error: " in capsys.readouterr().err
 
 
 def test_stages_run_in_order_and_report_failures(processes, tmp_path, monkeypatch, capsys):
@@ -964,16 +894,6 @@ def test_the_environment_is_recorded():
     json.dumps(found)
 
 
-def test_requested_jobs_run_first():
-    ranks = [gpu.rank(gpu._CASES[item["op"], item["case"]]) for item in gpu.bench_items()]
-    of_one_dtype = ranks[: len(ranks) // 3]
-    assert of_one_dtype == sorted(of_one_dtype)
-    assert set(of_one_dtype) == set(range(7))
-    cases = (*GPU_CASES, *BENCH_CASES)
-    assert len(ranks) == 3 * sum(2 if one.gradients else 1 for one in cases)
-    assert gpu.bench_items()[0]["dtype"] == "bfloat16"
-
-
 def test_every_op_dtype_and_backend_is_checked():
     every = {
         (op, kernel.backend)
@@ -1049,21 +969,6 @@ def test_bench_times_right_kernels_on_device_and_host(small, monkeypatch, gradie
         assert found["triton"]["wrong"]
         assert found["triton"]["why_not"].startswith("wrong: output")
         assert "device" in found["by hand"]
-
-
-def test_pytorchs_dropout_is_timed_without_a_check(monkeypatch):
-    def dropping(draw):
-        x = draw.normal(64, 32)
-        return x, draw.normal(64, 32), (32,), None, None, 1e-5, 0.5, draw.seed()
-
-    one = GpuCase("add_layer_norm", case("timed", dropping))
-    monkeypatch.setitem(gpu._CASES, ("add_layer_norm", "timed"), one)
-    monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
-    found = gpu.bench(item("add_layer_norm"), CPU, ticks(*[1e-5] * 9))
-    assert set(found["by hand"]) == {"device", "host"}
-    meta = dispatch.Call("add_layer_norm", (torch.empty(2, 2, device="meta"),), False, 0.5)
-    [torchs] = [k for k in dispatch.kernels("add_layer_norm") if k.backend == "torch"]
-    assert gpu._reasons(torchs, meta).startswith("PyTorch drops other elements")
 
 
 def test_every_attention_candidate_has_a_row(small):
