@@ -115,12 +115,10 @@ def test_every_op_is_checked(tmp_path, op):
         assert any(row["candidate"] == backend and row["ok"] for row in rows), backend
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
-def test_unchecked_ops_fail_the_run(capsys, monkeypatch, op):
-    cases = [case for case in compare.CASES if case[0] != op]
-    monkeypatch.setattr(compare, "CASES", cases)
-    assert run("--op", op) == 1
-    assert f"no result was checked for {op}" in capsys.readouterr().out
+def test_unchecked_ops_fail_the_run(capsys, monkeypatch):
+    monkeypatch.setattr(compare, "CASES", [case for case in compare.CASES if case[0] != "linear"])
+    assert run("--op", "linear") == 1
+    assert "no result was checked for linear" in capsys.readouterr().out
 
 
 def test_a_backend_without_kernels_fails_with_its_reason(capsys):

@@ -349,17 +349,6 @@ def test_positions_show_the_table_and_curves() -> None:
     assert_legible(figure)
 
 
-def test_stated_periods_match_the_curves() -> None:
-    table = models.SinusoidalPositions(700, 32).table
-    period = 2 * torch.pi * 10000 ** (16 / 32)  # 628.3
-    place = round(period)
-    torch.testing.assert_close(table[place, 16], table[0, 16], atol=1e-2, rtol=0)
-    figure = viz.positional_encoding(table, dimensions=[16])
-    assert legend(figure) == ["dimension 16"]  # a bare table has no known periods
-    told = viz.positional_encoding(models.SinusoidalPositions(700, 32), dimensions=[16])
-    assert legend(told) == [f"dimension 16: sin, period {period:.4g}"]
-
-
 def test_positions_of_models() -> None:
     model = models.LanguageModel(9, 16, 2, 1, 24, positions="learned", max_len=12)
     figure = viz.positional_encoding(model)
@@ -424,16 +413,12 @@ WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: of_weights([[1.0]]), "weights must be a Tensor of floating point, not list"),
         (lambda: of_weights(torch.ones(2, 2).long()), "floating point, not torch.int64"),
         (lambda: of_weights(weights(), None, "abcde"), "key_tokens must be a sequence of tokens"),
-        (lambda: of_weights(query_padding=torch.zeros(4)),
-         "query_padding must be a bool Tensor, True at padding, not torch.float32"),
         (lambda: of_model(source_vocabulary="words"), "source_vocabulary must be a sequence"),
         (lambda: of_model(torch.nn.Linear(2, 2)), "not Linear: for others, record models.att"),
-        (lambda: of_masks(query_length=2.0), "query_length must be an int, not float"),
         (lambda: of_masks(attn_mask=torch.ones(SHAPE).int()), "or floating point, not torch.int"),
         (lambda: of_masks(key_padding=torch.zeros(2, COLS)), "key_padding must be a bool Tensor"),
         (lambda: of_masks(key_lengths=torch.ones(1)), "key_lengths must be int32 or int64"),
         (lambda: of_positions(torch.nn.Linear(2, 2)), "or models.LearnedPositions, not Linear"),
-        (lambda: of_positions(3), "not int"),
         (lambda: of_losses(history()), "histories must be a dict of History, not History"),
         (lambda: of_losses({"one": []}), r"histories\['one'\] must be a History, not list"),
     ],
@@ -441,7 +426,6 @@ WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: of_weights({}), "weights is empty"),
         (lambda: of_weights(torch.rand(3)), r"\(B, H, T, S\).* not \[3\]"),
         (lambda: of_weights(torch.full((T, S), math.nan)), "holds NaN or negative numbers"),
-        (lambda: of_weights(-weights()), "holds NaN or negative numbers"),
         (lambda: of_weights(weights(), QUERIES[:3]), "query_tokens must name 4 tokens, not 3"),
         (lambda: of_weights(heads=[]), "heads must name at least one head"),
         (lambda: of_weights(key_padding=FOURS), r"key_padding must have shape \[5\], not \[4\]"),
@@ -457,19 +441,14 @@ WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: of_masks(attn_mask=torch.ones(5, 7)), r"\(B, H, 5, 6\), not \[5, 7\]"),
         (lambda: of_masks(attn_mask=torch.full(SHAPE, math.nan)), "must not hold NaN"),
         (lambda: of_masks(key_lengths=torch.tensor([7])), r"must be in \[0, 6\], not 7"),
-        (lambda: of_masks(key_lengths=torch.tensor(3)), r"key_lengths must have shape \(B,\)"),
-        (lambda: of_masks(key_tokens=["a"]), "key_tokens must name 6 tokens, not 1"),
         (lambda: of_positions(torch.zeros(2, 2, 2)), r"shape \(L, M\), not \[2, 2, 2\]"),
         (lambda: of_positions(length=61), r"length must be an int in \[1, 60\], not 61"),
-        (lambda: of_positions(length=0), "not 0"),
-        (lambda: of_positions(dimensions=[]), "dimensions must name 1 to 6, not 0"),
         (lambda: of_positions(dimensions=range(7)), "dimensions must name 1 to 6, not 7"),
         (lambda: of_losses({"one": training.History()}), r"histories\['one'\] has no steps"),
         (lambda: of_losses({}), "histories must have 1 to 6 runs, not 0"),
         (lambda: of_losses({"one": history()}, window=0), "window must be at least 1, not 0"),
     ],
     IndexError: [
-        (lambda: of_weights(index=2), r"index must be in \[0, 2\), not 2"),
         (lambda: of_weights(heads=[3]), r"heads must be in \[0, 3\), not 3"),
         (lambda: of_model(layers=[2]), r"layers must be in \[0, 2\), not 2"),
         (lambda: of_model(index=5), r"index must be in \[0, 2\), not 5"),
@@ -490,15 +469,18 @@ def test_invalid_input_raises(error: type[Exception], call: Any, said: str) -> N
 
 HIDDEN = """
 import sys
+asked = []
 
 class Hide:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "matplotlib":
+            asked.append(name)
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hide())
 import transformer_fast
 from transformer_fast import models, nn
+print(asked)
 try:
     from transformer_fast import viz
 except ImportError as error:
@@ -506,16 +488,10 @@ except ImportError as error:
 """
 
 
-def test_missing_matplotlib_raises() -> None:
-    assert python("-c", HIDDEN).stdout.strip() == (
-        "transformer_fast.viz needs matplotlib, which is not installed: pip install matplotlib"
+def test_only_viz_needs_matplotlib() -> None:
+    assert python("-c", HIDDEN).stdout == (
+        "[]\ntransformer_fast.viz needs matplotlib, which is not installed: pip install matplotlib\n"
     )
-
-
-def test_importing_the_package_does_not_import_matplotlib() -> None:
-    code = "import sys, transformer_fast; from transformer_fast import models, nn; "
-    code += "print('matplotlib' in sys.modules)"
-    assert python("-c", code).stdout == "False\n"
 
 
 # Diagrams
@@ -769,8 +745,3 @@ def test_the_page_contains_all_figures(tmp_path: Path, capsys: pytest.CaptureFix
     # the page embeds its images
     assert page.count("data:image/png;base64,") == len(names) == page.count("<img ")
     assert f"{len(names)} pictures" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_the_docstring_names_the_command() -> None:
-    assert "python examples/pictures.py --out build/pictures" in pictures.__doc__

@@ -274,12 +274,6 @@ def test_layers_of_dynamically_quantised_linears_match() -> None:
         torch.testing.assert_close(ours(x), theirs(x), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted_models_are_reported() -> None:
-    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.LayerNorm(M)))
-    assert "A TorchScript module cannot be replaced" in str(accelerate(scripted))
-
-
 class HandWritten(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

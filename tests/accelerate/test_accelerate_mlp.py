@@ -436,25 +436,6 @@ def test_equal_modules_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({type(module) for module in model}) == 1
 
 
-def test_subclasses_keep_their_methods() -> None:
-    class Further(Modules):
-        def width(self) -> int:
-            return self.w_in.in_features
-
-    ours, _ = _pair(Further, nn.GELU())
-    assert isinstance(ours, Further)
-    assert ours.width() == M
-
-
-def test_verify_and_filter_fn_apply() -> None:
-    model = nn.Sequential(sequential(0.1), nn.LayerNorm(M))
-    assert accelerate(model, verify=_x()).verified
-    restore(model)
-    report = accelerate(model, filter_fn=lambda module, name: name != "0")
-    assert report["0"].reason == "filter_fn excludes it"
-    assert "0.1" in {entry.name for entry in report.swapped}
-
-
 def _silu(x: Tensor) -> Tensor:
     return F.silu(x)
 
