@@ -193,5 +193,17 @@ using Product = typename ProductOf<T, Form::rows>::Type;
 template <class T>
 using PackedProduct = typename ProductOf<T, Form::packed>::Type;
 
+// Rows of a block whose operands take `row_bytes` per row, such that the block stays in the
+// second-level cache while the weights are streamed.
+template <class T>
+long block_rows(long row_bytes) {
+  // Products of narrow operands are fast and need tall blocks, so that the weights are streamed
+  // less often.
+  constexpr bool kNarrow = sizeof(typename Product<T>::Operand) < sizeof(float);
+  constexpr long kMaxRows = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
+  constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
+  return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));
+}
+
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -31,45 +31,52 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
                       args.n, args.f, args.residual_stride, args.n, 0});
 }
 
-// Fused: a block of rows at a time through both layers.
-void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panels2) {
-  args.packed1 = panels1.data;
-  args.packed2 = panels2.data;
-  const FeedForwardKernels* kernels = nullptr;
+// How a network is computed.
+struct FeedForwardPlan {
+  // Fused: this many blocks of rows, each through both layers. nullptr: two linear layers.
+  const FeedForwardKernels* fused = nullptr;
+  int64_t blocks = 0;
+};
+
+// layouts() returns those of the two packed weights; only many rows of fp32 depend on them. The
+// thresholds were measured.
+template <class Layouts>
+FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& layouts) {
+  const int64_t threads = torch::stable::get_num_threads();
+  FeedForwardPlan plan;
   if (args.type != Element::float32) {
-    kernels = TF_DISPATCH(lowp_feed_forward_kernels, args.type);
-  } else if (panels1.kernels->in_fp32) {
-    kernels = TF_DISPATCH(feed_forward_kernels, );
-#if TF_HAVE_AMX
+    // Only the fused kernel has dropout and the backward.
+    if (args.m < 64 * threads && !args.dropout.on && args.slope_at == nullptr) return plan;
+    plan.fused = TF_DISPATCH(lowp_feed_forward_kernels, args.type);
   } else {
-    kernels = amx::bf16x3_feed_forward_kernels();
+    if (args.m < 56 * threads || splits_panels(args.m)) return plan;
+    const auto [first, second] = layouts();
+    if (args.y != nullptr && first->in_fp32 != second->in_fp32) return plan;
+    if (first->in_fp32) plan.fused = TF_DISPATCH(feed_forward_kernels, );
+#if TF_HAVE_AMX
+    else
+      plan.fused = amx::bf16x3_feed_forward_kernels();
 #endif
   }
-  const int64_t threads = torch::stable::get_num_threads(), unit = kernels->row_unit;
-  const int64_t max_rows = kernels->row_block(args);
+  const int64_t max_rows = plan.fused->row_block(args);
   const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
   // Of one or two rows the tiles of gemm.h add in another order, and results must not depend on the
   // number of threads.
-  const int64_t blocks = std::min(wanted, std::max<int64_t>(1, args.m / 4));
-  for_each_item(blocks, [&](int64_t item) {
-    const int64_t begin = row_of_part(args.m, item, blocks, unit);
-    const int64_t end = row_of_part(args.m, item + 1, blocks, unit);
-    if (begin == end) return;
-    kernels->rows(args, begin, end,
-                  bytes_of(kernel_scratch(), kernels->scratch(args, end - begin)));
-  });
+  plan.blocks = std::min(wanted, std::max<int64_t>(1, args.m / 4));
+  return plan;
 }
 
-// Fused, or unfused for few rows of fp32.
-void run_packed(const FeedForwardArgs& args, const Panels& panels1, const Panels& panels2,
-                int slot) {
-  const bool mixed = args.y != nullptr && panels1.kernels->in_fp32 != panels2.kernels->in_fp32;
-  if (args.type != Element::float32 ||
-      (args.m >= 56 * torch::stable::get_num_threads() && !mixed && !splits_panels(args.m)))
-    return run_blocks(args, panels1, panels2);
-  feed_forward_unfused(
-      args, slot, [&](const LinearArgs& linear) { run_linear(linear, panels1); },
-      [&](const LinearArgs& linear) { run_linear(linear, panels2); });
+void run_blocks(const FeedForwardPlan& plan, FeedForwardArgs args, const Panels& panels1,
+                const Panels& panels2) {
+  args.packed1 = panels1.data;
+  args.packed2 = panels2.data;
+  for_each_item(plan.blocks, [&](int64_t item) {
+    const int64_t begin = row_of_part(args.m, item, plan.blocks, plan.fused->row_unit);
+    const int64_t end = row_of_part(args.m, item + 1, plan.blocks, plan.fused->row_unit);
+    if (begin == end) return;
+    plan.fused->rows(args, begin, end,
+                     bytes_of(kernel_scratch(), plan.fused->scratch(args, end - begin)));
+  });
 }
 
 }  // namespace
@@ -77,14 +84,15 @@ void run_packed(const FeedForwardArgs& args, const Panels& panels1, const Panels
 void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
-  const int64_t threads = torch::stable::get_num_threads();
-  const bool in_fp32 = args.type == Element::float32;
-  if (in_fp32 ? args.m < 56 * threads : args.m < 64 * threads && !args.dropout.on)
-    return feed_forward_unfused(
-        args, slot, [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
-        [&](const LinearArgs& linear) { run_linear(linear, weight2, packed2, 1); });
-  run_packed(args, panels_of(weight1, packed1, 0, args.m), panels_of(weight2, packed2, 1, args.m),
-             slot);
+  const FeedForwardPlan plan = choose_feed_forward(args, [&] {
+    return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
+  });
+  if (plan.fused != nullptr)
+    return run_blocks(plan, args, panels_of(weight1, packed1, 0, args.m),
+                      panels_of(weight2, packed2, 1, args.m));
+  feed_forward_unfused(
+      args, slot, [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
+      [&](const LinearArgs& linear) { run_linear(linear, weight2, packed2, 1); });
 }
 
 namespace {
@@ -211,10 +219,22 @@ void backward_small_m(const Gradients& call) {
   run_weight_gradient_part(sums2, 0);
 }
 
+// How gradients are computed.
+struct BackwardPlan {
+  bool small_m;      // from unpacked operands
+  int64_t max_rows;  // otherwise: rows at a time
+};
+
+BackwardPlan choose_backward(const Gradients& call) {
+  return {call.f > 0 && is_small_m_backward(call.weight1, call.m) &&
+              is_small_m_backward(call.weight2, call.m),
+          weight_gradient_part_rows(call.type, std::max(call.k, call.f))};
+}
+
 void feed_forward_gradients(const Gradients& call) {
-  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
-  if (f > 0 && is_small_m_backward(call.weight1, m) && is_small_m_backward(call.weight2, m))
-    return backward_small_m(call);
+  const BackwardPlan plan = choose_backward(call);
+  if (plan.small_m) return backward_small_m(call);
+  const int64_t m = call.m, k = call.k, f = call.f, n = call.n, max_rows = plan.max_rows;
   const Element type = call.type;
   const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];
   const bool second = call.results[3] != nullptr, through = call.needs_grad_z();
@@ -223,7 +243,6 @@ void feed_forward_gradients(const Gradients& call) {
   Panels panels2, panels1;
   if (back_wanted) panels2 = column_panels_of(call.weight2, 0, m);
   if (call.results[0]) panels1 = column_panels_of(call.weight1, 1, m);
-  const int64_t max_rows = weight_gradient_part_rows(type, std::max(k, f));
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
   if (!in_fp32) {
     const bool parts = max_rows < m;
@@ -255,7 +274,15 @@ void feed_forward_gradients(const Gradients& call) {
                            .slope_at = z};
       if (first) back.hidden = shared_scratch(2).floats(in_fp32 ? rows : (rows + 1) / 2, f);
       if (second) sums2.panels = back.panels = weight_gradient_panels(type, rows, f, 4);
-      run_packed(back, panels2, panels1, 3);
+      const FeedForwardPlan forward =
+          choose_feed_forward(back, [&] { return std::pair(panels2.kernels, panels1.kernels); });
+      if (forward.fused != nullptr) {
+        run_blocks(forward, back, panels2, panels1);
+      } else {
+        feed_forward_unfused(
+            back, 3, [&](const LinearArgs& linear) { run_linear(linear, panels2); },
+            [&](const LinearArgs& linear) { run_linear(linear, panels1); });
+      }
       if (first) {
         sums1.grad = back.hidden;
         sums1.x = offset_ptr(call.x.data, type, begin * call.x.stride);

@@ -108,6 +108,84 @@ bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
          args.m <= kernels.row_block(args);
 }
 
+// How a product is computed.
+struct LinearPlan {
+  enum Strategy {
+    direct,    // from the unpacked weight, which few rows read once
+    by_panel,  // each thread multiplies all rows by one panel after the other
+    blocks,    // each item is a block of rows times some panels
+    parts,     // packs the weight, a part of its rows at a time; each part has a plan of its own
+  } strategy;
+  const LinearKernels* kernels;
+  int64_t row_items = 1, column_items = 1;  // of `blocks`
+  int64_t part = 0;                         // of `parts`: rows of the weight
+};
+
+// Large weights that are packed for this call only are packed in parts: a part is used while it is
+// in cache.
+constexpr int64_t kPartRows = 4096;
+
+// With panels in the layout of `kernels`: divides among threads the rows if there are many, else
+// the panels. The thresholds were measured.
+LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
+  LinearPlan plan{LinearPlan::blocks, &kernels};
+  const int64_t count = (args.n + kernels.panel - 1) / kernels.panel;
+  const int64_t threads = torch::stable::get_num_threads();
+  if (!kernels.in_fp32) {
+    const int64_t max_rows = kernels.row_block(args);
+    plan.row_items = (args.m + max_rows - 1) / max_rows;
+    if (args.m >= 64 * threads) {
+      plan.row_items = (plan.row_items + threads - 1) / threads * threads;
+    } else {
+      plan.column_items = std::min<int64_t>(count, 2 * threads);
+    }
+    return plan;
+  }
+  constexpr int64_t kMaxDepth = 16384;  // each thread holds all rows as bf16x3
+  if (splits_panels(args.m) && args.k > 0 && args.k <= kMaxDepth) {
+#if TF_HAVE_AMX
+    plan.kernels = amx::bf16x3_small_m_linear_kernels();
+#endif
+    // Each item splits x into bf16x3, so there are more items than threads only if they are long.
+    constexpr int64_t kPanels = 32;
+    plan.column_items = std::min(count, std::max(threads, std::min(4 * threads, count / kPanels)));
+    return plan;
+  }
+  constexpr int64_t kRows = 112;
+  const bool large_m = args.m >= 56 * threads;
+  if (!large_m && is_one_block(kernels, args)) plan.strategy = LinearPlan::by_panel;
+  if (!large_m) plan.column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
+  if (plan.column_items > 1 || args.m < kRows) {
+    plan.row_items = std::max<int64_t>(1, args.m / kRows);
+  } else {
+    plan.row_items = ((args.m + kRows - 1) / kRows + threads - 1) / threads * threads;
+  }
+  return plan;
+}
+
+// With an unpacked weight, or with a copy packed before.
+LinearPlan choose_linear(const LinearArgs& args, const Tensor& weight,
+                         const std::optional<Tensor>& packed) {
+  const LinearKernels& kernels = kernels_for(args.type, args.m);
+  if (packed) return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = args.n};
+  if (is_direct(weight, packed, args.m)) return {LinearPlan::direct, &kernels};
+  const bool bf16x3 =
+      args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
+  if (!bf16x3 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
+  return {.strategy = LinearPlan::parts,
+          .kernels = &kernels,
+          .part = bf16x3 && args.preactivation == nullptr ? kPartRows : args.n};
+}
+
+// With W instead of W^T, unpacked. `parts` are those of the sum over the rows of W.
+LinearPlan choose_input_gradient(const LinearArgs& args, const Tensor& weight) {
+  const LinearKernels& kernels = kernels_for(args.type, args.m);
+  if (is_small_m_backward(weight, args.m)) return {LinearPlan::direct, &kernels};
+  if (!kernels.in_fp32 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
+  const bool bf16x3 = args.type == Element::float32 && packs_bf16x3(args.m);
+  return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = bf16x3 ? kPartRows : args.k};
+}
+
 void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
   const int64_t scratch = kernels.panels_scratch(args);
   const auto place = [&] { return bytes_of(kernel_scratch(), scratch); };
@@ -137,6 +215,12 @@ Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   return pack_now(weight, true, slot, m);
 }
 
+const LinearKernels* kernels_of(const Tensor& weight, const std::optional<Tensor>& packed,
+                                int64_t m) {
+  const Panels panels = packed ? given_panels(weight, *packed) : Panels{};
+  return panels.kernels != nullptr ? panels.kernels : &kernels_for(element_of(weight), m);
+}
+
 bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
   return !packed && m <= direct_rows(element_of(weight), weight.numel()) &&
          (weight.size(1) <= 1 || weight.stride(1) == 1);
@@ -154,68 +238,34 @@ void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
       });
 }
 
-// Parallelizes over rows if there are many, else over panels.
 void run_linear(LinearArgs args, const Panels& panels) {
   if (args.m == 0) return;
   args.packed = panels.data;
-  const LinearKernels* kernels = panels.kernels;
-  const int64_t count = (args.n + kernels->panel - 1) / kernels->panel;
-  const int64_t threads = torch::stable::get_num_threads();
-  int64_t row_items = 1, column_items = 1;
-  constexpr int64_t kMaxDepth = 16384;  // each thread holds all rows as bf16x3
-  if (kernels->in_fp32 && splits_panels(args.m) && args.k > 0 && args.k <= kMaxDepth) {
-#if TF_HAVE_AMX
-    kernels = amx::bf16x3_small_m_linear_kernels();
-#endif
-    // Each item splits x into bf16x3, so there are more items than threads only if they are long.
-    constexpr int64_t kPanels = 32;
-    column_items = std::min(count, std::max(threads, std::min(4 * threads, count / kPanels)));
-  } else if (kernels->in_fp32) {
-    const bool large_m = args.m >= 56 * threads;
-    if (!large_m && is_one_block(*kernels, args)) return run_panels(*kernels, args);
-    constexpr int64_t kRows = 112;
-    if (!large_m) column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
-    if (column_items > 1 || args.m < kRows) {
-      row_items = std::max<int64_t>(1, args.m / kRows);
-    } else {
-      row_items = ((args.m + kRows - 1) / kRows + threads - 1) / threads * threads;
-    }
-  } else {
-    const int64_t max_rows = kernels->row_block(args);
-    row_items = (args.m + max_rows - 1) / max_rows;
-    if (args.m >= 64 * threads) {
-      row_items = (row_items + threads - 1) / threads * threads;
-    } else {
-      column_items = std::min<int64_t>(count, 2 * threads);
-    }
-  }
-  const int64_t scratch = kernels->scratch(args);
-  for_each_item(row_items * column_items, [&](int64_t item) {
-    const int64_t row = item / column_items, column = item % column_items;
-    const int64_t begin = row_of_part(args.m, row, row_items, kernels->row_unit);
-    const int64_t end = row_of_part(args.m, row + 1, row_items, kernels->row_unit);
+  const LinearPlan plan = choose_linear(args, *panels.kernels);
+  const LinearKernels& kernels = *plan.kernels;
+  if (plan.strategy == LinearPlan::by_panel) return run_panels(kernels, args);
+  const int64_t count = (args.n + kernels.panel - 1) / kernels.panel;
+  const int64_t scratch = kernels.scratch(args);
+  for_each_item(plan.row_items * plan.column_items, [&](int64_t item) {
+    const int64_t row = item / plan.column_items, column = item % plan.column_items;
+    const int64_t begin = row_of_part(args.m, row, plan.row_items, kernels.row_unit);
+    const int64_t end = row_of_part(args.m, row + 1, plan.row_items, kernels.row_unit);
     if (begin == end) return;
-    kernels->block(args, begin, end, count * column / column_items,
-                   count * (column + 1) / column_items, bytes_of(kernel_scratch(), scratch));
+    kernels.block(args, begin, end, count * column / plan.column_items,
+                  count * (column + 1) / plan.column_items, bytes_of(kernel_scratch(), scratch));
   });
 }
 
 void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                 int slot) {
   if (args.m == 0) return;
-  if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
-  const bool bf16x3 =
-      args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
-  const LinearKernels& kernels = kernels_for(args.type, args.m);
-  if (!packed && !bf16x3 && is_one_block(kernels, args))
-    return run_panels(kernels, args, weight, false);
-  // Large weights that are packed for this call only are packed in parts.
-  constexpr int64_t kMaxPartRows = 4096;
-  const bool parts = !packed && bf16x3 && args.preactivation == nullptr;
-  const int64_t n = args.n, step = parts ? kMaxPartRows : n;
-  for (int64_t begin = 0; begin < n; begin += step) {
+  const LinearPlan plan = choose_linear(args, weight, packed);
+  if (plan.strategy == LinearPlan::direct) return run_direct_linear(args, weight, 0);
+  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, false);
+  const int64_t n = args.n;
+  for (int64_t begin = 0; begin < n; begin += plan.part) {
     LinearArgs part = args;
-    part.n = std::min(step, n - begin);
+    part.n = std::min(plan.part, n - begin);
     part.y = offset_ptr(part.y, part.type, begin);
     part.bias = offset_ptr(part.bias, part.type, begin);
     part.residual = offset_ptr(part.residual, part.type, begin);
@@ -246,21 +296,17 @@ void run_small_m_input_gradient(const SmallMInputArgs& args) {
 void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
                         void* grad_input, int slot) {
   const int64_t n = weight.size(0), k = weight.size(1);
-  if (is_small_m_backward(weight, m))
+  const Element type = element_of(weight);
+  LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
+  const LinearPlan plan = choose_input_gradient(args, weight);
+  if (plan.strategy == LinearPlan::direct)
     return run_small_m_input_gradient(
         {static_cast<const float*>(grad), static_cast<const float*>(weight.const_data_ptr()),
          static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride(0)});
-  const Element type = element_of(weight);
-  LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
-  const LinearKernels& kernels = kernels_for(type, m);
-  if (!kernels.in_fp32 && is_one_block(kernels, args))
-    return run_panels(kernels, args, weight, true);
-  // With many rows of W, e.g. a vocabulary's, they are packed in parts: the products of the parts
-  // are added up, and each part is used while it is in cache.
-  constexpr int64_t kMaxPartRows = 4096;
-  const int64_t step = type == Element::float32 && packs_bf16x3(m) ? kMaxPartRows : n;
-  for (int64_t begin = 0; begin < n; begin += step) {
-    args.k = std::min(step, n - begin);
+  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, true);
+  // The products of the parts are added up.
+  for (int64_t begin = 0; begin < n; begin += plan.part) {
+    args.k = std::min(plan.part, n - begin);
     args.x = offset_ptr(grad, type, begin);
     if (begin > 0) args.residual = grad_input;
     Tensor part = weight;

@@ -47,8 +47,12 @@ inline int64_t panel_columns() { return TF_DISPATCH(linear_kernels, )->panel; }
 // copy is up to date (Fingerprint).
 Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
 
-// The same for products with W instead of W^T.
+// Panels for products with W instead of W^T, packed now.
 Panels column_panels_of(const Tensor& weight, int slot, int64_t m);
+
+// The layout of the panels that panels_of() returns.
+const LinearKernels* kernels_of(const Tensor& weight, const std::optional<Tensor>& packed,
+                                int64_t m);
 
 // Whether a product of m rows reads the unpacked weight, because packing it would take longer. No
 // packed copy is cached for so few rows, so results do not depend on one.
