@@ -21,8 +21,11 @@ from transformer_fast.reference import (
     attention,
     dropout,
     feed_forward,
+    int8_feed_forward,
+    int8_linear,
     layer_norm,
     linear,
+    quantize_weight,
 )
 from transformer_fast.reference.dropout import draw_seed, philox_numbers, threshold
 from transformer_fast.specs import OPS
@@ -169,6 +172,75 @@ def test_rows_beyond_query_lengths_have_no_effect(lengths, garbage):
     for got, plain in zip(found, run(q, upstream), strict=True):
         want = plain.masked_fill(beyond, 0.0) if plain.shape[-2] == 3 else plain
         torch.testing.assert_close(got, want)
+
+
+def _int8_map(rows, outputs, inputs, seed=0):
+    """Returns input, quantized weight, its scale and bias."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, outputs))
+    return x, *quantize_weight(weight), torch.randn(outputs, generator=generator)
+
+
+def test_int8_products_match_hand_computed_examples():
+    weight = torch.tensor([[127, -1.5, 0.5], [0, 0, 0], [-(2.0**-101), 0, 0]]) / 8
+    values, scale = quantize_weight(weight)
+    # Halves are rounded to even.
+    assert values.tolist() == [[127, -2, 0], [0, 0, 0], [0, 0, 0]]
+    assert scale.tolist() == [0.125, 0.0, 0.0]
+    # 254 steps of 1/2 from the least to the largest value, rounded to 64, -190 and 0.
+    x = torch.tensor([32, -95, 0.25])
+    given = x, values, scale, torch.tensor([1.0, 2, 3])
+    first = (127 * 64 + 2 * 190) / 8 / 2 + 1
+    assert int8_linear(*given, None, None).tolist() == [first, 2, 3]
+    # Ranges include 0: 254 and 127 steps of 1/2.
+    assert int8_linear(x + 95, *given[1:], None, None)[0] == (127 * 254 - 0) / 8 / 2 + 1
+    y = int8_linear(-x, values, -scale, None, "relu", torch.tensor([1.0, 2, 3]))
+    assert y.tolist() == [first, 2, 3]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-25])
+def test_int8_values_differ_by_half_a_step_at_most(scale):
+    """The bound of each result from the steps of its row and of its column."""
+    x, weight, scales, _ = _int8_map(37, 29, 61)
+    exact = torch.randn(29, 61, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    weight, scales = quantize_weight(exact)
+    x = x.to(DOUBLE) * scale * torch.logspace(-3, 3, 37, dtype=DOUBLE)[:, None]
+    step = (x.amax(-1).clamp(min=0) - x.amin(-1).clamp(max=0)) / 254
+    kept = (weight * scales[:, None]).abs().sum(-1)
+    bound = 0.5 * (step[:, None] * kept + x.abs().sum(-1)[:, None] * scales) * (1 + 1e-5)
+    error = int8_linear(x, weight, scales, None, None, None) - x @ exact.t()
+    assert (error.abs() <= bound).all()
+
+
+def test_int8_rows_are_independent():
+    """NaN and infinity give NaN in their rows only; tiny rows and rows of zeros give the bias."""
+    x, *rest, bias = _int8_map(9, 5, 12)
+    alone = int8_linear(x, *rest, bias, "gelu", None)
+    garbage = x.clone()
+    garbage[1, 3], garbage[2, 0], garbage[3, 1] = math.nan, math.inf, -math.inf
+    garbage[4, :2] = torch.tensor([3e38, -3e38])
+    garbage[5], garbage[6] = 0.0, x[6] * 2.0**-110
+    found = int8_linear(garbage, *rest, bias, "gelu", None)
+    assert found[1:5].isnan().all()
+    assert same_bits(found[[0, 7, 8]], alone[[0, 7, 8]])
+    for row in found[5:7]:
+        assert same_bits(row, torch.nn.functional.gelu(bias))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, DOUBLE], ids=str)
+def test_int8_feed_forward_is_two_int8_maps(dtype):
+    """The hidden units stay in float32; results are rounded to the dtype of the input once."""
+    x, weight1, scale1, bias1 = _int8_map(7, 40, 24)
+    _, weight2, scale2, bias2 = _int8_map(1, 11, 40, seed=1)
+    x, bias1, bias2 = (t.to(dtype) for t in (x, bias1, bias2))
+    found = int8_feed_forward(x, weight1, scale1, bias1, weight2, scale2, bias2, "gelu")
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden = int8_linear(x.to(wide), weight1, scale1, bias1.to(wide), "gelu", None)
+    y = int8_linear(hidden, weight2, scale2, bias2.to(wide), None, None)
+    assert found.dtype == dtype
+    assert same_bits(found, y.to(dtype))
+    empty = int8_linear(x[:, :0], weight1[:, :0], scale1, bias1, None, None)
+    assert same_bits(empty, bias1.expand(7, 40).contiguous())
 
 
 def test_masked_garbage_leaves_gradients_finite():

@@ -7,6 +7,7 @@ from .attention import *
 from .cross_entropy import *
 from .dropout import *
 from .feed_forward import *
+from .int8_linear import *
 from .layer_norm import *
 from .layer_norm import __all__ as _norms
 from .layer_norm import add_annotated_layer_norm as add_annotated_layer_norm
