@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 import torch
 
-from transformer_fast import _native, call_cache, dispatch, fast_path
+from transformer_fast import _context, _native, call_cache, dispatch, fast_path
 from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.ops import operator as _operator
@@ -127,7 +127,7 @@ def process_left_alone() -> Iterator[None]:
     """
 
     def flags() -> tuple[object, ...]:
-        state = dispatch._state.backend, dispatch._state.strict
+        state = _context.settings.backend, _context.settings.strict
         torchs = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
         return *state, *torchs, torch.get_num_threads(), open_autocast_blocks()
 

@@ -25,6 +25,7 @@ from transformer_fast import (
     strict,
     use_backend,
 )
+from transformer_fast._context import settings
 from transformer_fast.dispatch import Call, Kernel, PreferLater, register, rows, select, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
@@ -298,10 +299,10 @@ def test_use_backend_nests_and_ends(table):
 
 @pytest.mark.parametrize("context", [lambda: use_backend("reference"), strict])
 def test_contexts_end_after_an_error(context):
-    before = dispatch._state.backend, dispatch._state.strict
+    before = settings.backend, settings.strict
     with pytest.raises(ZeroDivisionError), context():
-        assert 1 / ((dispatch._state.backend, dispatch._state.strict) == before)
-    assert (dispatch._state.backend, dispatch._state.strict) == before
+        assert 1 / ((settings.backend, settings.strict) == before)
+    assert (settings.backend, settings.strict) == before
 
 
 def test_use_backend_does_not_fall_back(table):
@@ -326,7 +327,7 @@ def test_use_backend_as_a_decorator():
         return select(CALL).backend
 
     assert decorated() == "reference"
-    assert dispatch._state.backend is None
+    assert settings.backend is None
 
 
 def test_strict_refuses_the_reference_with_the_reasons(table):
@@ -496,18 +497,19 @@ def test_explain_bad_call_raises_like_the_function():
 
 
 def test_environment_variables_set_backend_and_strict(monkeypatch):
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    for name in ("backend", "strict", "export_operators"):
+        monkeypatch.setattr(settings, name, getattr(settings, name))  # restored after the test
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend)
         dispatch._read_environment()
-        assert dispatch._state.backend == backend
+        assert settings.backend == backend
         monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend.upper())
         dispatch._read_environment()
-        assert dispatch._state.backend == backend
+        assert settings.backend == backend
     for value, meant in (("", False), ("0", False), ("1", True), ("yes", True), ("OFF", False)):
         monkeypatch.setenv("TRANSFORMER_FAST_STRICT", value)
         dispatch._read_environment()
-        assert dispatch._state.strict is meant
+        assert settings.strict is meant
     monkeypatch.setenv("TRANSFORMER_FAST_STRICT", "maybe")
     with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_STRICT must be .*, not 'maybe'$"):
         dispatch._read_environment()

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import transformer_fast
 from transformer_fast import _native, dispatch, fast_path, functional, nn
+from transformer_fast._context import is_plain_eager
 from transformer_fast.testing import call_of
 
 pytestmark = [
@@ -105,7 +106,7 @@ def _norm(rows: int = 4096) -> list[Any]:
 
 def test_the_direct_kernel_is_the_dispatchers_choice() -> None:
     arguments = _norm()
-    assert fast_path.is_plain_eager(arguments[0], *arguments[2:4])
+    assert is_plain_eager(arguments[0], *arguments[2:4])
     run = fast_path.direct_kernel("layer_norm", arguments[0], *arguments[2:4])
     assert run is dispatch.select(call_of("layer_norm", tuple(arguments))).run
     with Operators() as found, dispatch.use_backend(None):
@@ -171,15 +172,15 @@ def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):
         with transformer_fast.use_backend(name):
-            assert fast_path.is_plain_eager(arguments[0]) is None
+            assert is_plain_eager(arguments[0]) is None
     with fast_path.small_size_fallback(short=False):
-        assert fast_path.is_plain_eager(arguments[0]) is None
+        assert is_plain_eager(arguments[0]) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert fast_path.direct_kernel("layer_norm", arguments[0]) is None
     seen = []
 
     def ask(x: Tensor) -> Tensor:
-        seen.append(fast_path.is_plain_eager(arguments[0]) is not None)
+        seen.append(is_plain_eager(arguments[0]) is not None)
         return x * 2.0
 
     torch.func.jvp(ask, (arguments[0],), (arguments[0],))
@@ -189,6 +190,18 @@ def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
         ask(arguments[0])
     assert seen
     assert not any(seen)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_small_losses_read_values_unless_they_are_traced(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = _calls(True)[op](20)
+    call = _call(op, arguments)
+    monkeypatch.delitem(functional.cross_entropy.__globals__, "defers_to_torch")
+    assert _ours(call) == []  # a dispatch mode sees PyTorch's operators
+    with pytest.raises(NameError, match="defers_to_torch"):
+        make_fx(lambda target: call())(arguments[-1])
 
 
 @pytest.mark.parametrize("change", ["mask", "causal", "weights", "dropout", "lead", "autocast"])

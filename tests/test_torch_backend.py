@@ -107,7 +107,7 @@ _VIEWS = {
 
 def as_on_a_gpu():
     """Context manager in which calls on meta tensors go to the dispatcher, as on CUDA tensors."""
-    return mock.patch.object(_check, "needs_torch", return_value=False)
+    return mock.patch.object(_check, "only_torch_supports", return_value=False)
 
 
 def operators_of(module, arguments, training):

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import proof, reference
+from ._context import (
+    PLAIN,
+    fp32_precision,
+    function_mode_is_active,
+    is_compiling,
+    no_active_modes,
+    settings,
+)
 from .dispatch import OPS, VARIANTS, Call, Kernel, _state, select
 from .reference.dropout import draw_seed
 
@@ -28,12 +35,8 @@ MOST = 4096
 on_cpu = False
 
 _Parameter = torch.nn.Parameter
-_PLAIN = frozenset({Tensor, _Parameter})
 _CONSTANT = frozenset({int, float, str})
-_is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_C = torch._C
-_profiles = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _stores: list[dict[Any, Any]] = []
 _scope: Any = None
 
@@ -68,18 +71,6 @@ def key_scope(scope: Any) -> Iterator[None]:
         yield
     finally:
         _scope = before
-
-
-def no_active_modes() -> bool:
-    """True if no dispatch or function mode, functorch transform, tracer or profiler is active."""
-    return not (
-        _C._len_torch_dispatch_stack()
-        or _C._is_torch_function_mode_enabled()
-        or forward_ad._current_level >= 0
-        or _C._are_functorch_transforms_active()
-        or _C._get_tracing_state() is not None
-        or _profiles()
-    )
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
@@ -128,11 +119,11 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
     except RuntimeError:  # sparse tensors have no strides, nested ones no shape
         return None
     if bits & 15:
-        add(tuple([x.data_ptr() & 15 == 0 for x in arguments if type(x) in _PLAIN]))
+        add(tuple([x.data_ptr() & 15 == 0 for x in arguments if type(x) in PLAIN]))
     where = "cuda" if device >= 0 else "cpu"
     if torch.is_autocast_enabled(where):
         add(torch.get_autocast_dtype(where))
-    add(_C._get_fp32_precision_getter("cuda", "matmul"))
+    add(fp32_precision("cuda", "matmul"))
     return tuple(parts)
 
 
@@ -147,18 +138,18 @@ def lookup(
     its tensors, None on a miss."""
     first = tensors[0]
     if (
-        type(first) not in _PLAIN
-        or _C._is_torch_function_mode_enabled()  # which would see what is read of the tensors
+        type(first) not in PLAIN
+        or function_mode_is_active()  # which would see what is read of the tensors
         or (first.is_cpu and not on_cpu)
-        or _is_compiling()
+        or is_compiling()
     ):
         return None, None
     if not no_active_modes():
         return None, None
     for one in others:  # the value of a number given as a tensor may change
-        if one.__class__ in _PLAIN:
+        if one.__class__ in PLAIN:
             return None, None  # type: ignore[unreachable]
-    key = describe((*tensors, *others), (op, _state.backend, _state.strict, proof.epoch))
+    key = describe((*tensors, *others), (op, settings.backend, settings.strict, proof.epoch))
     known = None if key is None else _calls.get(key)
     if known is None or known is _SEEN or known[0] is not _state.kernels[op]:
         return key, None
@@ -206,7 +197,7 @@ def run(
             runs = _remembered(kernel, tensors, call, arguments, finish)
             if runs is not None:
                 insert(_calls, key, (kernels, runs))
-    if key is None and _is_compiling():
+    if key is None and is_compiling():
         arguments = _distinct(arguments)
     result = kernel.run(*arguments)
     return result if finish is None else finish(result)

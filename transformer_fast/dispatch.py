@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _switches, proof
+from ._context import (
+    has_transforms,
+    is_compiling,
+    is_exporting,
+    is_jit_tracing,
+    is_transformed,
+    settings,
+)
 from .reference import OPS as OPS
 from .reference import VARIANTS as VARIANTS
 
@@ -147,12 +154,6 @@ class _State:
     usable: dict[str, tuple[tuple[Kernel, ...], dict[str, tuple[Kernel, ...]]]] = field(
         default_factory=dict
     )
-    backend: str | None = None
-    strict: bool = False
-    #: True if exported programs keep the package's operators.
-    export_operators: bool = False
-    #: True if the result of a row must not depend on the number of rows.
-    batch_invariant: bool = False
 
 
 _state = _State()
@@ -175,47 +176,12 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 
 def named_backend() -> str | None:
     """Returns the backend set by `use_backend` or the environment, or None."""
-    return _state.backend
+    return settings.backend
 
 
 def is_strict() -> bool:
     """True if `strict` is on."""
-    return _state.strict
-
-
-def is_traced() -> bool:
-    """True while torch.compile, torch.export or torch.jit.trace records a program."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-#: A single C call, nearly always False: hot paths evaluate it before `is_observed`.
-function_mode_is_active = torch._C._is_torch_function_mode_enabled
-
-
-def is_observed() -> bool:
-    """True if a user's `TorchFunctionMode` is active: it must see the PyTorch functions that
-    `torch.nn` would call, whatever the size.
-
-    PyTorch's own modes (default device, tracers) do not count: they work with operators. No mode counts
-    if a backend is named or in strict mode, which require kernels.
-    """
-    if not function_mode_is_active() or torch.compiler.is_compiling():
-        return False
-    if _state.backend is not None or _state.strict:
-        return False
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(not type(mode).__module__.startswith("torch.") for mode in modes)
-
-
-def is_exporting() -> bool:
-    """True while a program is recorded that may run where this package is not installed.
-
-    These are programs of torch.export, from which the ONNX exporter and AOTInductor start, unless
-    `export_operators` is on, and all programs of torch.jit.trace.
-    """
-    if torch.compiler.is_exporting():
-        return not _state.export_operators
-    return torch.jit.is_tracing()
+    return settings.strict
 
 
 def compute_capability(device: torch.device | int | None = None) -> int:
@@ -300,7 +266,7 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
         reasons.append("it does not support query_lengths")
     if call.dropout_p != 0.0 and not kernel.dropout:
         reasons.append("it does not support dropout")
-    if kernel.backend != "reference" and transforms(*call.tensors, call.mask):
+    if kernel.backend != "reference" and is_transformed(*call.tensors, call.mask):
         reasons.append("it does not support torch.func transforms and forward-mode differentiation")
     if kernel.activations is not None:
         activation = call.activation
@@ -347,19 +313,6 @@ def _fits(kernel: Kernel, call: Call) -> bool:
     return kernel.refuses is None or kernel.refuses(call) is None
 
 
-def transforms(*tensors: Tensor | None) -> bool:
-    """True if these tensors carry tangents of forward mode, or a torch.func transform is active.
-
-    Kernels have no rules for either; the reference, in plain PyTorch, has PyTorch's.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in tensors
-    )
-
-
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     """Returns the kernels that are available for this type of device."""
     return tuple(
@@ -382,9 +335,9 @@ def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[
 def only_pytorch_runs(op: str, first: Tensor) -> bool:
     """True if only PyTorch's ops can be chosen on the device of ``first``, whatever the call: no kernel
     is validated or built there, or none supports the device."""
-    if _state.backend is not None or _state.strict:
+    if settings.backend is not None or settings.strict:
         return False
-    for kernel in candidates(op, first, torch.compiler.is_compiling()):
+    for kernel in candidates(op, first, is_compiling()):
         if kernel.backend in ("torch", "reference"):
             return True
         if why_unproven(kernel) is None:
@@ -394,7 +347,7 @@ def only_pytorch_runs(op: str, first: Tensor) -> bool:
 
 def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     """Returns the reason why a later backend is preferred for a supported call, or None."""
-    if torch.compiler.is_compiling() or _state.batch_invariant:
+    if is_compiling() or settings.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
     for limit in kernel.prefers_later:
@@ -456,27 +409,25 @@ def select(call: Call, backend: Any = None) -> Kernel:
     ``backend=None``: the validated GPU kernel with the largest gain; else the first that supports the
     call and for which no later backend is preferred, and finally the reference. A named backend, given
     here, by `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back. While a program is
-    exported (`is_exporting`) the kernel consists of PyTorch's operators. Calls under `transforms` run
+    exported (`is_exporting`) the kernel consists of PyTorch's operators. Calls under `is_transformed` run
     the reference's formula, even if a backend is named: no kernel has rules for them.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     backend does not support the call, or in strict mode if only the reference does.
     """
     if backend is None:
-        backend = _state.backend
+        backend = settings.backend
     elif backend is Probe:
         raise Probe(call)
-    if (
-        forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    ) and transforms(*call.tensors, call.mask):
+    if has_transforms() and is_transformed(*call.tensors, call.mask):
         if backend is not None:
             check_name(backend)
-        if _state.strict:
+        if settings.strict:
             raise _strict_refusal(call)
         return _state.kernels[call.op][-1]
     if backend is None:
-        compiling = torch.compiler.is_compiling()
-        if (compiling or torch._C._get_tracing_state() is not None) and is_exporting():
+        compiling = is_compiling()
+        if (compiling or is_jit_tracing()) and is_exporting():
             return _pytorchs(call)
         preferring = proven = None
         most = -1.0
@@ -490,7 +441,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
             if proven is not None:
                 return proven
             if _fits(kernel, call):
-                if kernel.backend == "reference" and (_state.strict or preferring is not None):
+                if kernel.backend == "reference" and (settings.strict or preferring is not None):
                     break
                 if kernel.prefers_later and why_prefers_later(kernel, call) is not None:
                     preferring = preferring or kernel
@@ -517,8 +468,8 @@ def find(call: Call) -> Kernel | None:
     A named backend runs its own kernel for it, or its own ops.
     """
     for kernel in candidates(call.op, call.tensors[0]):
-        if _state.backend in (None, kernel.backend) and _fits(kernel, call):
-            return None if transforms(*call.tensors) else kernel
+        if settings.backend in (None, kernel.backend) and _fits(kernel, call):
+            return None if is_transformed(*call.tensors) else kernel
     return None
 
 
@@ -527,7 +478,7 @@ def _pytorchs(call: Call) -> Kernel:
     for kernel in _state.kernels[call.op]:
         if kernel.backend == "torch" and not why_not(kernel, call):
             return kernel
-    if _state.strict:
+    if settings.strict:
         raise _strict_refusal(call)
     return _state.kernels[call.op][-1]
 
@@ -566,7 +517,7 @@ class Explanation:
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
     """`explain` for a prepared call."""
     reasons = _reasons(call)
-    named = backend or _state.backend
+    named = backend or settings.backend
     for name in reasons:
         if named not in (None, name):
             reasons[name] = [f"backend {named!r} is named"]
@@ -598,13 +549,13 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
 
 @contextmanager
 def _within(name: str, value: Any) -> Iterator[None]:
-    """Context manager that sets a field of the state."""
-    before = getattr(_state, name)
-    setattr(_state, name, value)
+    """Context manager that changes a setting."""
+    before = getattr(settings, name)
+    setattr(settings, name, value)
     try:
         yield
     finally:
-        setattr(_state, name, before)
+        setattr(settings, name, before)
 
 
 def use_backend(backend: str | None) -> AbstractContextManager[None]:
@@ -647,9 +598,9 @@ def export_operators(enabled: bool = True) -> AbstractContextManager[None]:
 
 
 def _read_environment() -> None:
-    _state.backend = _switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS)
-    _state.strict = _switches.flag("TRANSFORMER_FAST_STRICT")
-    _state.export_operators = _switches.flag("TRANSFORMER_FAST_EXPORT_OPERATORS")
+    settings.backend = _switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS)
+    settings.strict = _switches.flag("TRANSFORMER_FAST_STRICT")
+    settings.export_operators = _switches.flag("TRANSFORMER_FAST_EXPORT_OPERATORS")
 
 
 _read_environment()

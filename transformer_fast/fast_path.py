@@ -1,10 +1,10 @@
 """The fast path of calls on plain CPU tensors, and the sizes below which PyTorch's op is faster.
 
-Argument checks and dispatch take as long as many kernels. `is_plain_eager` is the guard of all ops: it
-establishes everything about a call except shapes and size. Calling our kernels costs some Python and,
-with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. So PyTorch's op is faster
-for small calls. The sizes were measured on the CPU in float32 and are here only: functions and modules
-read them, and the dispatcher gets them as `PreferLater` records (`prefers_later`).
+Argument checks and dispatch take as long as many kernels. `_context.is_plain_eager` is the guard of
+all ops: it establishes everything about a call except shapes and size. Calling our kernels costs some
+Python and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. So PyTorch's op
+is faster for small calls. The sizes were measured on the CPU in float32 and are here only: functions
+and modules read them, and the dispatcher gets them as `PreferLater` records (`prefers_later`).
 """
 
 from __future__ import annotations
@@ -17,30 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import (
-    Call,
-    PreferLater,
-    _state,
-    function_mode_is_active,
-    is_observed,
-    mixes_dtypes,
-    select,
-)
+from ._context import settings, values_are_known
+from .dispatch import Call, PreferLater, _state, mixes_dtypes, select
 
-_is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
-_transforms = torch._C._are_functorch_transforms_active
-_is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 FLOAT = torch.float32
 
-#: Whether small calls run on PyTorch's op, and whether calls may bypass the dispatcher.
-_on = _short = True
+#: True if small calls run on PyTorch's op.
+_on = True
 
 
 @dataclass
@@ -105,37 +92,6 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
-def is_plain_eager(first: Any, *others: Any) -> bool | None:
-    """Returns whether a call on these tensors needs gradients; None if it must be dispatched.
-
-    That is a call that is traced, transformed or observed (`dispatch.is_observed`), for which a backend
-    is named, or whose tensors are of subclasses, nested or elsewhere than in CPU memory. PyTorch's own
-    op needs no more.
-    """
-    if (
-        not _short
-        or type(first) is not Tensor
-        or (function_mode_is_active() and is_observed())
-        or not first.is_cpu
-        or first.is_nested
-        or _state.backend is not None
-        or _is_compiling()
-        or _tracing_state() is not None
-        or _transforms()
-        or forward_ad._current_level >= 0
-    ):
-        return None
-    follows = _is_grad_enabled()
-    grad = follows and first.requires_grad
-    for tensor in others:
-        if tensor is not None:
-            if type(tensor) not in _PLAIN:
-                return None
-            if follows and not grad and tensor.requires_grad:
-                grad = True
-    return grad  # type: ignore[no-any-return]
-
-
 #: By op, the dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
@@ -176,12 +132,7 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
     infinite.
     """
     if not (
-        input.is_cpu
-        and target.is_cpu
-        and not _is_compiling()
-        and _tracing_state() is None
-        and not _transforms()
-        and torch._C._len_torch_dispatch_stack() == 0
+        input.is_cpu and target.is_cpu and values_are_known(input) and values_are_known(target)
     ):
         return False
     if target.numel() == 0 or (ignore_index < 0 and int(target.min()) >= 0):
@@ -271,7 +222,7 @@ def small_size_fallback(on: bool | None = None, short: bool | None = None) -> It
         on: whether small calls run on PyTorch's op; None: unchanged.
         short: whether calls may bypass the dispatcher; None: unchanged.
     """
-    before = _on, _short
+    before = _on, settings.bypass
     _switch(*(was if now is None else now for was, now in zip(before, (on, short), strict=True)))
     try:
         yield
@@ -280,8 +231,8 @@ def small_size_fallback(on: bool | None = None, short: bool | None = None) -> It
 
 
 def _switch(on: bool, short: bool) -> None:
-    global _on, _short
-    _on, _short = on, short
+    global _on
+    _on, settings.bypass = on, short
     for limit in LIMITS:
         limit.switch(on)
 
@@ -296,7 +247,7 @@ def batch_invariant() -> Iterator[None]:
     the rows, nor the backends `torch` and `reference`. It is slower for few rows. It applies to all
     threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
     """
-    before = _state.batch_invariant
+    before = settings.batch_invariant
     with small_size_fallback(on=False):
         _set_batch_invariant(True)
         try:
@@ -306,7 +257,7 @@ def batch_invariant() -> Iterator[None]:
 
 
 def _set_batch_invariant(on: bool) -> None:
-    _state.batch_invariant = on
+    settings.batch_invariant = on
     if _native.module is not None:
         _native.module.set_batch_invariant(on)
 

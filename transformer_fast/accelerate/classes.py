@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from .. import nn
+from .._context import PLAIN
 from ..nn import fusion
 from ..nn.drop_in import RECORD
 from ..nn.transformer_layers import may_have_shortcut
@@ -122,7 +123,6 @@ _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ..
     for name in nn._OURS
     if name not in _LEFT
 }
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
@@ -244,7 +244,7 @@ def weights(module: torch.nn.Module) -> str | None:
                 return (
                     f"its {prefix}{name} is not initialised; call the model once before accelerate"
                 )
-            if type(parameter) not in _PLAIN_TENSORS or type(parameter.data) is not torch.Tensor:
+            if type(parameter) not in PLAIN or type(parameter.data) is not torch.Tensor:
                 kind = type(parameter.data).__name__
                 if kind == "DTensor":
                     return f"its {prefix}{name} is a DTensor; call accelerate before distributing"

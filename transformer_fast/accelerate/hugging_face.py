@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..fast_path import LINEAR, is_plain_eager
+from .._context import is_plain_eager
+from ..fast_path import LINEAR
 from ..functional.attention import general_attention
 from ..nn import fusion
 from . import classes

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import functional
 from ..nn import fusion
-from ..nn.drop_in import needs_torch
+from ..nn.drop_in import runs_torch_forward
 from . import classes
 from .classes import ClassChange
 from .hugging_face import activation_name, is_conv1d, is_faster_transposed
@@ -58,7 +58,7 @@ class FeedForward(FusedLayer):
         dropouts: list[Any] = [modules.get(n) for n in net.dropouts]
         if (
             not isinstance(x, Tensor)
-            or needs_torch(x, self._theirs)
+            or runs_torch_forward(x, self._theirs)
             or getattr(self._theirs.forward, "__code__", None) is not self._code
             or len(modules) != self._count
             or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)

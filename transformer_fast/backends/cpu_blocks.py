@@ -14,24 +14,21 @@ import torch
 from torch import Tensor
 
 from .. import _native
+from .._context import are_plain_on_cpu
 from ..dispatch import Call, Kernel
 from ..ops.linear import CODES
 from ..ops.operator import ARGMAX, EMBEDDING_BACKWARD
 from .cpu import register_kernel
 from .cpu_packing import PackedWeights
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 #: Cross-attention takes queries and keys from parts of one packed weight, cut between panels.
 _PANEL = 32
 
 
 def _refuse(call: Call) -> str | None:
-    for tensor in call.tensors:
-        if tensor is not None and (
-            type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_cpu
-        ):
-            return "it supports plain CPU tensors only, and one is sparse or of a subclass"
-    return None
+    if are_plain_on_cpu(call.tensors):
+        return None
+    return "it supports plain CPU tensors only, and one is sparse or of a subclass"
 
 
 def _refuse_layer(call: Call) -> str | None:

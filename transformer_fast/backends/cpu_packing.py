@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _switches, memory
+from .._context import is_recorded
 from ..ops.feed_forward import INFERENCE as FEED_FORWARD
 from ..ops.feed_forward import PACKED as FEED_FORWARD_PACKED
 from ..ops.linear import INFERENCE as LINEAR
@@ -186,18 +187,10 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
     torch.library.impl(operator.name(), "cpu", function)
 
     def run(*arguments: Any) -> Tensor:
-        return operator(*arguments) if _is_recorded() else function(*arguments)  # type: ignore[no-any-return]
+        # A packed copy would become a constant of the program.
+        return operator(*arguments) if is_recorded() else function(*arguments)  # type: ignore[no-any-return]
 
     return run
-
-
-def _is_recorded() -> bool:
-    """Whether calls made now may be recorded: a packed copy would become a constant of the program."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
@@ -294,7 +287,7 @@ class PackedWeights:
         """
         assert _native.module is not None  # or no kernel would ask
         direct_rows = _native.module.direct_rows
-        for weight in () if owners is None and _is_recorded() else weights:
+        for weight in () if owners is None and is_recorded() else weights:
             if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):
                 break
         else:

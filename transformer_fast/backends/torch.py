@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _native, fast_path, reference
-from ..dispatch import VARIANTS, Call, Kernel, is_exporting, register
+from .._context import is_exporting
+from ..dispatch import VARIANTS, Call, Kernel, register
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..ops.layer_norm import NORMS

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import memory
+from .._context import are_plain_on_cpu
 from .aliasing import AliasAnalysis, is_fresh
 from .editor import Editor
 from .feed_forward import PLACES, packed_call
@@ -126,7 +127,7 @@ def lift(
     precomputed, if sizes are known only at run time, or if an input is not a plain tensor in CPU
     memory.
     """
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in inputs):
+    if not are_plain_on_cpu(inputs):
         return None
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))

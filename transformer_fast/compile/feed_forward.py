@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import functional
+from .._context import is_functorch_wrapped
 from ..dispatch import checked_call, select
 from ..ops.feed_forward import PACKED as FEED_FORWARD
 from ..ops.linear import CODES
@@ -406,7 +407,7 @@ def _side_by_side(node: Any) -> Op | None:
     if weight is None or rank(op["input"]) != len(weight):
         return None
     # Tensors under torch.func.vmap have a hidden batch dimension.
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if is_functorch_wrapped(x):
         return None
     # "same" requires a stride of 1, and a kernel of that size needs no padding.
     unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")

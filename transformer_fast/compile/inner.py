@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import memory
+from .._context import dispatch_modes
 from . import run_time
 from .aliasing import AliasAnalysis
 from .constants import DerivedInputs, lift
@@ -119,7 +120,7 @@ class _Checked:
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() > 0:  # inductor's programs access memory directly
+        if dispatch_modes():  # inductor's programs access memory directly
             return self.module.forward(*inputs)
         if self.run is not None:
             return self.run(*inputs)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .. import nn
+from .._context import values_are_known
 from ..functional._check import autocast
 from ..functional.attention import attend
-from ..reference import values_are_known
 
 
 class Mask(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import dispatch
-from ..reference.attention import values_are_known
+from .._context import function_mode_is_active, is_observed, only_torch_supports, values_are_known
 from ..reference.linear import ACTIVATIONS
 
 
@@ -25,55 +25,15 @@ def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoRetu
     raise otherwise
 
 
-#: Tensors that are their memory and nothing else.
-_PLAIN = (Tensor, torch.nn.Parameter)
-#: Subclasses that know an operator by its schema, its fake or its sharding rules.
-_KNOW_OPERATORS = frozenset(
-    {
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.functional_tensor.FunctionalTensor",
-        "torch.distributed.tensor.DTensor",
-        "torch.distributed.tensor._api.DTensor",
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    }
-)
-
-
-def needs_torch(*tensors: Tensor | None) -> bool:
-    """Whether a call with these is PyTorch's own: its functions are what the tensors know.
-
-    Subclasses that override them, or what they dispatch to; sparse, mkldnn and nested tensors; a
-    first tensor on meta, whose others PyTorch lets be elsewhere or refuses.
-    """
-    if getattr(tensors[0], "is_meta", False):
-        return True
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and (
-            (type(tensor) not in _PLAIN and _overrides(type(tensor)))
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-        ):
-            return True
-    return False
-
-
-def _overrides(kind: type[Tensor]) -> bool:
-    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
-        return True
-    if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:  # type: ignore[comparison-overlap]
-        return False
-    return f"{kind.__module__}.{kind.__qualname__}" not in _KNOW_OPERATORS
-
-
 def defers_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
-    """`needs_torch`, ``also``, or a mode of the user's observes PyTorch's functions
-    (`dispatch.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
+    """`only_torch_supports`, ``also``, or a mode of the user's observes PyTorch's functions
+    (`_context.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
 
     A call that is explained goes on to the dispatcher, which has the reasons.
     """
-    if backend is None and dispatch.function_mode_is_active() and dispatch.is_observed():
+    if backend is None and function_mode_is_active() and is_observed():
         return True
-    if not (also or needs_torch(*tensors)) or backend is dispatch.Probe:
+    if not (also or only_torch_supports(*tensors)) or backend is dispatch.Probe:
         return False
     backend = dispatch.named_backend() if backend is None else backend
     if backend not in (None, "torch", "reference"):

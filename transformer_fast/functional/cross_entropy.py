@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
+from .._context import is_plain_eager, values_are_known
 from ..dispatch import Call, select
 from ..ops.autograd import wants_grad
-from ..reference import values_are_known
 from ._check import (
     autocast,
     defers_to_torch,
@@ -141,11 +141,10 @@ def cross_entropy(
         and target.dtype is torch.int64
         and type(ignore_index) is int
         and 0.0 <= label_smoothing <= 1.0
-        and (grad := fast_path.is_plain_eager(input)) is not None
+        and (grad := is_plain_eager(input)) is not None
         and input.dtype in fast_path.CROSS_ENTROPY.dtypes
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
-        and torch._C._len_torch_dispatch_stack() == 0
     ):
         is_float = input.dtype is fast_path.FLOAT
         loss = F.cross_entropy(
@@ -205,7 +204,7 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
         0 < logits < limit.below[grad]
         and weight.numel() <= limit.weights
         and fast_path.direct_kernel("linear_cross_entropy", input, weight, bias) is not None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and values_are_known(target)
         # PyTorch lets what stands in ignored rows reach gradients.
         and int(target.min()) >= 0
     )
@@ -267,7 +266,7 @@ def linear_cross_entropy(
         and weight is None
         and options is None
         and ignored < 0
-        and (grad := fast_path.is_plain_eager(input, linear_weight, linear_bias)) is not None
+        and (grad := is_plain_eager(input, linear_weight, linear_bias)) is not None
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         return _losses(

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import call_cache
+from .._context import is_plain_eager
 from ..dispatch import Call
-from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel, is_plain_eager
+from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel
 from ..ops.autograd import wants_grad
 from ..reference.dropout import draw_seed
 from ..reference.linear import ACTIVATIONS, activate

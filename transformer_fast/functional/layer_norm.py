@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import call_cache, reference
+from .._context import is_plain_eager
 from ..dispatch import Call
-from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, is_plain_eager, rows
+from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, rows
 from ..ops.autograd import wants_grad
 from ..ops.layer_norm import NORMS
 from ..reference.dropout import draw_seed

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import call_cache, reference
+from .._context import is_plain_eager
 from ..dispatch import Call
-from ..fast_path import FLOAT, LINEAR, direct_kernel, is_plain_eager
+from ..fast_path import FLOAT, LINEAR, direct_kernel
 from ..ops.autograd import wants_grad
 from ._check import (
     autocast,

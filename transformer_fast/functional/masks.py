@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import call_cache
-from ..reference import values_are_known
+from .._context import no_active_modes, values_are_known
 
 __all__ = ["causal_mask", "padding_mask"]
 
@@ -77,7 +77,7 @@ def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
         return
     if type(mask) is not Tensor or (key := (mask.dtype, mask.shape)) in _looked_at:
         return
-    if mask.requires_grad or not values_are_known(mask) or not call_cache.no_active_modes():
+    if mask.requires_grad or not values_are_known(mask) or not no_active_modes():
         return
     call_cache.insert(_looked_at, key, None)
     if mask.numel() and mask.max() == 1 and bool(((mask == 0) | (mask == 1)).all()):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import values_are_known
+from .._context import values_are_known
 
 
 def check_ids(name: str, tokens: Any) -> None:

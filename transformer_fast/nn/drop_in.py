@@ -15,6 +15,7 @@ from torch.fx import Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _native, dispatch
+from .._context import function_mode_is_active, is_observed
 
 #: The attribute that holds the class the module had before, and the one it was given. Instances hold
 #: it, and so do classes that exist for `accelerate` alone.
@@ -174,12 +175,12 @@ def _give_state(module: Any, state: Any) -> None:
         module.__setstate__(state)
 
 
-def needs_torch(input: Any, kind: type) -> bool:
+def runs_torch_forward(input: Any, kind: type) -> bool:
     """Whether a module that extends ``kind`` should leave a call on ``input`` to `by_torch`."""
     return (
         isinstance(input, Proxy)
         or is_patched(kind)
-        or (dispatch.function_mode_is_active() and dispatch.is_observed())
+        or (function_mode_is_active() and is_observed())
         or getattr(input, "is_nested", False)
         or (_native.module is None and without_kernels(input))
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from .._context import is_traced
 from ..dispatch import Call, Explanation, Kernel
 from ..ops.autograd import wants_grad
 from . import masks
@@ -137,7 +138,7 @@ def find(
     ``network``: False leaves the last sub-layer out. ``kind``: the class of layers; None if it is the
     layer that asks, which is not `is_trained`.
     """
-    if dispatch.is_traced() or not dispatch.candidates("encoder_layer", x):
+    if is_traced() or not dispatch.candidates("encoder_layer", x):
         return None
     if kind is not None and (
         is_trained(modules[0]) or not all(is_unhooked(module, (kind,)) for module in modules)

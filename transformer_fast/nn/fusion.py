@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
-from .. import dispatch, functional
+from .. import functional
+from .._context import function_mode_is_active, is_observed
 from .drop_in import is_patched, note_forward
 from .ops import LayerNorm, Linear
 
@@ -58,7 +59,7 @@ class Part(NamedTuple):
             return f"{name} has a forward that was replaced on the instance"
         if is_patched(type(module)):
             return f"{name} is {a_kind(module)}, whose forward was replaced on the class"
-        if dispatch.is_observed():
+        if is_observed():
             return "calls are observed by a TorchFunctionMode"
         if module._compiled_call_impl is not None:
             return f"{name} is compiled on its own"
@@ -134,7 +135,7 @@ def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
         or module._compiled_call_impl is not None
         or _has_any_global_hook()
         or is_patched(type(module))
-        or (dispatch.function_mode_is_active() and dispatch.is_observed())
+        or (function_mode_is_active() and is_observed())
     )
 
 
@@ -202,7 +203,7 @@ def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> Non
             raise Unreadable(Part(name, module, kinds).why_called())
     if (
         _has_any_global_hook()
-        or (dispatch.function_mode_is_active() and dispatch.is_observed())
+        or (function_mode_is_active() and is_observed())
         or is_patched(*{type(module) for _, module, _ in parts})
     ):
         reasons = (Part(*part).why_called() for part in parts)

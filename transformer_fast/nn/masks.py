@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._context import values_are_known
 from ..functional import masks
 from ..functional._check import check_mask_dtype
-from ..reference import values_are_known
 
 
 def check_masks(

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path, functional
-from ..functional import _check
+from .._context import is_plain_eager, is_traced, only_torch_supports
 from ..functional.attention import attend
 from ..ops.autograd import savable
 from . import fusion, masks
-from .drop_in import DropIn, by_torch, needs_torch
+from .drop_in import DropIn, by_torch, runs_torch_forward
 
 _in_one_call: Any = torch._native_multi_head_attention
 
@@ -74,7 +74,11 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: shapes or dtypes do not match (PyTorch's errors).
         """
-        nested = needs_torch(query, torch.nn.MultiheadAttention) or key.is_nested or value.is_nested
+        nested = (
+            runs_torch_forward(query, torch.nn.MultiheadAttention)
+            or key.is_nested
+            or value.is_nested
+        )
         # Batched self-attention without masks, of which all sizes fit.
         plain = (
             not nested
@@ -97,7 +101,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             )  # fmt: skip
         if (
             nested
-            or _check.needs_torch(
+            or only_torch_supports(
                 query, key, value, *self._parameters.values(), *self.out_proj._parameters.values()
             )
             or self._mixes_dtypes(query)
@@ -173,7 +177,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         found = [*fusion.affine(self, "in_proj_weight", "in_proj_bias"), *fusion.affine(out)]
         if (
             any(parameter is None for parameter in found)
-            or fast_path.is_plain_eager(query, *found) is not False
+            or is_plain_eager(query, *found) is not False
             or fast_path.direct_kernel("linear", query, *found) is None
         ):
             return None
@@ -256,8 +260,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             self.batch_first
             and torch.is_grad_enabled()
             and (weight is None or weight.requires_grad)
-            and not torch.compiler.is_compiling()
-            and torch._C._get_tracing_state() is None
+            and not is_traced()
             and x.shape[0] > 1
             and x.shape[1] > 1
         ):

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, fast_path
+from .._context import is_observed, is_plain_eager, is_traced
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
 from ..ops.autograd import wants_grad
-from .drop_in import DropIn, by_torch, needs_torch, pytorchs_forward
+from .drop_in import DropIn, by_torch, pytorchs_forward, runs_torch_forward
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
@@ -44,7 +45,7 @@ class Linear(DropIn, torch.nn.Linear):
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias  # type: ignore[assignment]
         if (
-            type(input) is not Tensor and needs_torch(input, _LINEAR)
+            type(input) is not Tensor and runs_torch_forward(input, _LINEAR)
         ) or _LINEAR.forward is not _LINEAR_FORWARD:
             return by_torch(self, super().forward, input)
         return linear(input, weight, bias)  # type: ignore[arg-type]
@@ -68,7 +69,7 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
         except KeyError:  # parametrised
             weight, bias = self.weight, self.bias
         if (
-            type(input) is not Tensor and needs_torch(input, _LAYER_NORM)
+            type(input) is not Tensor and runs_torch_forward(input, _LAYER_NORM)
         ) or _LAYER_NORM.forward is not _LAYER_NORM_FORWARD:
             return by_torch(self, super().forward, input)
         return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -85,9 +86,9 @@ class RMSNorm(DropIn, torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if (
-            (type(x) is not Tensor and needs_torch(x, _RMS_NORM))
+            (type(x) is not Tensor and runs_torch_forward(x, _RMS_NORM))
             or _RMS_NORM.forward is not _RMS_NORM_FORWARD
-            or dispatch.is_observed()
+            or is_observed()
         ):
             return by_torch(self, super().forward, x)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -131,7 +132,7 @@ class Embedding(DropIn, torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         table = self._parameters.get("weight")
-        grad = None if self.max_norm is not None else fast_path.is_plain_eager(input, table)
+        grad = None if self.max_norm is not None else is_plain_eager(input, table)
         if (
             table is not None
             and grad is not None
@@ -144,7 +145,7 @@ class Embedding(DropIn, torch.nn.Embedding):
         ):
             padding = -1 if self.padding_idx is None else self.padding_idx
             return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
-        if needs_torch(input, _EMBEDDING):
+        if runs_torch_forward(input, _EMBEDDING):
             return by_torch(self, super().forward, input)
         kernel = self._kernel(input)
         if kernel is None:
@@ -159,7 +160,7 @@ class Embedding(DropIn, torch.nn.Embedding):
             and input.dtype == torch.int64
             and input.is_cpu
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
-            and not dispatch.is_traced()
+            and not is_traced()
             and wants_grad(self.weight)
         ):
             return None
@@ -178,9 +179,9 @@ class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if (
-            (type(input) is not Tensor and needs_torch(input, _LOSS))
+            (type(input) is not Tensor and runs_torch_forward(input, _LOSS))
             or _LOSS.forward is not _LOSS_FORWARD
-            or dispatch.is_observed()
+            or is_observed()
         ):
             return by_torch(self, super().forward, input, target)
         return cross_entropy(

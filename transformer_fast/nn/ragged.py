@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dispatch, functional
+from .. import functional
+from .._context import are_plain_on_cpu, is_traced
 from ..functional.attention import attend as attend_to_heads
 from . import fused_layers, fusion, masks
 from .fused_layers import Masks
@@ -94,7 +95,7 @@ class Places(NamedTuple):
 
 def _fits(layer: torch.nn.Module, x: Tensor) -> bool:
     """Whether running the layer on rows is what calling it would do, and nothing else."""
-    if dispatch.is_traced() or type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu:
+    if is_traced() or not are_plain_on_cpu((x,)):
         return False
     if not fusion.is_unhooked(layer, (TransformerEncoderLayer,)):
         return False

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, dispatch
+from .. import _native
+from .._context import is_exporting, is_traced
 from . import fused_layers, masks, ragged
-from .drop_in import DropIn, by_torch, needs_torch, without_kernels
+from .drop_in import DropIn, by_torch, runs_torch_forward, without_kernels
 from .fused_layers import Masks
 from .ops import LayerNorm
 from .transformer_layers import (
@@ -43,7 +44,7 @@ def _torchs_zeros(
     What of it depends on values is decided where they are: the host waits for no device.
     """
     if (
-        (dispatch.is_traced() and not dispatch.is_exporting())
+        (is_traced() and not is_exporting())
         or padding is None
         or mask is not None
         or padding.dtype != torch.bool
@@ -66,7 +67,7 @@ def _torchs_zeros(
         return padding
     # A place behind a padded one is padded, too.
     others = (padding[:, :-1] & padding[:, 1:].logical_not()).any()
-    if not padding.is_cpu or dispatch.is_exporting():
+    if not padding.is_cpu or is_exporting():
         return padding & others.logical_not()
     return None if others else padding
 
@@ -118,7 +119,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: True: mask is the causal mask; None: detect it.
         """
-        if needs_torch(src, torch.nn.TransformerEncoder) and (
+        if runs_torch_forward(src, torch.nn.TransformerEncoder) and (
             self.skips_padding is None or not without_kernels(src)
         ):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
@@ -181,7 +182,7 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
             tgt ... memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: True: tgt_mask is the causal mask; None: detect it.
         """
-        if needs_torch(tgt, torch.nn.TransformerDecoder):
+        if runs_torch_forward(tgt, torch.nn.TransformerDecoder):
             return by_torch(
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from .._context import is_traced
 from ..functional._check import autocast
 from ..ops.autograd import wants_grad
 from . import fused_layers, fusion, masks
-from .drop_in import DropIn, by_torch, needs_torch
+from .drop_in import DropIn, by_torch, runs_torch_forward
 from .multihead_attention import MultiheadAttention
 from .ops import LayerNorm
 
@@ -64,7 +65,7 @@ def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
         x.is_cuda
         and not layer.training
         and not torch.is_grad_enabled()
-        and not dispatch.is_traced()
+        and not is_traced()
         and dispatch.named_backend() is None
         and (dispatch.only_pytorch_runs("attention", x) or _attends_by_torch(layer.self_attn, x))
     )
@@ -167,7 +168,7 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: declares src_mask, which is required, to be the causal mask.
         """
-        if needs_torch(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
+        if runs_torch_forward(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
@@ -243,7 +244,7 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
             tgt_is_causal: declares tgt_mask, which is required, to be the causal mask.
             memory_is_causal: the same for memory_mask.
         """
-        if needs_torch(tgt, torch.nn.TransformerDecoderLayer):
+        if runs_torch_forward(tgt, torch.nn.TransformerDecoderLayer):
             return by_torch(
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,

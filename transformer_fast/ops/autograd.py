@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
+
+from .._context import unwrap_if_dead
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
@@ -25,7 +26,7 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 
 class Function(torch.autograd.Function):
-    """Takes all its arguments by position, and is not transformed: see `dispatch.transforms`.
+    """Takes all its arguments by position, and is not transformed: see `_context.is_transformed`.
 
     Small calls hardly take longer than their node. So ``forward`` sets up the context itself, and
     results that only the backward wants to know are saved without being outputs.

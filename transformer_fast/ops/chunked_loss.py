@@ -8,14 +8,19 @@ function for each chunk, with the reference's formula.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from .._context import (
+    autograd_below_modes,
+    has_transforms,
+    in_torch_func,
+    is_legacy_batched,
+    vmap_size,
+)
 from .autograd import mask_unwanted, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
@@ -81,7 +86,7 @@ def chunked_loss(
     losses, has_gradients = _backends[backend]
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
     compiling = torch.compiler.is_compiling()
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if has_transforms():
         return losses(*arguments) if compiling else recomputed_losses(*arguments)
     # Tracers other than Dynamo (make_fx, export) should record PyTorch's operators.
     if compiling and not has_gradients and not torch.compiler.is_dynamo_compiling():
@@ -115,7 +120,7 @@ def recomputed_losses(
     """Returns the reference's losses; all derivatives, too, hold one chunk of logits at a time."""
     losses = _backends["reference"].losses
     rows = _part_rows(weight)
-    if input.shape[0] * _repeats() <= rows:
+    if input.shape[0] * vmap_size() <= rows:
         return losses(input, weight, bias, target, ignore_index, label_smoothing)
     dtype = weight.dtype
     shared = [weight] if bias is None else [weight, bias]
@@ -134,16 +139,6 @@ def recomputed_losses(
             function(x, t, *wide)[0]
             for x, t in zip(input.split(rows), target.split(rows), strict=True)
         ]
-    )
-
-
-def _repeats() -> int:
-    """Returns how many calls the active `torch.vmap` levels batch into this one."""
-    functorch = torch._C._functorch
-    return math.prod(
-        functorch.CVmapInterpreterPtr(one).batchSize()
-        for one in functorch.get_interpreter_stack() or ()
-        if one.key() == functorch.TransformType.Vmap
     )
 
 
@@ -181,8 +176,8 @@ class _InParts(torch.autograd.Function):
         options = (ctx.ignore_index, ctx.label_smoothing)
         if not torch.compiler.is_compiling() and (
             torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched=True
+            or in_torch_func()
+            or is_legacy_batched(grad)  # is_grads_batched=True
         ):
             found = vjp(
                 lambda x, w, b: recomputed_losses(x, w, b, target, *options),
@@ -283,9 +278,7 @@ def _gradients(
 def chunked_gradients(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The operator ``linear_cross_entropy_gradients`` for backends that have no kernels for it."""
     given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
-    # Dispatch modes call operators below autograd; `_gradients` needs autograd.
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+    with autograd_below_modes():
         results = _gradients(_backends[backend].losses, *given)
     input = given[1]
     return tuple(input.new_empty((0,)) if r is None else r for r in results)
@@ -380,7 +373,7 @@ def _pull(
 ) -> tuple[Tensor, ...]:
     """Returns the vector-Jacobian products for the primals for which ``wants`` is True."""
     # torch.func raises under saved-tensor hooks; so it is used only inside its transforms.
-    if not torch._C._are_functorch_transforms_active():
+    if not in_torch_func():
         found = vjp(run, primals, wants, grads)
         return tuple(
             torch.zeros_like(primal) if gradient is None else gradient

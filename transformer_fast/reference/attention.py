@@ -36,9 +36,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._context import values_are_known
 from .dropout import dropout
 
-__all__ = ["attention", "supports_query_lengths", "values_are_known", "visible_places"]
+__all__ = ["attention", "supports_query_lengths", "visible_places"]
 
 
 def empty_output(query: Tensor, key: Tensor, value: Tensor, contiguous: bool = False) -> Tensor:
@@ -220,19 +221,6 @@ def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
     # A sum is finite only if every element is. The sum of finite elements may overflow; that costs
     # time only.
     return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
-
-
-def values_are_known(tensor: Tensor) -> bool:
-    """True if Python may branch on the values: a plain tensor with data, no tracing, no transform."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
-        return False
-    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-        and mode(keys.FAKE) is None
-        and mode(keys.PROXY) is None
-    )
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

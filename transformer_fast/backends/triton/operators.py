@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import call_cache, reference
+from ... import reference
+from ..._context import no_active_modes
 from ...ops.attention import attention_on
 from ...ops.chunked_loss import chunked_loss, register_losses
 from ...ops.cross_entropy import cross_entropy_on
@@ -56,7 +57,7 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
         # PyTorch, too, omits trailing defaults, and plans are keyed by the arguments that it passes.
         while len(arguments) > required and arguments[-1] is None:
             arguments = arguments[:-1]
-        if call_cache.no_active_modes():
+        if no_active_modes():
             # PyTorch's dispatch to a Python operator would take longer than everything else.
             result = planned.replay(arguments)
             if result is not NotImplemented:

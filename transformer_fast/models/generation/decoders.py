@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import _native, dispatch, nn
+from ..._context import is_traced
 from ...dispatch import Call, select
 from ...functional import causal_mask
 from ...nn import masks
@@ -197,7 +198,7 @@ def bind_stack(
     tensors = (sample, cache, *memories, *parameters)
     call = Call("decode_step", tensors, wants_grad(*tensors), activation=activation)
     kernel = dispatch.find(call)
-    if kernel is None or sample.shape[0] == 0 or dispatch.is_traced():
+    if kernel is None or sample.shape[0] == 0 or is_traced():
         return None
     return kernel.run(  # type: ignore[no-any-return]
         parameters, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths

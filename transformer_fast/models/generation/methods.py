@@ -10,7 +10,8 @@ from typing import NamedTuple, Union
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, find, is_traced
+from ..._context import is_traced
+from ...dispatch import Call, find
 
 
 class Generated(NamedTuple):

@@ -1,0 +1,232 @@
+"""The context of a call: the package's settings, PyTorch's modes, transforms and tracers, and the types
+of the tensors. `is_plain_eager` combines them for the fast path.
+
+The only module on the path of eager calls that uses `torch._C`; registration of operators and the
+native module are elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+@dataclass
+class Settings:
+    """The package's settings, which apply to all threads; `dispatch` and `fast_path` set them."""
+
+    #: Backend set by `use_backend` or the environment, or None.
+    backend: str | None = None
+    strict: bool = False
+    #: True if exported programs keep the package's operators.
+    export_operators: bool = False
+    #: True if the result of a row must not depend on the number of rows.
+    batch_invariant: bool = False
+    #: True if plain eager calls may bypass the dispatcher.
+    bypass: bool = True
+
+
+settings = Settings()
+
+#: Types whose instances are described by their memory alone: no override, no subclass.
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_STRIDED = torch.strided
+#: Subclasses that support operators through their schema, fake implementation or sharding rules.
+_SUPPORT_OPERATORS = frozenset(
+    {
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    }
+)
+
+# Tracers, modes and transforms. Each name is one call; those of `torch._C` take about 70 ns.
+is_compiling = torch.compiler.is_compiling
+is_jit_tracing = torch._C._is_tracing
+#: Nearly always False: hot paths evaluate it before `is_observed`.
+function_mode_is_active = torch._C._is_torch_function_mode_enabled
+#: Length of the stack of dispatch modes, those of FakeTensorMode and make_fx included.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+#: True within torch.func's transforms.
+in_torch_func = torch._C._are_functorch_transforms_active
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_is_grad_enabled = torch.is_grad_enabled
+#: Wrappers of torch.func's transforms, and of ``is_grads_batched=True``.
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+#: ``fp32_precision(device, op)``: "ieee", "tf32", ...
+fp32_precision = torch._C._get_fp32_precision_getter
+
+
+def is_traced() -> bool:
+    """True while torch.compile, torch.export or torch.jit.trace records a program."""
+    return is_compiling() or is_jit_tracing()
+
+
+def is_recorded() -> bool:
+    """True if operators that are called now may become a program: `is_traced`, or a dispatch mode."""
+    return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
+
+
+def is_exporting() -> bool:
+    """True while a program is recorded that may run where this package is not installed.
+
+    These are programs of torch.export, from which the ONNX exporter and AOTInductor start, unless
+    `export_operators` is on, and all programs of torch.jit.trace.
+    """
+    if is_compiling():
+        return torch.compiler.is_exporting() and not settings.export_operators
+    return is_jit_tracing()
+
+
+def is_observed() -> bool:
+    """True if a user's `TorchFunctionMode` is active: it must see the PyTorch functions that
+    `torch.nn` would call, whatever the size.
+
+    PyTorch's own modes (default device, tracers) do not count: they work with operators. No mode counts
+    if a backend is named or in strict mode, which require kernels.
+    """
+    if not function_mode_is_active() or is_compiling():
+        return False
+    if settings.backend is not None or settings.strict:
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not type(mode).__module__.startswith("torch.") for mode in modes)
+
+
+def no_active_modes() -> bool:
+    """True if no dispatch or function mode, transform, tracer or profiler is active, so that nothing
+    sees whether operators are called. Compilation is not checked."""
+    return not (
+        dispatch_modes()
+        or function_mode_is_active()
+        or forward_ad._current_level >= 0
+        or in_torch_func()
+        or is_jit_tracing()
+        or _profiler_enabled()
+    )
+
+
+def has_transforms() -> bool:
+    """True within torch.func's transforms and levels of forward-mode differentiation."""
+    return in_torch_func() or forward_ad._current_level >= 0
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """True if these tensors carry tangents of forward mode, or a torch.func transform is active.
+
+    Kernels have no rules for either; the reference, in plain PyTorch, has PyTorch's.
+    """
+    if in_torch_func():
+        return True
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
+
+
+def values_are_known(tensor: Tensor) -> bool:
+    """True if Python may branch on the values: a plain tensor with data, no tracing, no transform."""
+    if (
+        type(tensor) not in PLAIN
+        or is_compiling()
+        or is_jit_tracing()
+        or in_torch_func()
+        or tensor.is_meta
+    ):
+        return False
+    if not dispatch_modes():
+        return True
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    return mode(keys.FAKE) is None and mode(keys.PROXY) is None
+
+
+def are_plain_on_cpu(tensors: Iterable[Tensor | None]) -> bool:
+    """True if all are strided tensors in CPU memory, of no subclass."""
+    for tensor in tensors:
+        if tensor is not None and not (
+            type(tensor) in PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
+        ):
+            return False
+    return True
+
+
+def only_torch_supports(*tensors: Tensor | None) -> bool:
+    """True if a call with these tensors must run PyTorch's own function.
+
+    These are subclasses that override PyTorch's functions, or what those dispatch to; sparse, mkldnn
+    and nested tensors; and a first tensor on meta, since PyTorch decides where the others may be.
+    """
+    if getattr(tensors[0], "is_meta", False):
+        return True
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            (type(tensor) not in PLAIN and _overrides(type(tensor)))
+            or tensor.layout is not _STRIDED
+            or tensor.is_nested
+        ):
+            return True
+    return False
+
+
+def _overrides(kind: type[Tensor]) -> bool:
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return True
+    if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:  # type: ignore[comparison-overlap]
+        return False
+    return f"{kind.__module__}.{kind.__qualname__}" not in _SUPPORT_OPERATORS
+
+
+def is_plain_eager(first: Any, *others: Any) -> bool | None:
+    """Returns whether a call on these tensors needs gradients; None if it must be dispatched.
+
+    A call must be dispatched if it is traced, transformed or observed (`is_observed`), if a backend is
+    named, or if a tensor is of a subclass, nested or elsewhere than in CPU memory. Dispatch modes do not
+    count: they see PyTorch's operators and the kernels'.
+    """
+    if (
+        not settings.bypass
+        or type(first) is not Tensor
+        or (function_mode_is_active() and is_observed())
+        or not first.is_cpu
+        or first.is_nested
+        or settings.backend is not None
+        or is_compiling()
+        or is_jit_tracing()
+        or in_torch_func()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    follows = _is_grad_enabled()
+    grad = follows and first.requires_grad
+    for tensor in others:
+        if tensor is not None:
+            if type(tensor) not in PLAIN:
+                return None
+            if follows and not grad and tensor.requires_grad:
+                grad = True
+    return grad  # type: ignore[no-any-return]
+
+
+def vmap_size() -> int:
+    """Returns how many calls the active `torch.vmap` levels batch into this one."""
+    functorch = torch._C._functorch
+    return math.prod(
+        functorch.CVmapInterpreterPtr(one).batchSize()
+        for one in functorch.get_interpreter_stack() or ()
+        if one.key() == functorch.TransformType.Vmap
+    )
+
+
+def autograd_below_modes() -> Any:
+    """Context manager that enables autograd in code that dispatch modes call, which is below it."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
