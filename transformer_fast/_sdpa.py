@@ -1,7 +1,7 @@
-"""`F.scaled_dot_product_attention` of all code in this process, on our kernels.
+"""`enable_sdpa`: runs `F.scaled_dot_product_attention` of the whole process on this package's kernels.
 
-PyTorch lets providers of attention put their kernel in place of its own flash attention. What
-arrives there has been checked by PyTorch already; `_sdpa_operators` has what is put there.
+Registers the overrides of `_sdpa_operators` as a provider of PyTorch's flash attention. PyTorch checks
+the arguments before it calls them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "transformer_fast"
 
 
 class _Overrides:
-    """Ours on every kind of device that this machine has, until `remove`."""
+    """The overrides for all devices of this machine, until `remove`."""
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
@@ -90,7 +90,7 @@ def enable_sdpa(backend: str | None = None) -> None:
 
 
 def _why_not(backend: str | None) -> str | None:
-    """Why none of the calls that are meant could run on ours, on this machine."""
+    """Returns why the backend (None: the CPU kernels) cannot run here, or None if it can."""
     if backend in (None, "cpu"):
         if _native.why_not is None:
             return None

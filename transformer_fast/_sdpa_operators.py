@@ -1,10 +1,10 @@
-"""PyTorch's fused attention operators, for `enable_sdpa`: who runs a call, and what is promised.
+"""PyTorch's fused attention operators, overridden by this package's kernels, for `enable_sdpa`.
 
-PyTorch's autograd stays in charge: it asks an operator for the output and for the log-sum-exp of
-every row of scores, and its own backward works with them. Shapes and layouts are those of
-PyTorch's meta functions, on which compiled programs rely; our kernels' outputs have that of the
-query, as theirs. Rows that see nothing have the
-log-sum-exp with which each backward gives them zeros.
+PyTorch's autograd calls these operators and uses its own backward, which reads the log-sum-exp of each
+row of scores (B, H, T). Shapes and memory layouts of the results are those of PyTorch's meta functions,
+on which compiled programs rely. The output has the query's order of dimensions in memory, as
+PyTorch's kernels return it. For fully masked rows, each backward expects another log-sum-exp, with
+which it computes gradients of 0.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ _log = logging.getLogger("transformer_fast")
 #: Backends whose kernels may replace PyTorch's.
 BACKENDS = ("cpu", "triton")
 
-#: For each device, the operators that F.scaled_dot_product_attention may arrive at.
+#: By dispatch key: the operators that F.scaled_dot_product_attention may call.
 OPERATORS: dict[str, tuple[str, ...]] = {
     "CPU": ("_scaled_dot_product_flash_attention_for_cpu",),
     "CUDA": (
@@ -38,136 +40,48 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 
 
 class Override:
-    """Ours in front of PyTorch's kernels for one device, until `remove`."""
+    """Overrides PyTorch's kernels for one dispatch key, until `remove`."""
 
     def __init__(
         self, device: str, named: str | None, theirs: dict[str, Any] | None = None
     ) -> None:
-        """``named``: the backend the user named; ``theirs``: PyTorch's kernels, if not as found."""
+        """``named``: the backend that the user named. ``theirs``: PyTorch's kernels; None: looked up."""
         self.device, self.named = device, named
         if theirs is None:
             names = OPERATORS[device]
             theirs = {name: torch.library.get_kernel(f"aten::{name}", device) for name in names}
-        self._theirs = theirs
-        self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
-        self._told: set[str] = set()
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+        self._logged: set[str] = set()
         self._library = torch.library.Library("aten", "IMPL", device)
         with warnings.catch_warnings():
-            # PyTorch warns that a kernel is replaced; that is what was asked for.
+            # PyTorch warns that a kernel is overridden.
             warnings.simplefilter("ignore", UserWarning)
-            for name in theirs:
-                self._library.impl(name, getattr(self, name), device)
+            for name, kernel in theirs.items():
+                run_theirs = partial(kernel.call_boxed, keys)
+                self._library.impl(name, self._operator(name, run_theirs), device)
 
     def remove(self) -> None:
         self._library._destroy()
 
-    def _scaled_dot_product_flash_attention_for_cpu(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Any:
-        backend = self._choose(query, key, value, dropout_p, is_causal, attn_mask)
-        if backend is None:
-            return self._run_theirs(
-                "_scaled_dot_product_flash_attention_for_cpu", query, key, value, dropout_p,
-                is_causal, attn_mask=attn_mask, scale=scale,
-            )  # fmt: skip
-        output, lse = attend(backend, query, key, value, attn_mask, is_causal, scale)
-        batch, heads, length = lse.shape
-        rows = lse.new_empty((batch, length, heads)).transpose(1, 2).copy_(lse)
-        # PyTorch has 0 for rows that see nothing: their weights are exp(-inf - 0) in backward.
-        return output, rows.masked_fill_(rows == -math.inf, 0.0)
+    def _operator(self, name: str, run_theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function that replaces PyTorch's kernel of the operator ``name``."""
+        results_of, has_bias = _RESULTS[name]
+        first = 2 if has_bias else 0
 
-    def _scaled_dot_product_flash_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
-        backend = None
-        if not return_debug_mask:
-            backend = self._choose(query, key, value, dropout_p, is_causal, None)
-        if backend is None:
-            return self._run_theirs(
-                "_scaled_dot_product_flash_attention", query, key, value, dropout_p, is_causal,
-                return_debug_mask, scale=scale,
-            )  # fmt: skip
-        output, lse = attend(backend, query, key, value, None, is_causal, scale)
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        return (
-            output, lse, None, None, query.shape[2], key.shape[2], state,
-            state.new_zeros(()), query.new_empty(0),
-        )  # fmt: skip
+        def run(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
+            mask, wants_lse = rest[:2] if has_bias else (kwargs.get("attn_mask"), True)
+            options = rest[first:] + _DEFAULTS[len(rest) - first :]
+            dropout_p, is_causal, return_debug_mask = options
+            backend = None
+            if not return_debug_mask:
+                backend = self._choose(query, key, value, dropout_p, is_causal, mask)
+            if backend is None:
+                return run_theirs(query, key, value, *rest, **kwargs)
+            scale = kwargs.get("scale")
+            output, lse = attend(backend, query, key, value, mask, is_causal, scale)
+            return results_of(output, lse, key.shape[2], wants_lse)
 
-    def _scaled_dot_product_efficient_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
-        backend = self._choose(query, key, value, dropout_p, is_causal, attn_bias)
-        if backend is None:
-            return self._run_theirs(
-                "_scaled_dot_product_efficient_attention", query, key, value, attn_bias,
-                compute_log_sumexp, dropout_p, is_causal, scale=scale,
-            )  # fmt: skip
-        output, lse = attend(backend, query, key, value, attn_bias, is_causal, scale)
-        length = lse.shape[2]
-        # Padded to a multiple of 32; infinite there, and where a row sees nothing.
-        padded = -(-length // 32) * 32 if compute_log_sumexp else 0
-        rows = lse.new_full((*lse.shape[:2], padded), math.inf)
-        if compute_log_sumexp:
-            rows[..., :length] = lse.masked_fill(lse == -math.inf, math.inf)
-        joined = output.transpose(1, 2).contiguous().transpose(1, 2)
-        return joined, rows, *_no_dropout(query)
-
-    def _scaled_dot_product_cudnn_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
-        backend = None
-        if not return_debug_mask:
-            backend = self._choose(query, key, value, dropout_p, is_causal, attn_bias)
-        if backend is None:
-            return self._run_theirs(
-                "_scaled_dot_product_cudnn_attention", query, key, value, attn_bias,
-                compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale=scale,
-            )  # fmt: skip
-        output, lse = attend(backend, query, key, value, attn_bias, is_causal, scale)
-        rows = lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)
-        return (
-            output, rows, None, None, query.shape[2], key.shape[2],
-            *_no_dropout(query), None,
-        )  # fmt: skip
-
-    def _run_theirs(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._theirs[name].call_boxed(self._keys, *args, **kwargs)
+        return run
 
     def _choose(
         self,
@@ -178,11 +92,11 @@ class Override:
         is_causal: bool,
         mask: Tensor | None,
     ) -> str | None:
-        """The backend that runs the call, or None: PyTorch's own kernel does."""
+        """Returns the backend that runs the call; None if PyTorch's kernel does."""
         call = Call(
             "attention",
             (query, key, value),
-            needs_grad=False,  # PyTorch's backward takes what we return
+            needs_grad=False,  # the backward is PyTorch's
             dropout_p=dropout_p,
             mask=mask,
             is_causal=is_causal,
@@ -192,46 +106,95 @@ class Override:
             named = self.named
         try:
             backend = select(call, named).backend
-        except NotImplementedError:  # a backend is named that cannot: PyTorch's can
+        except NotImplementedError:  # the named backend does not support the call
             backend = ""
-        # What another kernel drops, PyTorch's backward would not know.
+        # PyTorch's backward would drop other elements than our forward.
         fits = dropout_p == 0.0 and value.shape[-1] == query.shape[-1]
         if fits and backend in BACKENDS and query.numel() > 0 and key.numel() > 0:
             return backend
-        self._tell(call, named)
+        self._log_reason(call, named)
         return None
 
-    def _tell(self, call: Call, named: str | None) -> None:
-        """Log why PyTorch's kernel runs, once for each reason."""
+    def _log_reason(self, call: Call, named: str | None) -> None:
+        """Logs why PyTorch's kernel runs, once for each reason."""
         if not _log.isEnabledFor(logging.INFO):
             return
-        told = why_not_ours(call, named)
-        if told not in self._told:
-            self._told.add(told)
-            _log.info("scaled_dot_product_attention runs on PyTorch's own kernel: %s", told)
+        reason = why_not_ours(call, named)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _log.info("scaled_dot_product_attention runs on PyTorch's own kernel: %s", reason)
+
+
+# The results of each operator, from the output (B, H, T, D), the log-sum-exp (B, H, T), the number of
+# keys, and whether the log-sum-exp is requested.
+
+
+def _cpu_results(output: Tensor, lse: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    batch, heads, length = lse.shape
+    rows = lse.new_empty((batch, length, heads)).transpose(1, 2).copy_(lse)
+    # The backward computes the weights of fully masked rows as exp(-inf - 0).
+    return output, rows.masked_fill_(rows == -math.inf, 0.0)
+
+
+def _flash_results(output: Tensor, lse: Tensor, keys: int, *_: Any) -> tuple[Any, ...]:
+    state = torch.zeros(2, dtype=torch.uint64, device=output.device)
+    seed, debug_mask = state.new_zeros(()), output.new_empty(0)
+    return output, lse, None, None, output.shape[2], keys, state, seed, debug_mask
+
+
+def _efficient_results(
+    output: Tensor, lse: Tensor, keys: int, wants_lse: bool
+) -> tuple[Tensor, ...]:
+    length = lse.shape[2]
+    # Padded to a multiple of 32 with inf, which also stands for fully masked rows.
+    padded = -(-length // 32) * 32 if wants_lse else 0
+    rows = lse.new_full((*lse.shape[:2], padded), math.inf)
+    if wants_lse:
+        rows[..., :length] = lse.masked_fill(lse == -math.inf, math.inf)
+    joined = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return joined, rows, *_no_dropout(output)
+
+
+def _cudnn_results(output: Tensor, lse: Tensor, keys: int, *_: Any) -> tuple[Any, ...]:
+    rows = lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)
+    return output, rows, None, None, output.shape[2], keys, *_no_dropout(output), None
+
+
+def _no_dropout(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the random seed and offset of a call without dropout, which the backward ignores."""
+    zero = torch.zeros((), dtype=torch.int64, device=like.device)
+    return zero, zero.clone()
+
+
+#: By operator: the function above, and whether ``attn_bias, compute_log_sumexp`` follow the value.
+_RESULTS: dict[str, tuple[Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]], bool]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (_cpu_results, False),
+    "_scaled_dot_product_flash_attention": (_flash_results, False),
+    "_scaled_dot_product_efficient_attention": (_efficient_results, True),
+    "_scaled_dot_product_cudnn_attention": (_cudnn_results, True),
+}
+#: Defaults of ``dropout_p, is_causal, return_debug_mask``, the last positional arguments.
+_DEFAULTS = (0.0, False, False)
 
 
 def why_not_ours(call: Call, named: str | None) -> str:
-    """What speaks against each of our kernels, in one line."""
-    told = []
+    """Returns the reasons why our kernels do not run the call, in one line."""
+    found = []
     for kernel in dispatch.kernels("attention"):
         reasons = dispatch.why_not(kernel, call)
-        if (
-            kernel.backend != named
-            and (unproven := dispatch.why_unproven(kernel, call)) is not None
-        ):
-            reasons.append(unproven)
+        if kernel.backend != named and (reason := dispatch.why_unproven(kernel, call)) is not None:
+            reasons.append(reason)
         if kernel.backend in BACKENDS and reasons:
-            told.append(f"{kernel.backend}: {'; '.join(reasons)}")
+            found.append(f"{kernel.backend}: {'; '.join(reasons)}")
     if named is not None and named not in BACKENDS:
-        told.insert(0, f"{named!r} is named")
+        found.insert(0, f"{named!r} is named")
     if call.dropout_p != 0.0:
-        told.insert(0, "it has dropout, which PyTorch's backward has to repeat")
-    return ". ".join(told) or "it is empty, or its values are of another size than its queries"
+        found.insert(0, "it has dropout, which PyTorch's backward has to repeat")
+    return ". ".join(found) or "it is empty, or its values are of another size than its queries"
 
 
 def runs_on(backend: str, device: str) -> bool:
-    """Whether a backend has a kernel of attention for tensors of this kind of device."""
+    """True if the backend has an attention kernel for tensors on this type of device."""
     return any(
         kernel.backend == backend and (not kernel.devices or device in kernel.devices)
         for kernel in dispatch.kernels("attention")
@@ -247,7 +210,7 @@ def attend(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores: (B, H, T) fp32, -inf where nothing is seen."""
+    """Returns the output, and the log-sum-exp (B, H, T) in fp32; -inf in fully masked rows."""
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     if mask is not None:
@@ -256,9 +219,3 @@ def attend(
         query, key, value, mask, None, is_causal, scale, 0.0, None, False
     )
     return output, row_max + row_sum.log()
-
-
-def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset, which nobody reads without dropout."""
-    zero = torch.zeros((), dtype=torch.int64, device=query.device)
-    return zero, zero.clone()
