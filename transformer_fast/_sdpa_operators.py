@@ -84,14 +84,9 @@ class Override:
         return run
 
     def _choose(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
         mask: Tensor | None,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """Returns the backend that runs the call; None if PyTorch's kernel does."""
         call = Call(
             "attention",
@@ -202,14 +197,9 @@ def runs_on(backend: str, device: str) -> bool:
 
 
 def attend(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
+    backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the output, and the log-sum-exp (B, H, T) in fp32; -inf in fully masked rows."""
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0

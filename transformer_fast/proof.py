@@ -1,10 +1,10 @@
 """Validation records of GPU kernels: which are correct and faster than PyTorch on this machine.
 
-``python -m transformer_fast prove`` measures and writes a small file into the user's cache folder
-(``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one for each combination
-of GPU, driver, torch, Triton and version of this package; the dispatcher takes exactly what it says.
-``python -m transformer_fast compare`` does the same for the most common classes of shapes only.
-A call is checked by its class of shapes, `shape_class`. Nothing is measured at the time of a call.
+``python -m transformer_fast prove`` writes a record to the user's cache folder
+(``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one file for each
+combination of GPU, driver, torch, Triton and version of this package. ``python -m transformer_fast
+compare`` does the same for the most common classes of shapes only. The dispatcher looks a call up by
+its `shape_class` and selects only kernels that the record has verdicts for. Calls measure nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ._version import __version__
 from .reference import OPS, VARIANTS
 
 COMMAND = "python -m transformer_fast prove"
-#: How long it takes, in words; counted, since no GPU has run it yet.
+#: Its duration, for messages; estimated from the number of cases, not measured on a GPU yet.
 DURATION = "a quarter of an hour to half an hour"
-#: The same of the command that measures common calls only, `specs.gpu.COMMON`.
+#: The command that measures common calls only (`specs.gpu.COMMON`), and its duration.
 SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"
-#: Of a file. 3: the host's time counts, checks are of the calls that are timed, finer classes.
-#: 4: which command a verdict is of.
+#: Version of the file format. 3: times of the host, checks on the timed calls, finer classes.
+#: 4: `Verdict.short`.
 _FORMAT = 4
-#: How many times as fast as PyTorch's own a kernel has to be: differences below are noise.
+#: Least speed-up over PyTorch for which a kernel is selected; smaller ones are noise.
 MARGIN = 1.04
 
 
 class Machine(NamedTuple):
-    """The machine and versions that a proof is valid for."""
+    """The machine and versions that a record is valid for."""
 
     gpu: str
     #: Compute capability, 90 for 9.0.
@@ -59,25 +59,27 @@ class Verdict(NamedTuple):
     #: "bfloat16", ...
     dtype: str
     shape: str
-    #: Whether gradients were taken, too.
+    #: True if the backward was checked and timed, too.
     gradients: bool
-    #: Within the error budget against fp64.
+    #: True if all errors against fp64 are within the error budget.
     right: bool
     #: Seconds of one call (with gradients: forward and backward) on the device, and on the host until
-    #: it is launched; the same of PyTorch's best. None where nothing was timed.
+    #: it is launched; then the same for PyTorch's fastest candidate. None if not timed.
     device: float | None = None
     host: float | None = None
     torch_device: float | None = None
     torch_host: float | None = None
-    #: What was wrong, in a sentence.
+    #: Why it is wrong or was not timed, as a sentence.
     problem: str | None = None
-    #: Whether it is of `SHORT_COMMAND`, which leaves those of `COMMAND` alone.
+    #: True if `SHORT_COMMAND` measured it; those results never replace ones of `COMMAND`.
     short: bool = False
 
     @property
     def gain(self) -> float:
-        """How many times as fast as PyTorch's best it is in an eager program, which takes the longer
-        of both times for a call; 0 where it is wrong or was not timed."""
+        """The speed-up over PyTorch; 0 if the kernel is wrong or was not timed.
+
+        In an eager program a call takes the longer of the device's and the host's time.
+        """
         times = self.device, self.host, self.torch_device, self.torch_host
         if not self.right or None in times:
             return 0.0
@@ -85,21 +87,21 @@ class Verdict(NamedTuple):
 
     @property
     def chosen(self) -> bool:
-        """Whether the dispatcher takes the kernel, or a faster one of ours, for such calls."""
+        """True if the dispatcher selects this kernel, or a faster one of ours, for such calls."""
         return self.gain >= MARGIN
 
     def why_not(self) -> str:
-        """As a sentence that goes on from "not chosen:"."""
-        what = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
+        """Returns the reason why it is not `chosen`."""
+        call = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
         if not self.right:
-            return f"its results were wrong on this GPU ({what}: {self.problem})"
+            return f"its results were wrong on this GPU ({call}: {self.problem})"
         times = self.torch_device, self.torch_host, self.device, self.host
         if None in times:
-            return f"it could not be timed on this GPU ({what}: {self.problem})"
+            return f"it could not be timed on this GPU ({call}: {self.problem})"
         theirs, their_host, own, own_host = (1e6 * time for time in times)  # type: ignore[operator]
         return (
             f"not faster than PyTorch on this GPU: {own:.3g} us on the device and {own_host:.3g} us on "
-            f"the host, PyTorch {theirs:.3g} us and {their_host:.3g} us ({what})"
+            f"the host, PyTorch {theirs:.3g} us and {their_host:.3g} us ({call})"
         )
 
 
@@ -145,17 +147,17 @@ def _attention_class(call: Any) -> list[str]:
     queries, keys = call.longest or (query.shape[-2], key.shape[-2])
     batch = query.shape[0] if call.longest is None else call.key_lengths.shape[0] - 1
     if call.mask is not None:
-        seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
+        visible = "bool mask" if call.mask.dtype == torch.bool else "float mask"
     elif call.key_lengths is not None or call.query_lengths is not None:
-        seen = "key lengths"
+        visible = "key lengths"
     else:
-        seen = "causal" if call.is_causal else "no mask"
+        visible = "causal" if call.is_causal else "no mask"
     words = [
         _up_to(query.shape[-1], (64, 96, 128), "values a head"),
         "1 query" if queries == 1 else _up_to(queries, (4, 512), "queries"),
         _up_to(keys, (512, 2048, 4096, 8192), "keys"),
         _up_to(batch * query.shape[-3], (64,), "heads in the batch"),
-        seen,
+        visible,
     ]
     return [*words, "weights"] if call.need_weights else words
 
@@ -170,7 +172,7 @@ def _loss_class(call: Any) -> list[str]:
     return [*_rows_class(call), _up_to(classes, (1024, 16384), "classes")]
 
 
-#: Those of other ops are of `_rows_class`.
+#: By op; other ops use `_rows_class`.
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
     **{op: _norm_class for op in (*OPS, *VARIANTS) if op.endswith("_norm")},
     "attention": _attention_class,
@@ -180,24 +182,20 @@ _CLASSES: dict[str, Callable[[Any], list[str]]] = {
 
 
 def shape_class(call: Any) -> str:
-    """What a `dispatch.Call` has in common with those that a proof of it speaks for."""
+    """Returns the class of a `dispatch.Call`; one verdict covers all calls of a class."""
     words = _CLASSES.get(call.op, _rows_class)(call)
     return ", ".join([*words, "dropout"] if call.dropout_p else words)
 
 
 def machine_of(device: torch.device | int | None = None) -> Machine:
-    """Of a CUDA device (None: the current one)."""
+    """Describes a CUDA device (None: the current one) and the versions in use."""
     major, minor = torch.cuda.get_device_capability(device)
     found = importlib.util.find_spec("triton") is not None
     triton = importlib.metadata.version("triton") if found else "none"
     return Machine(
-        torch.cuda.get_device_name(device),
-        10 * major + minor,
-        str(_native.driver_version()),
-        torch.__version__,
-        triton,
-        __version__,
-    )
+        torch.cuda.get_device_name(device), 10 * major + minor, str(_native.driver_version()),
+        torch.__version__, triton, __version__,
+    )  # fmt: skip
 
 
 def folder() -> Path:
@@ -211,7 +209,7 @@ def path_of(machine: Machine) -> Path:
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Replace a file by JSON, whole or not at all."""
+    """Writes a JSON file atomically: other processes see the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
@@ -226,10 +224,10 @@ def write_whole(path: Path, content: Any) -> None:
 def merged(
     before: Proof | None, found: Proof, replaced: Collection[str] = (), short: bool = False
 ) -> Proof:
-    """What is known after a run that found ``found``.
+    """Merges the results ``found`` of a run into the earlier record ``before``.
 
-    Of the ops in ``replaced`` earlier verdicts are dropped, of others only where there are new ones.
-    A short run drops no verdicts of `COMMAND`, and replaces those of kernels that it found wrong.
+    All earlier verdicts of the ops in ``replaced`` are dropped; of other ops, only those with a new
+    verdict. A short run keeps the verdicts of `COMMAND`, except where it found the kernel wrong.
     """
     old = before.verdicts if before else ()
     wrong = {v[:5] for v in found.verdicts if not v.right}
@@ -247,7 +245,7 @@ def merged(
 
 
 def write(proof: Proof) -> Path:
-    """Replace the machine's file; where it is."""
+    """Replaces the machine's file; returns its path."""
     path = path_of(proof.machine)
     content = {
         "format": _FORMAT,
@@ -262,7 +260,7 @@ def write(proof: Proof) -> Path:
 
 
 def _checked(kind: Any, content: Any) -> Any:
-    """A NamedTuple from a dictionary of exactly its fields, each of its type."""
+    """Returns ``content`` as a NamedTuple; raises ValueError if its fields or their types differ."""
     if not isinstance(content, dict) or content.keys() != set(kind._fields):
         raise ValueError(f"a {kind.__name__.lower()} has other fields")
     values = kind(**content)
@@ -275,7 +273,7 @@ def _checked(kind: Any, content: Any) -> Any:
 
 
 def read(machine: Machine) -> tuple[Proof | None, str | None]:
-    """The machine's proof, if there is one; else why there is none, in a sentence."""
+    """Returns (the machine's record, None), or (None, the reason why there is none)."""
     path = path_of(machine)
     try:
         text = path.read_text(errors="replace")
@@ -304,7 +302,7 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
     return proof, None
 
 
-#: How often what is `known` has changed.
+#: Number of changes of the records in this process; part of the keys of cached calls.
 epoch = 0
 
 
@@ -316,12 +314,12 @@ def _forget_known() -> None:
 
 @functools.cache
 def known(device: int) -> tuple[Proof | None, str | None]:
-    """`read` for a CUDA device, once a process."""
+    """Returns `read` for a CUDA device, cached for the process."""
     return read(machine_of(device))
 
 
 def forget() -> list[Path]:
-    """Remove all proofs, of whatever machine; which files those were."""
+    """Removes the records of all machines; returns their paths."""
     found = sorted(folder().glob("proof-*.json"))
     for path in found:
         path.unlink()
@@ -330,9 +328,9 @@ def forget() -> list[Path]:
 
 
 def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | None:
-    """Why the proof for a CUDA device does not choose a kernel for a call, or None if it does.
+    """Returns why the device's record does not select the kernel for a call, or None if it does.
 
-    ``call=None``: for any call at all.
+    ``call=None``: why it selects the kernel for no call at all.
     """
     if call is None:
         return _never(op, backend, torch.cuda.current_device())
@@ -340,7 +338,7 @@ def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | Non
 
 
 def gain(op: str, backend: str, call: Any, device: torch.device) -> float:
-    """`Verdict.gain` of a kernel for calls like this one on a CUDA device; 0 where there is none."""
+    """Returns `Verdict.gain` of a kernel for the call's class; 0 without a verdict."""
     return _gain(op, backend, *_about(call), device.index or 0)
 
 
@@ -353,7 +351,7 @@ def _unmeasured(problem: str | None) -> str:
 
 
 def longer_way(proof: Proof, op: str | None = None) -> str:
-    """What to add to a sentence on an op (None: on all of them) that `COMMAND` has not measured."""
+    """Returns a clause that recommends `COMMAND`; "" if it has measured the op (None: any op)."""
     if any(not verdict.short for verdict in proof.verdicts if op in (None, verdict.op)):
         return ""
     return f"; `{COMMAND}` measures more, in {DURATION}"
@@ -381,7 +379,7 @@ def _gain(op: str, backend: str, dtype: str, shape: str, gradients: bool, device
     return verdict.gain if verdict else 0.0
 
 
-# What `torch.compiler.assume_constant_result` does, which would import all of torch._dynamo.
+# Equals `torch.compiler.assume_constant_result`, which would import all of torch._dynamo.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -138,14 +138,9 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
     if "dropout_p" not in specs.OPS[kernel.op].arguments:
         dropout = ""
     return (
-        kernel.backend,
-        state(kernel),
-        " ".join(kernel.devices) or "any",
-        dtype_names(kernel.dtypes),
-        gradients,
-        dropout,
-        activation_names(kernel),
-    )
+        kernel.backend, state(kernel), " ".join(kernel.devices) or "any",
+        dtype_names(kernel.dtypes), gradients, dropout, activation_names(kernel),
+    )  # fmt: skip
 
 
 def reasons(kernels: Iterable[Kernel]) -> list[str]:
@@ -203,16 +198,11 @@ def _peaks() -> Table:
 
 def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
     return (
-        f"sm_{compiled.architecture}",
-        case,
-        compiled.kernel,
-        str(compiled.registers),
+        f"sm_{compiled.architecture}", case, compiled.kernel, str(compiled.registers),
         str(compiled.spilled) if compiled.spilled == 0 else f"[yellow]{compiled.spilled}",
-        f"{compiled.shared / 1024:.1f}",
-        str(compiled.warps),
-        str(compiled.stages),
+        f"{compiled.shared / 1024:.1f}", str(compiled.warps), str(compiled.stages),
         "yes" if compiled.fits else "[red]no",
-    )
+    )  # fmt: skip
 
 
 def show_compiled(console: Console, architectures: Sequence[int]) -> None:

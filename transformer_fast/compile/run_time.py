@@ -107,16 +107,9 @@ def _causal_with(visible: Tensor) -> Tensor | None:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Mask | None,
-    added: Tensor | Mask | None,
-    scale: float,
-    dropout_p: float,
-    need_weights: bool,
-    contiguous: bool,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, hidden: Mask | None, added: Tensor | Mask | None,
+    scale: float, dropout_p: float, need_weights: bool, contiguous: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns ``dropout(softmax(masked_fill(scale Q K^T + added, hidden))) V``, and the weights.
 
     query (..., T, D), key (..., S, D) and value (..., S, Dv) have rank 2, 3 or 4. Keys and values

@@ -144,13 +144,9 @@ TIMES_FORWARD = 3.0
 
 @torch.enable_grad()
 def op_case(
-    op: str,
-    case: str,
-    inputs: Sequence[Sequence[Arguments]],
-    backends: Collection[str] = BACKENDS,
-    peers: Sequence[Candidate] = (),
-    gradients: bool = False,
-) -> BenchmarkCase:
+    op: str, case: str, inputs: Sequence[Sequence[Arguments]], backends: Collection[str] = BACKENDS,
+    peers: Sequence[Candidate] = (), gradients: bool = False,
+) -> BenchmarkCase:  # fmt: skip
     """Returns the benchmark case of an op; it always includes the reference and PyTorch.
 
     Args:
@@ -175,20 +171,14 @@ def op_case(
     leading = next(x for x in first if isinstance(x, torch.Tensor))
     times = TIMES_FORWARD if gradients else 1.0
     return BenchmarkCase(
-        op=op,
-        case=case,
-        inputs=inputs,
-        candidates=[*candidates, *peers],
+        op=op, case=case, inputs=inputs, candidates=[*candidates, *peers],
         checker=OpChecker(op, list(leaves(op, first))) if gradients else checker_of(op, first),
         flops=times * sum(spec.flops(arguments) for arguments in inputs[0]),
         useful_flops=times * sum(spec.useful_flops(arguments) for arguments in inputs[0]),
-        bytes=times * sum(spec.bytes(arguments) for arguments in inputs[0]),
-        dtype=leading.dtype,
-        device=leading.device,
-        chosen=choice,
-        torch=("torch", "torch.compile"),
+        bytes=times * sum(spec.bytes(arguments) for arguments in inputs[0]), dtype=leading.dtype,
+        device=leading.device, chosen=choice, torch=("torch", "torch.compile"),
         inside={} if choice is None else {(op, choice): explanation.reasons},
-    )
+    )  # fmt: skip
 
 
 #: Calls a module with one call's arguments.
@@ -257,16 +247,10 @@ def _module_on(ours: nn.Module, backend: str, arguments: Arguments) -> Candidate
 
 @torch.no_grad()
 def module_case(
-    op: str,
-    case: str,
-    ours: nn.Module,
-    theirs: nn.Module,
-    inputs: Sequence[Sequence[Arguments]],
-    real: Callable[..., Tensor],
-    work: Work,
-    backends: Sequence[str | None] = (None,),
+    op: str, case: str, ours: nn.Module, theirs: nn.Module, inputs: Sequence[Sequence[Arguments]],
+    real: Callable[..., Tensor], work: Work, backends: Sequence[str | None] = (None,),
     peers: Sequence[Candidate] = (),
-) -> BenchmarkCase:
+) -> BenchmarkCase:  # fmt: skip
     """Returns a benchmark case of two modules with the same state_dict, both in eval mode.
 
     The oracle is ``theirs`` in fp64 on PyTorch's eager path. The unit of the error budget is the
@@ -298,20 +282,11 @@ def module_case(
     works = [work(*arguments) for arguments in inputs[0]]
     flops, useful, moved = (sum(part) for part in zip(*works, strict=True))
     return BenchmarkCase(
-        op=op,
-        case=case,
-        inputs=inputs,
-        candidates=[*candidates, *peers],
-        checker=ModuleChecker(oracle, reference, real),
-        flops=flops,
-        useful_flops=useful,
-        bytes=moved,
-        dtype=parameters.dtype,
-        device=parameters.device,
-        chosen=automatic.name,
-        torch=OF_TORCH,
-        inside=found.reasons,
-    )
+        op=op, case=case, inputs=inputs, candidates=[*candidates, *peers],
+        checker=ModuleChecker(oracle, reference, real), flops=flops, useful_flops=useful,
+        bytes=moved, dtype=parameters.dtype, device=parameters.device, chosen=automatic.name,
+        torch=OF_TORCH, inside=found.reasons,
+    )  # fmt: skip
 
 
 #: (module of torch.nn, arguments of a call) -> peers, which must compute the module's result.
@@ -420,14 +395,10 @@ class Seq2Seq(nn.Module):
         future = torch.ones(length, length, dtype=torch.bool, device=target.tokens.device).triu(1)
         hidden = None if source.full else ~source.real
         return self.transformer(
-            self._embed(source.tokens),
-            self._embed(target.tokens),
-            tgt_mask=future,
-            src_key_padding_mask=hidden,
-            tgt_key_padding_mask=None if target.full else ~target.real,
-            memory_key_padding_mask=hidden,
-            tgt_is_causal=True,
-        )
+            self._embed(source.tokens), self._embed(target.tokens), tgt_mask=future,
+            src_key_padding_mask=hidden, tgt_key_padding_mask=None if target.full else ~target.real,
+            memory_key_padding_mask=hidden, tgt_is_causal=True,
+        )  # fmt: skip
 
 
 def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any]:
@@ -456,14 +427,10 @@ def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any
 
 
 def transformer_case(
-    case: str,
-    inputs: Sequence[Sequence[Arguments]],
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    backends: Sequence[str | None] = (None,),
+    case: str, inputs: Sequence[Sequence[Arguments]], size: Size, dtype: torch.dtype,
+    device: torch.device | str, backends: Sequence[str | None] = (None,),
     peers: Peers = lambda module, arguments: (),
-) -> BenchmarkCase:
+) -> BenchmarkCase:  # fmt: skip
     """Returns the case of `Seq2Seq`; calls are (source, target), both `Batch`."""
     ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)
     work = transformer_work(size, parameter_bytes(theirs), dtype.itemsize)

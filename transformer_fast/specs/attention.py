@@ -19,21 +19,11 @@ Make = Callable[[Draw, int, int, int, int], "Tensor | None"]
 
 
 def arrange(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    gqa: bool = False,
-    weights: bool = False,
-    query_lengths: Tensor | None = None,
-    longest: tuple[int, int] | None = None,
-) -> tuple[Any, ...]:
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None,
+    lengths: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    dropout_p: float = 0.0, seed: Tensor | None = None, gqa: bool = False, weights: bool = False,
+    query_lengths: Tensor | None = None, longest: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Returns the positional arguments of ``reference.attention``."""
     arguments = (
         query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights,
@@ -43,21 +33,10 @@ def arrange(
 
 
 def _attention(
-    batch: int,
-    heads: int,
-    length: int,
-    keys: int,
-    size: int,
-    *,
-    value_size: int | None = None,
-    key_heads: int | None = None,
-    mask: Make | None = None,
-    lengths: Make | None = None,
-    query_lengths: Make | None = None,
-    dropout_p: float = 0.0,
-    spread: float = 1.0,
-    **rest: Any,
-) -> Callable[[Draw], tuple[Any, ...]]:
+    batch: int, heads: int, length: int, keys: int, size: int, *, value_size: int | None = None,
+    key_heads: int | None = None, mask: Make | None = None, lengths: Make | None = None,
+    query_lengths: Make | None = None, dropout_p: float = 0.0, spread: float = 1.0, **rest: Any,
+) -> Callable[[Draw], tuple[Any, ...]]:  # fmt: skip
     def build(draw: Draw) -> tuple[Any, ...]:
         h = heads if key_heads is None else key_heads
         query = draw.normal(batch, heads, length, size, scale=spread)
@@ -65,17 +44,12 @@ def _attention(
         value = draw.normal(batch, h, keys, size if value_size is None else value_size)
         sizes = batch, heads, length, keys
         return arrange(
-            query,
-            key,
-            value,
-            mask=None if mask is None else mask(draw, *sizes),
+            query, key, value, mask=None if mask is None else mask(draw, *sizes),
             lengths=None if lengths is None else lengths(draw, *sizes),
             query_lengths=None if query_lengths is None else query_lengths(draw, *sizes),
-            dropout_p=dropout_p,
-            seed=draw.seed() if 0.0 < dropout_p < 1.0 else None,
-            gqa=h != heads,
-            **rest,
-        )
+            dropout_p=dropout_p, seed=draw.seed() if 0.0 < dropout_p < 1.0 else None,
+            gqa=h != heads, **rest,
+        )  # fmt: skip
 
     return build
 
@@ -471,18 +445,10 @@ def _joined_mask(
 
 @supports_query_lengths
 def _by_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    is_causal: bool, scale: float | None, dropout_p: float, seed: Tensor | None, enable_gqa: bool,
     need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     mask, is_causal = _joined_mask(query, key, attn_mask, key_lengths, is_causal)
     if not need_weights:
         output = F.scaled_dot_product_attention(

@@ -155,14 +155,9 @@ _CASES = (
 
 
 def _linear_loss(
-    rows: int,
-    inputs: int,
-    classes: int,
-    *,
-    bias: bool = True,
-    smoothing: float = 0.1,
+    rows: int, inputs: int, classes: int, *, bias: bool = True, smoothing: float = 0.1,
     ignored: float = 0.2,
-) -> Callable[[Draw], tuple[Any, ...]]:
+) -> Callable[[Draw], tuple[Any, ...]]:  # fmt: skip
     def build(draw: Draw) -> tuple[Any, ...]:
         x, weight = draw.normal(rows, inputs), draw.weight(classes, inputs)
         b = draw.normal(classes) if bias else None

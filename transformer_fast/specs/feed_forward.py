@@ -13,15 +13,9 @@ from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 
 def _feed_forward(
-    lead: tuple[int, ...],
-    model: int,
-    hidden: int,
-    *,
-    outputs: int | None = None,
-    bias: tuple[bool, bool] = (True, True),
-    activation: Any = "relu",
-    dropout_p: float = 0.0,
-) -> Callable[[Draw], tuple[Any, ...]]:
+    lead: tuple[int, ...], model: int, hidden: int, *, outputs: int | None = None,
+    bias: tuple[bool, bool] = (True, True), activation: Any = "relu", dropout_p: float = 0.0,
+) -> Callable[[Draw], tuple[Any, ...]]:  # fmt: skip
     def build(draw: Draw) -> tuple[Any, ...]:
         out = model if outputs is None else outputs
         x = draw.normal(*lead, model)
@@ -38,15 +32,8 @@ def _strided(draw: Draw) -> tuple[Any, ...]:
     x = draw.normal(5, 6, 70)[:, ::2, 3:43]
     weight1, weight2 = draw.weight(40, 72).t(), draw.weight(33, 80)[:, 4:76]
     return (
-        x,
-        weight1,
-        draw.normal(1).expand(72),
-        weight2,
-        draw.normal(33, 2)[:, 1],
-        "relu",
-        0.0,
-        None,
-    )
+        x, weight1, draw.normal(1).expand(72), weight2, draw.normal(33, 2)[:, 1], "relu", 0.0, None,
+    )  # fmt: skip
 
 
 def _expanded(draw: Draw) -> tuple[Any, ...]:

@@ -12,14 +12,9 @@ from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 
 def _linear(
-    lead: tuple[int, ...],
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool = True,
-    activation: str | None = None,
-    residual: bool = False,
-) -> Callable[[Draw], tuple[Any, ...]]:
+    lead: tuple[int, ...], inputs: int, outputs: int, *, bias: bool = True,
+    activation: str | None = None, residual: bool = False,
+) -> Callable[[Draw], tuple[Any, ...]]:  # fmt: skip
     def build(draw: Draw) -> tuple[Any, ...]:
         x, weight = draw.normal(*lead, inputs), draw.weight(outputs, inputs)
         b = draw.normal(outputs) if bias else None

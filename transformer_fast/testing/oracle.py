@@ -118,19 +118,11 @@ def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
     tensors = tuple(named[name] for name in spec.gradients_of if name != "attn_mask")
     mask = named.get("attn_mask")
     return Call(
-        op,
-        tensors,
-        wants_grad(*tensors, mask),
-        named.get("dropout_p", 0.0),
-        named.get("activation"),
-        mask,
-        named.get("is_causal", False),
-        named.get("key_lengths"),
-        named.get("need_weights", False),
-        named.get("normalized_shape", ()),
-        named.get("query_lengths"),
-        named.get("longest"),
-    )
+        op, tensors, wants_grad(*tensors, mask), named.get("dropout_p", 0.0),
+        named.get("activation"), mask, named.get("is_causal", False), named.get("key_lengths"),
+        named.get("need_weights", False), named.get("normalized_shape", ()),
+        named.get("query_lengths"), named.get("longest"),
+    )  # fmt: skip
 
 
 def require_grad(

@@ -113,14 +113,9 @@ def relative_error(expected: Tensor | None, true: Tensor | None) -> float:
 
 
 def compare(
-    name: str,
-    got: Tensor | None,
-    expected: Tensor | None,
-    true: Tensor | None,
-    factor: float,
-    unit: float = 0.0,
-    least_size: float = 0.0,
-) -> Parity:
+    name: str, got: Tensor | None, expected: Tensor | None, true: Tensor | None, factor: float,
+    unit: float = 0.0, least_size: float = 0.0,
+) -> Parity:  # fmt: skip
     """Compares one result with the reference's in the same dtype and with the oracle's.
 
     Where the oracle is not finite (overflow, NaN in unmasked inputs) the result must be identical.
@@ -248,13 +243,9 @@ def truth_of(
 
 @torch.no_grad()
 def measure(
-    op: str,
-    result: Any,
-    arguments: tuple[Any, ...],
-    *,
-    factor: float = OUTPUT_FACTOR,
+    op: str, result: Any, arguments: tuple[Any, ...], *, factor: float = OUTPUT_FACTOR,
     truth: Truth | None = None,
-) -> Parity:
+) -> Parity:  # fmt: skip
     """Returns the error of ``result`` for these arguments of ``reference.<op>``.
 
     ``truth``: `truth_of` the same arguments, if the caller has it already.
@@ -355,15 +346,10 @@ def truth_of_gradients(
 
 
 def measure_gradients(
-    op: str,
-    run: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    *,
-    factor: float = GRADIENT_FACTOR,
-    names: tuple[str, ...] | None = None,
-    twice: bool = False,
+    op: str, run: Callable[..., Any], arguments: tuple[Any, ...], *,
+    factor: float = GRADIENT_FACTOR, names: tuple[str, ...] | None = None, twice: bool = False,
     truth: Truth | None = None,
-) -> Parity:
+) -> Parity:  # fmt: skip
     """Returns the error of the gradients of ``run``: of the argument closest to its limit.
 
     ``truth``: `truth_of_gradients` of the same arguments and names, if the caller has it already.

@@ -68,13 +68,9 @@ def positional_encoding(
             period = 2 * torch.pi * 10000.0 ** (dimension // 2 * 2 / size)
             label += f": {wave}, period {period:,.4g}"
         curves.plot(
-            range(length),
-            table[:, dimension].numpy(),
-            color=style.LINES[number],
-            linestyle=style.DASHES[number],
-            marker="o" if length == 1 else "",
-            label=label,
-        )
+            range(length), table[:, dimension].numpy(), color=style.LINES[number],
+            linestyle=style.DASHES[number], marker="o" if length == 1 else "", label=label,
+        )  # fmt: skip
     curves.set_title("some dimensions over the positions", fontsize=style.LABEL_SIZE)
     style.curve_axes(curves, "position", "value")
     # Below the curves, so that it covers none of them.
@@ -149,13 +145,9 @@ def loss_curves(
             axes.plot(places, mean, color=colour, linestyle=dash, linewidth=1.6, label=name)
             if validated:
                 axes.plot(
-                    [places[step - 1] for step, _ in validated],
-                    [loss for _, loss in validated],
-                    "o",
-                    color=colour,
-                    markeredgecolor="white",
-                    label=f"{name}, validation",
-                )
+                    [places[step - 1] for step, _ in validated], [loss for _, loss in validated],
+                    "o", color=colour, markeredgecolor="white", label=f"{name}, validation",
+                )  # fmt: skip
     style.curve_axes(over_steps, "step", "loss per token")
     style.curve_axes(over_time, "seconds in steps")
     over_steps.legend(fontsize=style.TICK_SIZE, frameon=False)

@@ -470,13 +470,9 @@ def _stack(part: Any, side: str) -> StackFacts:
     runs = [(len(list(same)), facts) for facts, same in itertools.groupby(map(_layer, layers))]
     norm = getattr(stack, "norm", None)
     return StackFacts(
-        side,
-        runs,
-        None if norm is None else type(norm).__name__,
-        isinstance(part, Decoder),
-        part.embedding if whole else None,
-        part.max_len if whole else 0,
-    )
+        side, runs, None if norm is None else type(norm).__name__, isinstance(part, Decoder),
+        part.embedding if whole else None, part.max_len if whole else 0,
+    )  # fmt: skip
 
 
 def _layer(layer: Any) -> LayerFacts:
@@ -488,12 +484,7 @@ def _layer(layer: Any) -> LayerFacts:
     attention, activation = layer.self_attn, layer.activation
     named = activation_name(activation) or getattr(activation, "__name__", None)
     return LayerFacts(
-        isinstance(layer, torch.nn.TransformerDecoderLayer),
-        attention.embed_dim,
-        attention.num_heads,
-        layer.linear1.out_features,
-        str(named or type(activation).__name__),
-        bool(layer.norm_first),
-        type(layer.norm1).__name__,
-        layer.dropout1.p,
-    )
+        isinstance(layer, torch.nn.TransformerDecoderLayer), attention.embed_dim,
+        attention.num_heads, layer.linear1.out_features, str(named or type(activation).__name__),
+        bool(layer.norm_first), type(layer.norm1).__name__, layer.dropout1.p,
+    )  # fmt: skip

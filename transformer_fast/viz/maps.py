@@ -196,17 +196,10 @@ def model_attention(
     queries, query_padding = words_and_padding(*of_queries)
     keys, key_padding = words_and_padding(*of_source if kind == "cross" else of_queries)
     return attention_maps(
-        {name: weights[name] for name in names},
-        queries,
-        keys,
-        index=index,
-        heads=heads,
-        average=average,
-        query_padding=query_padding,
-        key_padding=key_padding,
-        is_causal=kind == "decoder",
-        title=usual_title if title is None else title,
-    )
+        {name: weights[name] for name in names}, queries, keys, index=index, heads=heads,
+        average=average, query_padding=query_padding, key_padding=key_padding,
+        is_causal=kind == "decoder", title=usual_title if title is None else title,
+    )  # fmt: skip
 
 
 def _words(ids: Sequence[int], name: str, vocabulary: Vocabulary | None) -> list[str]:
@@ -456,15 +449,9 @@ class Map(NamedTuple):
 
 
 def draw_maps(
-    rows: Sequence[Sequence[Map]],
-    queries: Sequence[str],
-    keys: Sequence[str],
-    most: float,
-    narrowest: float,
-    scale: str,
-    legend: list[Patch],
-    title: str | None,
-) -> tuple[Figure, Any]:
+    rows: Sequence[Sequence[Map]], queries: Sequence[str], keys: Sequence[str], most: float,
+    narrowest: float, scale: str, legend: list[Patch], title: str | None,
+) -> tuple[Figure, Any]:  # fmt: skip
     """Draws rows of maps, with tokens at the left and below; returns the figure and an array of axes.
 
     A map measures at most ``most`` inches, unless it would become invisible, and is at least

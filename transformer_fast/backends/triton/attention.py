@@ -69,11 +69,7 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_forward_kernel(
-    q_heads,
-    k_heads,
-    v_heads,
-    out_heads,
-    mask,
+    q_heads, k_heads, v_heads, out_heads, mask,
     lists,  # counts and numbers of `mask_tiles.TileLists`, or None
     row_max_ptr,  # (B, H, T) fp32
     row_sum_ptr,  # (B, H, T) fp32
@@ -261,16 +257,10 @@ class Problem(NamedTuple):
     @property
     def call(self) -> Call:
         return Call(
-            self.lengths,
-            self.query_lengths,
-            self.seed,
-            self.sizes[1],
-            self.key.shape[1],
-            self.group,
-            self.scale if self.natural else self.scale * LOG2E,
-            self.scale,
+            self.lengths, self.query_lengths, self.seed, self.sizes[1], self.key.shape[1],
+            self.group, self.scale if self.natural else self.scale * LOG2E, self.scale,
             self.dropout.scale,
-        )
+        )  # fmt: skip
 
     @property
     def stride_length(self) -> int:
@@ -283,46 +273,31 @@ class Problem(NamedTuple):
         return Sizes(*self.sizes[2:], self.stride_length, query_stride, *lists[2:], limit)
 
     @property
-    def half(self) -> bool:
+    def lowp(self) -> bool:
         return self.query.dtype != torch.float32
 
     def tile(self, kernel: str) -> config.AttentionTile:
         """Returns the tile of a kernel, by its name in `config`."""
         # Dropout and additive masks need more registers than the plain case.
         heavy = self.dropout.active or kind_of(self.mask) == FLOAT_MASK
-        return config.attention(kernel, self.architecture, max(self.head), self.half, heavy)
+        return config.attention(kernel, self.architecture, max(self.head), self.lowp, heavy)
 
     def options(self, tile: config.AttentionTile, **more: bool) -> dict[str, Any]:
         """Returns the launch options of kernels with this tile, `Constants` included."""
         head, head_value = self.head
         constants = Constants(
-            D=head,
-            DV=head_value,
-            BLOCK_D=max(16, next_power_of_2(head)),
-            BLOCK_DV=max(16, next_power_of_2(head_value)),
-            BLOCK_T=tile.queries,
-            BLOCK_S=tile.keys,
-            CAUSAL=self.causal,
-            MASK=kind_of(self.mask),
-            MASK_ROWS=self.mask.stride_t != 0,
-            DROPOUT=self.dropout.active,
-            NATURAL=self.natural,
-            PRECISION=dot_precision(self.query.dtype),
-            PACKED=self.packed,
-            **more,
-        )
+            D=head, DV=head_value, BLOCK_D=max(16, next_power_of_2(head)),
+            BLOCK_DV=max(16, next_power_of_2(head_value)), BLOCK_T=tile.queries, BLOCK_S=tile.keys,
+            CAUSAL=self.causal, MASK=kind_of(self.mask), MASK_ROWS=self.mask.stride_t != 0,
+            DROPOUT=self.dropout.active, NATURAL=self.natural,
+            PRECISION=dot_precision(self.query.dtype), PACKED=self.packed, **more,
+        )  # fmt: skip
         return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
     def launch(
-        self,
-        kernel: Any,
-        programs: int,
-        tile: config.AttentionTile,
-        heads: tuple[Tensor, ...],
-        *others: Any,
-        lists: TileLists = NO_LISTS,
-        **constants: bool,
-    ) -> None:
+        self, kernel: Any, programs: int, tile: config.AttentionTile, heads: tuple[Tensor, ...],
+        *others: Any, lists: TileLists = NO_LISTS, **constants: bool,
+    ) -> None:  # fmt: skip
         """Runs a kernel on tensors of heads, the mask, ``others``, and the arguments of all kernels."""
         launch(
             kernel, (programs,), *map(self.heads, heads), self.mask, lists[:2], *others, self.call,
@@ -340,25 +315,16 @@ class Problem(NamedTuple):
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
             return NO_LISTS
-        granule = config.attention_granule(self.architecture, max(self.head), self.half)
+        granule = config.attention_granule(self.architecture, max(self.head), self.lowp)
         block = (tile.queries, tile.keys)
         return tile_lists(self.mask, self.sizes, self.lengths, self.causal, granule, block, by_keys)
 
 
 def make_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    query_lengths: Tensor | None = None,
-    longest_queries: int = -1,
-    longest_keys: int = -1,
-) -> Problem:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None,
+    query_lengths: Tensor | None = None, longest_queries: int = -1, longest_keys: int = -1,
+) -> Problem:  # fmt: skip
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     packed = longest_queries >= 0
@@ -371,22 +337,11 @@ def make_problem(
     natural = _is_natural(query, attn_mask, scale)
     dropout = dropout_arguments(dropout_p)
     return Problem(
-        with_unit_stride(query),
-        with_unit_stride(key),
-        with_unit_stride(value),
-        mask,
-        key_lengths,
-        bool(is_causal),
-        float(scale),
-        natural,
-        dropout,
-        seed_for(dropout, seed, query.device),
-        (batch, heads, queries, keys),
-        heads // key.shape[1],
-        config.architecture(query.device),
-        query_lengths,
-        packed,
-    )
+        with_unit_stride(query), with_unit_stride(key), with_unit_stride(value), mask, key_lengths,
+        bool(is_causal), float(scale), natural, dropout, seed_for(dropout, seed, query.device),
+        (batch, heads, queries, keys), heads // key.shape[1], config.architecture(query.device),
+        query_lengths, packed,
+    )  # fmt: skip
 
 
 def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
@@ -419,21 +374,11 @@ def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
 
 
 def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    need_weights: bool,
-    query_lengths: Tensor | None = None,
-    longest_queries: int = -1,
-    longest_keys: int = -1,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
+    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None, need_weights: bool,
+    query_lengths: Tensor | None = None, longest_queries: int = -1, longest_keys: int = -1,
     contiguous: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """The operator ``attention_training``: output, weights, row_max and row_sum ((B, H, T) fp32)."""
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
@@ -459,13 +404,8 @@ def _forward(problem: Problem, output: Tensor) -> tuple[Tensor, Tensor]:
     tile = problem.tile("attention_forward")
     lists = problem.lists(tile)
     problem.launch(
-        attention_forward_kernel,
-        ceil_div(queries, tile.queries) * batch * heads,
-        tile,
-        (q, problem.key, v, output),
-        row_max,
-        row_sum,
-        lists=lists,
+        attention_forward_kernel, ceil_div(queries, tile.queries) * batch * heads, tile,
+        (q, problem.key, v, output), row_max, row_sum, lists=lists,
         BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
-    )
+    )  # fmt: skip
     return row_max, row_sum

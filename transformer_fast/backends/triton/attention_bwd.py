@@ -114,14 +114,7 @@ def tile_gradients(
 
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_backward_query_kernel(
-    q_heads,
-    k_heads,
-    v_heads,
-    out_heads,
-    do_heads,
-    dq_heads,
-    mask,
-    lists,
+    q_heads, k_heads, v_heads, out_heads, do_heads, dq_heads, mask, lists,
     dw_ptr,  # (B, H, T, S) contiguous, or None
     row_max_ptr,  # (B, H, T) fp32
     row_sum_ptr,  # (B, H, T) fp32
@@ -216,13 +209,7 @@ def attention_backward_query_kernel(
 
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_backward_key_kernel(
-    q_heads,
-    k_heads,
-    v_heads,
-    do_heads,
-    dk_heads,
-    dv_heads,
-    mask,
+    q_heads, k_heads, v_heads, do_heads, dk_heads, dv_heads, mask,
     lists,  # by keys
     dw_ptr,  # (B, H, T, S) contiguous, or None
     row_max_ptr,
@@ -472,16 +459,10 @@ def _query_gradient(
     tile = problem.tile("attention_backward_query")
     lists = problem.lists(tile)
     problem.launch(
-        attention_backward_query_kernel,
-        ceil_div(queries, tile.queries) * batch * heads,
-        tile,
-        (q, k, v, output, given.grad_output, grad_query),
-        *given[1:],
-        delta,
-        extra,
-        lists=lists,
+        attention_backward_query_kernel, ceil_div(queries, tile.queries) * batch * heads, tile,
+        (q, k, v, output, given.grad_output, grad_query), *given[1:], delta, extra, lists=lists,
         BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
-    )
+    )  # fmt: skip
     return grad_query, delta
 
 
@@ -494,16 +475,11 @@ def _key_gradients(problem: Problem, given: Given, delta: Tensor) -> tuple[Tenso
     tile = problem.tile("attention_backward_key")
     lists = problem.lists(tile, by_keys=True)
     problem.launch(
-        attention_backward_key_kernel,
-        ceil_div(keys, tile.keys) * batch * k.shape[1],
-        tile,
-        (q, k, v, given.grad_output, grad_key, grad_value),
-        *given[1:],
-        delta,
-        lists=lists,
+        attention_backward_key_kernel, ceil_div(keys, tile.keys) * batch * k.shape[1], tile,
+        (q, k, v, given.grad_output, grad_key, grad_value), *given[1:], delta, lists=lists,
         BOUNDED=problem.query_lengths is not None or queries % tile.queries != 0,
         RAGGED_KEYS=problem.mask.data is not None and keys % tile.keys != 0,
-    )
+    )  # fmt: skip
     return grad_key, grad_value
 
 
@@ -524,44 +500,20 @@ def _mask_gradient(problem: Problem, given: Given, owner: Tensor, delta: Tensor)
     kind = owner.dtype if splits == 1 else torch.float32
     shares = torch.empty((splits, *shape), dtype=kind, device=q.device)
     problem.launch(
-        attention_bias_kernel,
-        splits * programs,
-        tile,
-        (q, k, v, given.grad_output),
-        *given[1:],
-        delta,
-        shares,
-        batch,
-        *shape[:3],
-        splits,
-        SUM_T=shape[2] == 1,
-    )
+        attention_bias_kernel, splits * programs, tile, (q, k, v, given.grad_output), *given[1:],
+        delta, shares, batch, *shape[:3], splits, SUM_T=shape[2] == 1,
+    )  # fmt: skip
     total = shares[0] if splits == 1 else shares.sum(0).to(owner.dtype)
     return total.reshape(owner.shape)
 
 
 def attention_backward(
-    grad_output: Tensor,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    output: Tensor,
-    weights: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
-    want_query: bool,
-    want_key: bool,
-    want_value: bool,
-    want_mask: bool,
+    grad_output: Tensor, grad_weights: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool, scale: float,
+    dropout_p: float, seed: Tensor | None, output: Tensor, weights: Tensor | None, row_max: Tensor,
+    row_sum: Tensor, want_query: bool, want_key: bool, want_value: bool, want_mask: bool,
     *packed: Any,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The operator ``attention_backward``: gradients of query, key, value and the additive attn_mask.
 
     ``output``, ``row_max`` and ``row_sum`` are results of the forward. ``grad_weights`` is the gradient

@@ -41,11 +41,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_decode_kernel(
-    q_heads,
-    k_heads,
-    v_heads,
-    out_heads,
-    mask,
+    q_heads, k_heads, v_heads, out_heads, mask,
     out_ptr,  # (B, H, splits, DV) fp32: weighted values of a split, not yet divided by its sum
     max_ptr,  # (B, H, splits) fp32
     sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, row_max and row_sum
@@ -148,7 +144,7 @@ def attention_decode(problem: Problem, output: Tensor, row_max: Tensor, row_sum:
     """Computes ``output``, ``row_max`` and ``row_sum``, as returned by `attention.attention_forward`."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, _, keys = problem.sizes
-    tile = config.attention_decode(problem.architecture, max(problem.head), problem.half)
+    tile = config.attention_decode(problem.architecture, max(problem.head), problem.lowp)
     pairs = batch * k.shape[1]
     splits = min(ceil_div(2 * multiprocessors(q.device), pairs), ceil_div(keys, tile.each), 64)
     head_value = v.shape[-1]
@@ -161,42 +157,17 @@ def attention_decode(problem: Problem, output: Tensor, row_max: Tensor, row_sum:
         sums = torch.empty_like(maxima)
     out = problem.heads(output)
     launch(
-        attention_decode_kernel,
-        (pairs * splits,),
-        problem.heads(q),
-        problem.heads(k),
-        problem.heads(v),
-        out,
-        mask,
-        shares,
-        maxima,
-        sums,
-        problem.call,
-        keys,
-        problem.stride_length,
-        splits,
-        GROUP=problem.group,
-        BLOCK_H=max(16, next_power_of_2(problem.group)),
-        WHOLE=whole,
+        attention_decode_kernel, (pairs * splits,), problem.heads(q), problem.heads(k),
+        problem.heads(v), out, mask, shares, maxima, sums, problem.call, keys,
+        problem.stride_length, splits, GROUP=problem.group,
+        BLOCK_H=max(16, next_power_of_2(problem.group)), WHOLE=whole,
         **problem.options(config.AttentionTile(1, tile.keys, tile.warps, tile.stages)),
-    )
+    )  # fmt: skip
     if whole:
         return
     launch(
-        attention_merge_kernel,
-        (batch * heads,),
-        shares,
-        maxima,
-        sums,
-        out,
-        row_max,
-        row_sum,
-        heads,
-        splits,
-        warps=4,
-        stages=1,
-        DV=head_value,
-        BLOCK_DV=max(16, next_power_of_2(head_value)),
-        BLOCK=next_power_of_2(splits),
+        attention_merge_kernel, (batch * heads,), shares, maxima, sums, out, row_max, row_sum,
+        heads, splits, warps=4, stages=1, DV=head_value,
+        BLOCK_DV=max(16, next_power_of_2(head_value)), BLOCK=next_power_of_2(splits),
         NATURAL=problem.natural,
-    )
+    )  # fmt: skip

@@ -73,19 +73,10 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _attention(
-    head: int,
-    dtype: torch.dtype,
-    *,
-    causal: bool = False,
-    mask: torch.dtype | None = None,
-    lengths: bool = False,
-    query_lengths: bool = False,
-    dropout_p: float = 0.0,
-    queries: int = 2048,
-    weights: bool = False,
-    group: int = 1,
-    packed: bool = False,
-) -> None:
+    head: int, dtype: torch.dtype, *, causal: bool = False, mask: torch.dtype | None = None,
+    lengths: bool = False, query_lengths: bool = False, dropout_p: float = 0.0, queries: int = 2048,
+    weights: bool = False, group: int = 1, packed: bool = False,
+) -> None:  # fmt: skip
     batch = 1 if packed else 4
     q = _meta(batch, 8, queries, head, dtype=dtype)
     k = _meta(batch, 8 // group, 2048, head, dtype=dtype)
@@ -149,8 +140,8 @@ def _linear(dtype: torch.dtype) -> None:
 
 def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> None:
     logits, target = _meta(4096, classes, dtype=dtype), _meta(4096, dtype=torch.int64)
-    losses, known = cross_entropy_forward(logits, target, -100, label_smoothing)
-    cross_entropy_backward(losses, logits, target, known, -100, label_smoothing)
+    losses, lse = cross_entropy_forward(logits, target, -100, label_smoothing)
+    cross_entropy_backward(losses, logits, target, lse, -100, label_smoothing)
 
 
 def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Case:
@@ -238,7 +229,7 @@ def _binder(kernel: Any, architecture: int) -> tuple[Any, GPUTarget, Callable[..
     return backend, target, bind
 
 
-def _told(tool: Any, option: str, cubin: bytes) -> str:
+def _output_of(tool: Any, option: str, cubin: bytes) -> str:
     """Runs a tool of NVIDIA on a binary and returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -249,7 +240,7 @@ def _told(tool: Any, option: str, cubin: bytes) -> str:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Returns registers and stack bytes per thread, as recorded in the binary by the assembler."""
-    text = _told(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
+    text = _output_of(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if match is None:
         raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
@@ -258,7 +249,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def disassemble(cubin: bytes) -> str:
     """Returns the machine code (SASS) of a compiled kernel."""
-    return _told(triton.knobs.nvidia.nvdisasm, "-c", cubin)
+    return _output_of(triton.knobs.nvidia.nvdisasm, "-c", cubin)
 
 
 def compile_binary(launch: Launch, architecture: int) -> Any:
@@ -266,11 +257,11 @@ def compile_binary(launch: Launch, architecture: int) -> Any:
     if INTERPRETED:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     backend, target, bind = _binder(launch.kernel, architecture)
-    told = {"num_warps": launch.warps, "num_stages": launch.stages, "debug": False}
-    bound, specialization, rest = bind(*launch.args, **launch.constants, **told)
-    options, *described = launch.kernel._pack_args(backend, told, bound, specialization, rest)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "debug": False}
+    bound, specialization, rest = bind(*launch.args, **launch.constants, **options)
+    parsed, *described = launch.kernel._pack_args(backend, options, bound, specialization, rest)
     source = ASTSource(launch.kernel, *described)
-    return triton.compile(source, target=target, options=vars(options))
+    return triton.compile(source, target=target, options=vars(parsed))
 
 
 def compile_launch(launch: Launch, architecture: int) -> Compiled:
@@ -279,15 +270,9 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
     cubin = binary.asm["cubin"]
     registers, spilled = _resources(cubin)
     return Compiled(
-        launch.kernel.fn.__name__,
-        architecture,
-        registers,
-        spilled,
-        binary.metadata.shared,
-        launch.warps,
-        launch.stages,
-        cubin,
-    )
+        launch.kernel.fn.__name__, architecture, registers, spilled, binary.metadata.shared,
+        launch.warps, launch.stages, cubin,
+    )  # fmt: skip
 
 
 def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[str, Any]]:

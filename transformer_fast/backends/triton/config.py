@@ -113,12 +113,12 @@ class AttentionTile(NamedTuple):
 class _Row(NamedTuple):
     """Attention tiles for head sizes up to ``head``.
 
-    ``half``: bf16 and fp16. ``heavy``: the same with dropout or an additive mask, which need more
+    ``lowp``: bf16 and fp16. ``heavy``: the same with dropout or an additive mask, which need more
     registers. ``float``: fp32.
     """
 
     head: int
-    half: AttentionTile
+    lowp: AttentionTile
     heavy: AttentionTile
     float: AttentionTile
 
@@ -195,7 +195,7 @@ def _parsed(text: str) -> dict[str, dict[int, tuple[_Row, ...]]]:
 _ATTENTION = _parsed(_TABLES)
 
 
-def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
+def attention(kernel: str, architecture: int, head: int, lowp: bool, heavy: bool) -> AttentionTile:
     """Returns the tile of a kernel of `_ATTENTION`."""
     if architecture == 0:
         return AttentionTile(*interpreter_tile, 4, 1)
@@ -204,13 +204,13 @@ def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool
     table = _ATTENTION[kernel]
     rows = table[max(a for a in table if a <= wanted)]
     row = next(row for row in rows if head <= row.head)
-    return row.float if not half else row.heavy if heavy else row.half
+    return row.float if not lowp else row.heavy if heavy else row.lowp
 
 
-def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
+def attention_granule(architecture: int, head: int, lowp: bool) -> tuple[int, int]:
     """Returns (queries, keys) that one mask code covers; the tiles of all kernels are multiples."""
     tiles = [
-        attention(kernel, architecture, head, half, heavy)
+        attention(kernel, architecture, head, lowp, heavy)
         for kernel in ("attention_forward", "attention_backward_query", "attention_backward_key")
         for heavy in (False, True)
     ]
@@ -241,10 +241,10 @@ class DecodeTile(NamedTuple):
     stages: int
 
 
-def attention_decode(architecture: int, head: int, half: bool) -> DecodeTile:
+def attention_decode(architecture: int, head: int, lowp: bool) -> DecodeTile:
     if architecture == 0:
         return DecodeTile(16, 16, 4, 1)
-    if not half:
+    if not lowp:
         return DecodeTile(32 if head <= 128 else 16, 256, 8, 2)
     return DecodeTile(64 if head <= 128 else 32, 256, 4, 2 if architecture in (86, 120) else 3)
 
@@ -261,12 +261,12 @@ class ProductTile(NamedTuple):
 
 
 def matmul(
-    architecture: int, rows: int, columns: int, half: bool, describable: bool = True
+    architecture: int, rows: int, columns: int, lowp: bool, describable: bool = True
 ) -> ProductTile:
     """Returns the tile of a product; ``describable``: tensor descriptors can load both matrices."""
     if architecture == 0:
-        return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
-    if not half:
+        return ProductTile(32, 32, 16, 2, 4, 1, lowp, 2)
+    if not lowp:
         return ProductTile(64, 64, 32, 8, 8, 3, slices=2)
     if architecture == 90 and describable and -(-rows // 128) * -(-columns // 256) >= 2 * 132:
         # Matrix instructions with 256 columns read less shared memory per product. For smaller results
@@ -297,7 +297,7 @@ _KINDS: dict[str, Callable[..., Tile]] = {
 }
 
 
-def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
+def alternatives(name: str, lowp: bool, columns: int) -> list[Tile]:
     """Returns candidate tiles for tuning ``name``: a kernel of `_ATTENTION`, or a function here.
 
     For attention and products these are the tiles of all architectures, for others smaller and larger
@@ -306,17 +306,17 @@ def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
     found: list[Tile] = []
     if name in _ATTENTION:
         rows = [row for table in _ATTENTION[name].values() for row in table]
-        found += [t for row in rows for t in ((row.half, row.heavy) if half else (row.float,))]
+        found += [t for row in rows for t in ((row.lowp, row.heavy) if lowp else (row.float,))]
     elif name == "matmul":
-        found += [matmul(a, 4096, 1024, half) for a in (80, 86, 90)]
-        if half:
+        found += [matmul(a, 4096, 1024, lowp) for a in (80, 86, 90)]
+        if lowp:
             found.append(ProductTile(64, 64, 64, 8, 4, 4, slices=2))
-            found.append(matmul(90, 2**15, 2**15, half))
+            found.append(matmul(90, 2**15, 2**15, lowp))
     elif name == "attention_decode":
         numbers = itertools.product((32, 64, 128), (128, 256, 512), (4, 8), (2, 3))
         found += [DecodeTile(*n) for n in numbers]
     else:
-        sizes = (columns, 2 if half else 4) if name == "layer_norm_backward" else (columns,)
+        sizes = (columns, 2 if lowp else 4) if name == "layer_norm_backward" else (columns,)
         now = globals()[name](*sizes)
         for n in sorted({max(1, now.rows // 2), now.rows, 2 * now.rows, 4 * now.rows}):
             found += [now._replace(rows=n, warps=warps) for warps in (1, 2, 4, 8, 16)]

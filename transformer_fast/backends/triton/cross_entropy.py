@@ -48,16 +48,13 @@ def _target(x, row, rows, ignore_index):
 def cross_entropy_forward_kernel(
     x,
     loss_ptr,  # (N,) fp32
-    known_ptr,  # (N, 2) fp32: lse rounded to fp32, and its rounding error
-    rows,
-    columns,
-    ignore_index,
+    lse_ptr,  # (N, 2) fp32: lse rounded to fp32, and its rounding error
+    rows, columns, ignore_index,
     confidence,  # 1 - s
     smoothing,  # s
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     SMOOTH: tl.constexpr,  # s != 0
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     target, counted = _target(x, row, rows, ignore_index)
     x_row = x.data + row * x.stride_row
@@ -92,25 +89,21 @@ def cross_entropy_forward_kernel(
     tl.store(loss_ptr + row, tl.where(counted, loss, 0.0), mask=row < rows)
     lse = tl.where(counted, maximum.to(tl.float64) + log_sum.to(tl.float64), 0.0)
     high = lse.to(tl.float32)
-    tl.store(known_ptr + 2 * row, high, mask=row < rows)
-    tl.store(known_ptr + 2 * row + 1, (lse - high.to(tl.float64)).to(tl.float32), mask=row < rows)
+    tl.store(lse_ptr + 2 * row, high, mask=row < rows)
+    tl.store(lse_ptr + 2 * row + 1, (lse - high.to(tl.float64)).to(tl.float32), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def cross_entropy_backward_kernel(
     grad_ptr,  # (N,), stride_grad
     x,
-    known_ptr,  # (N, 2) fp32
+    lse_ptr,  # (N, 2) fp32
     dx_ptr,  # (N, V), contiguous
-    stride_grad,
-    rows,
-    columns,
-    ignore_index,
+    stride_grad, rows, columns, ignore_index,
     confidence,  # 1 - s
     share,  # s / V
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK_COLUMNS)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -119,8 +112,8 @@ def cross_entropy_backward_kernel(
     target, counted = _target(x, row, rows, ignore_index)
     # Grad, lse and logits of ignored rows are read as 0, so their gradient is 0 times a finite number.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
-    high = tl.load(known_ptr + 2 * row, mask=counted, other=0.0)
-    low = tl.load(known_ptr + 2 * row + 1, mask=counted, other=0.0)
+    high = tl.load(lse_ptr + 2 * row, mask=counted, other=0.0)
+    low = tl.load(lse_ptr + 2 * row + 1, mask=counted, other=0.0)
     in_row = (column < columns)[None, :]
     at = x.data + row[:, None] * x.stride_row + column[None, :] * x.stride_column
     logit = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
@@ -144,56 +137,30 @@ def cross_entropy_forward(
     """
     rows, columns = input.shape
     losses = torch.empty(rows, dtype=torch.float32, device=input.device)
-    known = torch.empty((rows, 2), dtype=torch.float32, device=input.device)
+    lse = torch.empty((rows, 2), dtype=torch.float32, device=input.device)
     tile = config.cross_entropy(columns)
     launch(
-        cross_entropy_forward_kernel,
-        (ceil_div(rows, tile.rows),),
-        _logits(input, target),
-        losses,
-        known,
-        rows,
-        columns,
-        ignore_index,
-        1.0 - label_smoothing,
-        label_smoothing,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
+        cross_entropy_forward_kernel, (ceil_div(rows, tile.rows),), _logits(input, target), losses,
+        lse, rows, columns, ignore_index, 1.0 - label_smoothing, label_smoothing,
+        warps=tile.warps, stages=tile.stages, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
         SMOOTH=label_smoothing != 0.0,
-    )
-    return losses, known
+    )  # fmt: skip
+    return losses, lse
 
 
 def cross_entropy_backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    known: Tensor,
-    ignore_index: int,
+    grad: Tensor, input: Tensor, target: Tensor, lse: Tensor, ignore_index: int,
     label_smoothing: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the gradient of input, contiguous."""
     rows, columns = input.shape
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     tile = config.cross_entropy(columns)
     launch(
         cross_entropy_backward_kernel,
-        (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns),),
-        grad,
-        _logits(input, target),
-        known,
-        grad_input,
-        grad.stride(0),
-        rows,
-        columns,
-        ignore_index,
-        1.0 - label_smoothing,
-        label_smoothing / columns,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
-    )
+        (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns),), grad,
+        _logits(input, target), lse, grad_input, grad.stride(0), rows, columns, ignore_index,
+        1.0 - label_smoothing, label_smoothing / columns, warps=tile.warps, stages=tile.stages,
+        BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
+    )  # fmt: skip
     return grad_input

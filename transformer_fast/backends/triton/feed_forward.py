@@ -20,16 +20,9 @@ from .philox import dropout_arguments
 
 
 def forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: int,
-    dropout_p: float,
-    seed: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None,
+    activation: int, dropout_p: float, seed: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Implements `ops.feed_forward.TRAINING`."""
     first = matmul(
         as_matrix(input),
@@ -55,20 +48,10 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    input: Tensor,
-    weight1: Tensor,
-    weight2: Tensor,
-    kept: Tensor,
-    activation: int,
-    dropout_p: float,
-    seed: Tensor | None,
-    want_input: bool,
-    want_weight1: bool,
-    want_bias1: bool,
-    want_weight2: bool,
-    want_bias2: bool,
-) -> tuple[Tensor | None, ...]:
+    grad: Tensor, input: Tensor, weight1: Tensor, weight2: Tensor, kept: Tensor, activation: int,
+    dropout_p: float, seed: Tensor | None, want_input: bool, want_weight1: bool, want_bias1: bool,
+    want_weight2: bool, want_bias2: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Implements `ops.feed_forward.BACKWARD`."""
     grad = as_matrix(grad)
     saved = as_matrix(kept).contiguous()

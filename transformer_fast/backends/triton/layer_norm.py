@@ -73,12 +73,9 @@ def layer_norm_forward_kernel(
     mean_ptr,  # (N,) fp32
     rstd_ptr,  # (N,) fp32
     seed_ptr,  # () int64 or None
-    rows,
-    eps,
-    limit,
-    keep_scale,
+    rows, eps, limit, keep_scale,
     C: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * C.BLOCK_ROWS + tl.arange(0, C.BLOCK_ROWS)
     column = tl.arange(0, C.BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < C.COLUMNS)[None, :]
@@ -131,11 +128,9 @@ def layer_norm_backward_kernel(
     dx_ptr,  # (N, C): gradient of x (of residual)
     dinput_ptr,  # (N, C) or None: gradient of input, before the dropout
     partial_ptr,  # (2, programs, C) fp32 or None: partial sums of dweight and dbias
-    rows,
-    limit,
-    keep_scale,
+    rows, limit, keep_scale,
     C: tl.constexpr,
-):
+):  # fmt: skip
     column = tl.arange(0, C.BLOCK_COLUMNS)
     in_row = column < C.COLUMNS
     if weight_ptr is not None:
@@ -222,18 +217,9 @@ def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> 
     _, shares, columns = partial.shape
     block_shares, block_columns = 32, 32
     launch(
-        column_sum_kernel,
-        (ceil_div(columns, block_columns), 2),
-        partial,
-        first,
-        second,
-        shares,
-        columns,
-        warps=4,
-        stages=2,
-        BLOCK_SHARES=block_shares,
-        BLOCK_COLUMNS=block_columns,
-    )
+        column_sum_kernel, (ceil_div(columns, block_columns), 2), partial, first, second, shares,
+        columns, warps=4, stages=2, BLOCK_SHARES=block_shares, BLOCK_COLUMNS=block_columns,
+    )  # fmt: skip
 
 
 def _rows(tensor: Tensor | None, columns: int) -> Rows:
@@ -259,16 +245,9 @@ def _vector(tensor: Tensor | None) -> Tensor | None:
 
 
 def forward(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dims: int,
-    eps: float,
-    kind: int,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dims: int,
+    eps: float, kind: int, dropout_p: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Implements `ops.layer_norm.TRAINING`; the sum is None without residual."""
     lead = input.dim() - dims
     columns = math.prod(input.shape[lead:])
@@ -282,42 +261,19 @@ def forward(
     drop = dropout_arguments(dropout_p)
     tile = config.layer_norm_forward(columns)
     launch(
-        layer_norm_forward_kernel,
-        (ceil_div(rows, tile.rows),),
-        _rows(input, columns),
-        _rows(residual, columns),
-        _vector(weight),
-        _vector(bias),
-        output,
-        total,
-        mean,
-        rstd,
-        seed_for(drop, seed, input.device),
-        rows,
-        eps,
-        drop.limit,
-        drop.scale,
+        layer_norm_forward_kernel, (ceil_div(rows, tile.rows),), _rows(input, columns),
+        _rows(residual, columns), _vector(weight), _vector(bias), output, total, mean, rstd,
+        seed_for(drop, seed, input.device), rows, eps, drop.limit, drop.scale,
         **_options(tile, columns, kind, input.shape[-1] if drop.active else 0),
-    )
+    )  # fmt: skip
     return output, total, mean, rstd
 
 
 def backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    source: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dims: int,
-    kind: int,
-    dropout_p: float,
-    seed: Tensor | None,
-    want_source: bool,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, grad_sum: Tensor | None, source: Tensor, weight: Tensor | None, mean: Tensor,
+    rstd: Tensor, dims: int, kind: int, dropout_p: float, seed: Tensor | None, want_source: bool,
+    want_input: bool, want_weight: bool, want_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Implements `ops.layer_norm.BACKWARD`; gradients that are not requested are None."""
     shape = source.shape[-dims:]
     columns = math.prod(shape)
@@ -338,23 +294,11 @@ def backward(
     if want_weight or want_bias:
         partial = torch.empty((2, programs, columns), dtype=torch.float32, device=source.device)
     launch(
-        layer_norm_backward_kernel,
-        (programs,),
-        _rows(grad, columns),
-        _rows(grad_sum, columns),
-        _rows(source, columns),
-        _vector(weight),
-        mean,
-        rstd,
-        seed_for(drop, seed, source.device),
-        grad_source,
-        grad_input,
-        partial,
-        rows,
-        drop.limit,
-        drop.scale,
+        layer_norm_backward_kernel, (programs,), _rows(grad, columns), _rows(grad_sum, columns),
+        _rows(source, columns), _vector(weight), mean, rstd, seed_for(drop, seed, source.device),
+        grad_source, grad_input, partial, rows, drop.limit, drop.scale,
         **_options(tile, columns, kind, shape[-1] if drop.active else 0),
-    )
+    )  # fmt: skip
     if partial is not None:
         sum_shares(partial, grad_weight, grad_bias)
     return (

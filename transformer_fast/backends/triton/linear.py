@@ -20,13 +20,9 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int,
     keep: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Implements `ops.linear.TRAINING`."""
     shape = (*input.shape[:-1], weight.shape[0])
     if residual is not None:
@@ -45,15 +41,9 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    preactivation: Tensor | None,
-    activation: int,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, input: Tensor, weight: Tensor, preactivation: Tensor | None, activation: int,
+    want_input: bool, want_weight: bool, want_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Implements `ops.linear.BACKWARD`."""
     columns = weight.shape[0]
     grad = grad.reshape(-1, columns)

@@ -70,13 +70,9 @@ def kind_of(mask: Mask) -> int:
 def mask_code_kernel(
     mask,
     code_ptr,  # (Bm, Hm, granules in T, granules in S) uint8
-    heads,
-    queries,
-    keys,
-    GRANULE_T: tl.constexpr,
-    GRANULE_S: tl.constexpr,
-    MASK: tl.constexpr,
-):
+    heads, queries, keys,
+    GRANULE_T: tl.constexpr, GRANULE_S: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     across, down = tl.cdiv(keys, GRANULE_S), tl.cdiv(queries, GRANULE_T)
     s = (program % across) * GRANULE_S + tl.arange(0, GRANULE_S)
@@ -109,27 +105,14 @@ def tile_list_kernel(
     length_ptr,  # (B,) or None
     count_ptr,  # (rows of tiles, 2) int32
     number_ptr,  # (rows of tiles, 2 * capacity) int32
-    stride_b,
-    stride_h,
-    stride_t,
-    stride_s,
-    stride_length,
-    heads,
-    tiles,
-    others,
-    granules_t,
-    granules_s,
-    queries,
-    keys,
-    capacity,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    stride_b, stride_h, stride_t, stride_s, stride_length,
+    heads, tiles, others, granules_t, granules_s, queries, keys, capacity,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     FACTOR_T: tl.constexpr,  # granules per tile
     FACTOR_S: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, CHUNK: tl.constexpr,
     BY_KEYS: tl.constexpr,  # one list per tile of keys instead of per tile of queries
-    CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tile = program % tiles
     rest = program // tiles
@@ -179,31 +162,16 @@ def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
     down, across = ceil_div(queries, granule[0]), ceil_div(keys, granule[1])
     codes = torch.empty((batch, heads, down, across), dtype=torch.uint8, device=mask.data.device)
     launch(
-        mask_code_kernel,
-        (codes.numel(),),
-        mask,
-        codes,
-        heads,
-        queries,
-        keys,
-        warps=4,
-        stages=1,
-        GRANULE_T=granule[0] if queries > 1 else 1,
-        GRANULE_S=granule[1],
-        MASK=kind_of(mask),
-    )
+        mask_code_kernel, (codes.numel(),), mask, codes, heads, queries, keys, warps=4, stages=1,
+        GRANULE_T=granule[0] if queries > 1 else 1, GRANULE_S=granule[1], MASK=kind_of(mask),
+    )  # fmt: skip
     return codes
 
 
 def tile_lists(
-    mask: Mask,
-    sizes: tuple[int, int, int, int],
-    lengths: Tensor | None,
-    causal: bool,
-    granule: tuple[int, int],
-    block: tuple[int, int],
-    by_keys: bool,
-) -> TileLists:
+    mask: Mask, sizes: tuple[int, int, int, int], lengths: Tensor | None, causal: bool,
+    granule: tuple[int, int], block: tuple[int, int], by_keys: bool,
+) -> TileLists:  # fmt: skip
     """Returns the lists of visible tiles, of size ``block`` (queries, keys), for (B, H, T, S)."""
     codes = _codes(mask, granule)
     if by_keys:
@@ -218,32 +186,12 @@ def tile_lists(
     numbers = torch.empty((rows_b * rows_h * tiles, 2 * others), dtype=torch.int32, device=device)
     strides = [0 if n == 1 else s for n, s in zip(codes.shape, codes.stride(), strict=True)]
     launch(
-        tile_list_kernel,
-        (rows_b * rows_h * tiles,),
-        codes,
-        lengths,
-        counts,
-        numbers,
-        *strides,
-        0 if lengths is None else lengths.stride(0),
-        rows_h,
-        tiles,
-        others,
-        codes.shape[2],
-        codes.shape[3],
-        queries,
-        keys,
-        others,
-        warps=1,
-        stages=1,
-        BLOCK_T=block[0],
-        BLOCK_S=block[1],
-        FACTOR_T=block[0] // granule[0],
-        FACTOR_S=block[1] // granule[1],
-        CAUSAL=causal,
-        BY_KEYS=by_keys,
-        CHUNK=_CHUNK,
-    )
+        tile_list_kernel, (rows_b * rows_h * tiles,), codes, lengths, counts, numbers, *strides,
+        0 if lengths is None else lengths.stride(0), rows_h, tiles, others, codes.shape[2],
+        codes.shape[3], queries, keys, others, warps=1, stages=1, BLOCK_T=block[0],
+        BLOCK_S=block[1], FACTOR_T=block[0] // granule[0], FACTOR_S=block[1] // granule[1],
+        CAUSAL=causal, BY_KEYS=by_keys, CHUNK=_CHUNK,
+    )  # fmt: skip
     stride_h = tiles if rows_h > 1 else 0
     stride_b = tiles * rows_h if rows_b > 1 else 0
     return TileLists(counts, numbers, stride_b, stride_h, others)

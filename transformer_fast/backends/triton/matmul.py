@@ -223,29 +223,19 @@ class Epilogue(NamedTuple):
             sizes = (down, output.shape[1])
             sums = torch.empty(sizes, dtype=torch.float32, device=output.device)
         return Operands(
-            residual=self.residual,
-            saved=self.saved,
-            hidden=torch.empty_like(output) if self.make_hidden else None,
-            sums=sums,
-            seed=seed_for(self.dropout, self.seed, output.device),
-            output=output,
-            keep_scale=self.dropout.scale,
-            **before,
-        )
+            residual=self.residual, saved=self.saved,
+            hidden=torch.empty_like(output) if self.make_hidden else None, sums=sums,
+            seed=seed_for(self.dropout, self.seed, output.device), output=output,
+            keep_scale=self.dropout.scale, **before,
+        )  # fmt: skip
 
     def options(self, tile: config.ProductTile, **more: Any) -> dict[str, Any]:
         """Returns the launch options of kernels with this tile, `Constants` included."""
         constants = Constants(
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth,
-            GROUP=tile.group,
-            ACTIVATION=self.activation,
-            DROPOUT=self.dropout.active,
-            BACKWARD=self.backward,
-            SLICES=tile.slices if self.heavy else 1,
-            **more,
-        )
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
+            ACTIVATION=self.activation, DROPOUT=self.dropout.active, BACKWARD=self.backward,
+            SLICES=tile.slices if self.heavy else 1, **more,
+        )  # fmt: skip
         return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
 
@@ -276,11 +266,11 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         return follow(a @ b if bias is None else torch.addmm(bias, a, b), epilogue)
     output = a.new_empty((rows, columns))
     z = torch.empty_like(output) if epilogue.save_z else None
-    half = a.dtype != torch.float32
+    lowp = a.dtype != torch.float32
     sideways = b.stride(0) == 1 and b.stride(1) != 1
     stored = b.t() if sideways else b
     describable = _describable(a) and _describable(stored)
-    tile = config.matmul(config.architecture(a.device), rows, columns, half, describable)
+    tile = config.matmul(config.architecture(a.device), rows, columns, lowp, describable)
     down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
     to = epilogue.operands(output, down, bias=epilogue.bias, z=z)
     sizes = (rows, columns, depth, epilogue.dropout.limit)
@@ -298,16 +288,9 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         )
     else:
         launch(
-            matmul_kernel,
-            (down * across,),
-            a,
-            b,
-            to,
-            *a.stride(),
-            *b.stride(),
-            *sizes,
+            matmul_kernel, (down * across,), a, b, to, *a.stride(), *b.stride(), *sizes,
             **epilogue.options(tile, PRECISION=precision, RAGGED=depth % tile.depth != 0),
-        )
+        )  # fmt: skip
     return _result(to)
 
 
@@ -321,15 +304,9 @@ def follow(product: Tensor, epilogue: Epilogue) -> Result:
     down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
     to = epilogue.operands(torch.empty_like(product), down, bias=None, z=None)
     launch(
-        epilogue_kernel,
-        (down * across,),
-        product,
-        to,
-        rows,
-        columns,
-        epilogue.dropout.limit,
+        epilogue_kernel, (down * across,), product, to, rows, columns, epilogue.dropout.limit,
         **epilogue.options(tile, PRECISION="ieee"),
-    )
+    )  # fmt: skip
     return _result(to)._replace(z=z)
 
 

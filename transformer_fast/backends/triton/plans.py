@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._views: dict[int, tuple[Tensor, Callable[[], str]]] = {}
         self._made: set[int] = set()
         self._alive: list[Any] = []
-        self._known: dict[str, Any] = {"empty_strided": torch.empty_strided}
+        self._globals: dict[str, Any] = {"empty_strided": torch.empty_strided}
         self._used: set[str] = set()
         self.paused = False
         for place, value in enumerate(arguments):
@@ -138,14 +138,14 @@ class Recorder(TorchDispatchMode):
 
     def function(self, count: int, result: Any) -> Callable[..., Any] | None:
         """Returns the recorded steps as a function of ``count`` arguments; None if not complete."""
-        told = self._text(result)
+        returned = self._text(result)
         if not self.complete:
             return None
         lines = [text for name, text in self._lines if name is None or name in self._used]
         head = f"def replay({', '.join(f'a{n}' for n in range(count))}):"
-        source = "\n    ".join([head, *lines, f"return {told}"])
-        exec(source, self._known)
-        return self._known["replay"]  # type: ignore[no-any-return]
+        source = "\n    ".join([head, *lines, f"return {returned}"])
+        exec(source, self._globals)
+        return self._globals["replay"]  # type: ignore[no-any-return]
 
     def _allocate(self, result: Tensor) -> None:
         size, strides, dtype = tuple(result.shape), tuple(result.stride()), result.dtype
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
             alike = other.shape == result.shape and torch.empty_like(other).stride() == strides
             self.paused = False
             if alike:
-                self._known["empty_like"] = torch.empty_like
+                self._globals["empty_like"] = torch.empty_like
                 text = f"empty_like({name})"
             else:
                 text = f"{name}.new_empty_strided({size}, {strides})"
@@ -195,8 +195,8 @@ class Recorder(TorchDispatchMode):
     def _constant(self, value: Any) -> str:
         if value is None or type(value) in (int, bool, str):
             return repr(value)
-        name = f"c{len(self._known)}"
-        self._known[name] = value
+        name = f"c{len(self._globals)}"
+        self._globals[name] = value
         return name
 
     def _text(self, value: Any, kwargs: dict[str, Any] | None = None) -> str:
@@ -291,14 +291,14 @@ class Planned:
         if _now.recorder is not None or not allowed():
             return self.function(*arguments)
         key = call_cache.describe(arguments)
-        known = self.store.get(key)
-        if key is None or known is _NEVER:
+        plan = self.store.get(key)
+        if key is None or plan is _NEVER:
             return self.function(*arguments)
-        if known is None:
+        if plan is None:
             call_cache.insert(self.store, key, _SEEN)
             return self.function(*arguments)
-        if known is not _SEEN:
-            return _on(arguments[0].get_device(), known, arguments)
+        if plan is not _SEEN:
+            return _on(arguments[0].get_device(), plan, arguments)
         result, plan = record(self.function, arguments)
         call_cache.insert(self.store, key, plan or _NEVER)
         return result
@@ -307,7 +307,7 @@ class Planned:
         """Replays the call if it is recorded, else returns `NotImplemented`."""
         if not allowed():
             return NotImplemented
-        known = self.store.get(call_cache.describe(arguments))
-        if known is None or known is _NEVER or known is _SEEN:
+        plan = self.store.get(call_cache.describe(arguments))
+        if plan is None or plan is _NEVER or plan is _SEEN:
             return NotImplemented
-        return _on(arguments[0].get_device(), known, arguments)
+        return _on(arguments[0].get_device(), plan, arguments)

@@ -87,13 +87,8 @@ def _first(argument: Any) -> Tensor:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    warps: int,
-    stages: int,
-    **constants: Any,
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int, **constants: Any,
+) -> None:  # fmt: skip
     """Runs ``kernel`` on the current stream of the first tensor's device.
 
     Args:
@@ -115,13 +110,9 @@ def launch(
 
 
 def _launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    warps: int,
-    stages: int,
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], warps: int, stages: int,
     constants: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     recorder = plans.recorder()
     if recorder is not None:
         recorder.paused = True  # the interpreter calls PyTorch ops, which must not be recorded
