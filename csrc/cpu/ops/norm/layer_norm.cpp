@@ -172,8 +172,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     check_type(op, "weight", *weight, is_reduced_float(*weight) ? type : ScalarType::Float,
                "source");
     STD_TORCH_CHECK(weight->numel() == n, op, ": weight must have ", n, " elements");
-    weight_row = as_contiguous(
-        is_reduced_float(*weight) ? torch::stable::to(*weight, ScalarType::Float) : *weight);
+    weight_row = as_contiguous(*weight);
   }
   Tensor grad_source = wanted_like(source, want_source);
   Tensor grad_input = wanted_like(source, want_input);
@@ -193,11 +192,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   const bool shares = want_weight || want_bias;
   const LayerNormBackwardArgs args{
       .type = element_of(source),
-      .sum_type = element_of(like),
+      .weight_type = element_of(like),
       .grad = dy.data,
       .grad_sum = extra.data,
       .source = s.data,
-      .weight = static_cast<const float*>(data_of(weight_row)),
+      .weight = data_of(weight_row),
       .mean = static_cast<const float*>(mean_row.const_data_ptr()),
       .rstd = static_cast<const float*>(rstd_row.const_data_ptr()),
       .grad_source = data_if(want_source, grad_source),

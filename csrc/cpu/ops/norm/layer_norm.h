@@ -64,11 +64,11 @@ TF_KERNEL_AMX(void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, l
 // Backward of the same y.
 struct LayerNormBackwardArgs {
   Element type;          // of grad, grad_sum, source, grad_source and grad_input
-  Element sum_type;      // of dweight and dbias
+  Element weight_type;   // of weight, dweight and dbias: the same, or float32
   const void* grad;      // (rows, n): of y, rows grad_stride apart
   const void* grad_sum;  // (rows, n): of s, if it is a result too, or nullptr
   const void* source;    // (rows, n): s
-  const float* weight;   // (n) or nullptr: ones
+  const void* weight;    // (n) or nullptr: ones
   const float* mean;     // (rows): c
   const float* rstd;     // (rows): r
   void* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
@@ -89,7 +89,7 @@ TF_KERNEL(void layer_norm_backward_block(const LayerNormBackwardArgs& args, long
                                          float* scratch))
 
 // Sums columns [begin, end) of the partial results: `which` 0 for dweight, 1 for dbias. `total` has
-// elements of type args.sum_type.
+// elements of type args.weight_type.
 TF_KERNEL(void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total,
                                        long begin, long end))
 

@@ -26,15 +26,18 @@ template <class T>
 struct Row {
   const LayerNormBackwardArgs& args;
   const T *grad, *source;
+  const float* weight;
   float mean, rstd;
 
   Row(const LayerNormBackwardArgs& a, long row)
       : args(a),
         grad(static_cast<const T*>(a.grad) + row * a.grad_stride),
         source(static_cast<const T*>(a.source) + row * a.source_stride),
+        weight(static_cast<const float*>(a.weight)),
         mean(a.mean[row]),
         rstd(a.rstd[row]) {}
 
+  TF_INLINE Vec operator()(long j, long count) const { return load_some(source + j, count); }
   TF_INLINE Vec normal(long j, long count) const {
     return (load_some(source + j, count) - set1(mean)) * set1(rstd);
   }
@@ -43,14 +46,14 @@ struct Row {
     return fma(load_some(source + j, count) - set1(mean), set1(rstd), set1(-off));
   }
   TF_INLINE Vec weighted(Vec dy, long j, long count) const {
-    return args.weight == nullptr ? dy : dy * load_some(args.weight + j, count);
+    return weight == nullptr ? dy : dy * load_some(weight + j, count);
   }
 };
 
 // 1 / sqrt(terms sum(h h)); 0 for a constant row, as in PyTorch's std.
 template <class T>
 float share_outside(const Row<T>& in, long n, long terms) {
-  const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(terms);
+  const float square = sum_of_squares(in, n, in.mean, in.rstd) * static_cast<float>(terms);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
@@ -58,19 +61,38 @@ float share_outside(const Row<T>& in, long n, long terms) {
 template <class T>
 float mean_of_normal(const Row<T>& in, long n) {
   if (__builtin_fabsf(in.mean) * in.rstd <= kFar) return 0.0f;
-  return sum_of_distances(in.source, n, in.mean, in.rstd) / static_cast<float>(n);
+  return sum_of_distances(in, n, in.mean, in.rstd) / static_cast<float>(n);
 }
 
-// Adds a row's share of dweight and dbias to `share` (2, n).
-TF_INLINE void add_share(float* share, long n, long j, long count, Vec dy, Vec h) {
-  store_some(share + j, fma(dy, h, load_some(share + j, count)), count);
-  store_some(share + n + j, load_some(share + n + j, count) + dy, count);
-}
+// Sums of dweight and dbias, each padded to whole vectors: a masked load behind a masked store of
+// nearby memory waits until the store has left for the cache.
+struct Sums {
+  float* data;
+  long stride;
 
-// Also adds the row's share of dweight and dbias to `parameters` (2, n) unless that is nullptr.
+  Sums(float* memory, long n) : data(memory), stride(round_up(n, kLanes)) {}
+
+  TF_INLINE void add(long j, Vec dy, Vec h) const {
+    store(data + j, fma(dy, h, load(data + j)));
+    store(data + stride + j, load(data + stride + j) + dy);
+  }
+  void clear() const {
+    for (long j = 0; j < 2 * stride; ++j) data[j] = 0.0f;
+  }
+  void move_into(float* share, long n) const {
+    for (long which = 0; which < 2; ++which)
+      each_vector(n, [&](long j, long count) {
+        float* to = share + which * n + j;
+        store_some(to, load_some(to, count) + load(data + which * stride + j), count);
+      });
+    clear();
+  }
+};
+
+// Also adds the row's share of dweight and dbias to `chain` if they are wanted.
 template <class T>
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors,
-                     float* parameters) {
+                     const Sums& chain) {
   const long n = args.n;
   const Row<T> in(args, row);
   float sums[2];  // of g, and of g h
@@ -99,7 +121,7 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
   each_vector(n, [&](long j, long count) {
     const Vec dy = load_some(in.grad + j, count), h = in.normal(j, count);
     Vec d = (in.weighted(dy, j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
-    if (parameters != nullptr) add_share(parameters, n, j, count, dy, in.normal(j, count, off));
+    if (args.partial != nullptr) chain.add(j, dy, in.normal(j, count, off));
     if (extra != nullptr) d = d + load_some(extra + j, count);
     if (to_source != nullptr) store_some(to_source + j, d, count);
     if (drops) d = drop(d, load_some(factors + j, count));
@@ -107,48 +129,41 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
   });
 }
 
-void clear(float* p, long n) {
-  for (long j = 0; j < n; ++j) p[j] = 0.0f;
-}
-
-void move_into(float* chain, long n, float* share) {
-  each_vector(n, [&](long j, long count) {
-    store_some(share + j, load_some(share + j, count) + load_some(chain + j, count), count);
-  });
-  clear(chain, n);
-}
-
 template <class T>
-void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+void run_block(LayerNormBackwardArgs args, long block, float* scratch) {
   const long n = args.n;
-  float* chain = scratch;
-  float* factors = chain + 2 * n;
+  const Sums chain(scratch, n);
+  float *factors = scratch + 2 * chain.stride, *weight = factors + n + kWide;
+  if (args.weight_type != Element::float32)
+    args.weight = widened(static_cast<const T*>(args.weight), n, weight);
   float* share = args.partial != nullptr ? args.partial + block * 2 * n : nullptr;
   if (share != nullptr) {
-    clear(chain, 2 * n);
-    clear(share, 2 * n);
+    chain.clear();
+    for (long j = 0; j < 2 * n; ++j) share[j] = 0.0f;
   }
   const long begin = args.rows * block / args.blocks;
   const long end = args.rows * (block + 1) / args.blocks;
   const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
   for (long row = begin; row < end; ++row) {
-    if (source) source_gradient<T>(args, row, factors, share == nullptr ? nullptr : chain);
+    if (source) source_gradient<T>(args, row, factors, chain);
     if (share == nullptr) continue;
     if (!source) {
       const Row<T> in(args, row);
       const float off = mean_of_normal(in, n);
       each_vector(n, [&](long j, long count) {
-        add_share(chain, n, j, count, load_some(in.grad + j, count), in.normal(j, count, off));
+        chain.add(j, load_some(in.grad + j, count), in.normal(j, count, off));
       });
     }
-    if ((row - begin) % kRowChain == kRowChain - 1) move_into(chain, 2 * n, share);
+    if ((row - begin) % kRowChain == kRowChain - 1) chain.move_into(share, n);
   }
-  if (share != nullptr) move_into(chain, 2 * n, share);
+  if (share != nullptr) chain.move_into(share, n);
 }
 
 }  // namespace
 
-long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
+long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) {
+  return 4 * round_up(args.n, kLanes) + kWide;
+}
 
 void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
   dispatch_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
@@ -156,7 +171,7 @@ void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, fl
 
 void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total, long begin,
                              long end) {
-  dispatch_element(args.sum_type, [&](auto type) {
+  dispatch_element(args.weight_type, [&](auto type) {
     auto* to = static_cast<decltype(type)*>(total) + begin;
     each_vector(end - begin, [&](long j, long count) {
       Vec sum = zero();

@@ -22,29 +22,38 @@ struct Statistics {
 // In standard deviations: from here, the rounding error of a row's mean would show in its results.
 constexpr float kFar = 256.0f;
 
-// Of a row whose sum is `total`.
-template <class T>
-TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const T* source, float total) {
+// Of a row whose sum is `total`, and of which at(offset, count) is a vector.
+template <class At>
+TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const At& at, float total) {
   const long n = args.n;
   const float terms = static_cast<float>(terms_of(args.kind, n));
   Statistics found{};
   if (subtracts_mean(args.kind)) found.mean = total / static_cast<float>(n);
-  float variance = sum_of_squares(source, n, found.mean) / terms;
+  float variance = sum_of_squares(at, n, found.mean) / terms;
   if (found.mean * found.mean > kFar * kFar * variance) {
-    found.offset = sum_of_distances(source, n, found.mean) / static_cast<float>(n);
-    variance = sum_of_squares(source, n, found.mean, 1.0f, found.offset) / terms;
+    found.offset = sum_of_distances(at, n, found.mean) / static_cast<float>(n);
+    variance = sum_of_squares(at, n, found.mean, 1.0f, found.offset) / terms;
   }
   found.rstd = eps_is_under_root(args.kind) ? 1.0f / __builtin_sqrtf(variance + args.eps)
                                             : 1.0f / (__builtin_sqrtf(variance) + args.eps);
   return found;
 }
 
-// T: of rows; W: of weight and bias.
-template <class T, class W>
+// Sums up to this size are held in float32 on the stack until the row is done: a load from memory
+// waits for the store just before it unless it has the same place, size and no mask.
+constexpr long kHeld = 4 * kLanes;
+
+// T: of rows; W: of weight and bias. `holds`: there is a residual, and n <= kHeld.
+template <class T, class W, bool holds>
 void one_row(const LayerNormArgs& args, long row, float* factors) {
   const long n = args.n;
+  if (holds && n > kHeld) __builtin_unreachable();
+  alignas(64) float held[kHeld];
   const T *x = static_cast<const T*>(args.x) + row * args.x_stride, *source = x;
   T* y = static_cast<T*>(args.y) + row * n;
+  const auto at = [&](long j, long count) __attribute__((always_inline)) {
+    return holds ? load(held + j) : load_some(source + j, count);
+  };
   float total[1] = {0.0f};
   if (args.residual != nullptr) {
     const T* residual = static_cast<const T*>(args.residual) + row * args.residual_stride;
@@ -56,20 +65,21 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       if (args.dropout.on) s = drop(s, load_some(factors + j, count));
       s = as_stored(s + load_some(residual + j, count), x);
       store_some(sum + j, s, count);
+      if (holds) store(held + j, s);
       to[0] = to[0] + s;
     });
     source = sum;
   } else if (subtracts_mean(args.kind)) {
     row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
-      to[0] = to[0] + load_some(x + j, count);
+      to[0] = to[0] + at(j, count);
     });
   }
-  const Statistics known = statistics_of(args, source, total[0]);
+  const Statistics known = statistics_of(args, at, total[0]);
   const W *weight = static_cast<const W*>(args.weight), *bias = static_cast<const W*>(args.bias);
   const Vec mean = set1(known.mean), scale = set1(known.rstd);
   const Vec offset = set1(-known.offset * known.rstd);
   each_vector(n, [&](long j, long count) {
-    Vec value = fma(load_some(source + j, count) - mean, scale, offset);
+    Vec value = fma(at(j, count) - mean, scale, offset);
     if (weight != nullptr) value = value * load_some(weight + j, count);
     if (bias != nullptr) value = value + load_some(bias + j, count);
     store_some(y + j, value, count);
@@ -80,7 +90,9 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
 
 template <class T, class W>
 void rows(const LayerNormArgs& args, long begin, long end, float* scratch) {
-  for (long row = begin; row < end; ++row) one_row<T, W>(args, row, scratch);
+  const bool holds = args.residual != nullptr && args.n <= kHeld;
+  for (long row = begin; row < end; ++row)
+    (holds ? one_row<T, W, true> : one_row<T, W, false>)(args, row, scratch);
 }
 
 }  // namespace
@@ -101,14 +113,6 @@ namespace {
 // Weights and biases up to this size are converted to float32 once for all rows; larger ones would
 // leave no room for the row in the first-level cache.
 constexpr long kWidened = 2048;
-
-template <class T>
-const float* widened(const T* from, long n, float* to) {
-  if (from == nullptr) return nullptr;
-  each_vector(n,
-              [&](long j, long count) { store_some(to + j, load_some(from + j, count), count); });
-  return to;
-}
 
 template <class T>
 void lowp_rows(LayerNormArgs args, long begin, long end, float* scratch) {
