@@ -4,8 +4,10 @@
 #                  that its kernels are selected by
 #   make test      the tests that show the kernels are correct here, some three minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
-#   make test-all  every test (emulators, fuzzing, several processes, the tools' own), a sanitized
-#                  part and the small benchmarks; compiles the CUDA kernels where nvcc is found
+#   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
+#                  sanitized part and the small benchmarks; compiles CUDA kernels where nvcc is found
+#   make test-exhaustive   the cases that it leaves out: more of the same on the emulators and on
+#                  the instruction sets in between; half an hour of two cores
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
@@ -40,7 +42,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
-.PHONY: help setup build compare test test-all sanitize sanitize-quick example lint format clean distclean
+.PHONY: help setup build compare test test-all test-exhaustive sanitize sanitize-quick example lint format clean distclean
 .PHONY: docs wheel peers gpu-check bench bench-quick bench-pytest bench-scaling bench-compare bench-report figures
 
 help:
@@ -65,6 +67,9 @@ test-all: $(STAMPS)/cuda
 	$(PYTEST) $(ARGS)
 	$(MAKE) sanitize-quick ARGS=
 	$(MAKE) bench-quick ARGS=
+
+test-exhaustive: $(STAMPS)/cuda
+	$(PYTEST) -m exhaustive $(ARGS)
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx

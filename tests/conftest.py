@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 # Waiting threads sleep: where several processes share the cores, spinning threads take time from
@@ -24,6 +24,7 @@ from transformer_fast import _context, _native, call_cache, dispatch, fast_path
 from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.ops import operator as _operator
+from transformer_fast.specs import OPS
 
 # Triton reads TRITON_INTERPRET at its first import. Modules that other tests import, such as
 # transformers, import Triton too.
@@ -61,37 +62,52 @@ def pytest_configure(config: pytest.Config) -> None:
 if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton/test_triton_[!h]*.py"]
 
-#: Percentage of a test's cases on these backends that run in `make test`; their emulators are slow.
-_EMULATED = {"triton": 4, "cuda": 15}
+#: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
+#: their emulators are slow.
+_EMULATED = {"triton": (4, 40), "cuda": (15, 60)}
+if torch.cuda.is_available():
+    _EMULATED = {name: (some, 100) for name, (some, _) in _EMULATED.items()}
+#: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.
+_BETWEEN = 50
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases as `thorough`, which only `make test-all` runs.
+    """Marks cases as `thorough`, which `make test` omits, or as `exhaustive`, which `make test-all`
+    omits too.
 
-    These are the cases beyond the percentage of a test's `sampled` mark, and all instruction sets
-    between the lowest and the best. The first case of every test and backend always runs. The
-    golden ratio spreads the others evenly over every parameter, whatever its period in the order of
-    cases.
+    `thorough`: the cases beyond the first percentage of a test's `sampled` mark, and all instruction
+    sets between the lowest and the best. The first case of every test and backend always runs.
+    `exhaustive`: the cases beyond the second percentage. The first case of every test, op, backend
+    and instruction set always runs. The golden ratio spreads the others evenly over every parameter,
+    whatever its period in the order of cases.
     """
-    cases: Counter[tuple[str, str]] = Counter()
+    cases: Counter[tuple[str, ...]] = Counter()
     for item in items:
         callspec = getattr(item, "callspec", None)
-        values = [] if callspec is None else callspec.params.values()
+        values = [] if callspec is None else [*callspec.params.values()]
         emulated = [v.name for v in values if isinstance(v, Backend) and v.name in _EMULATED]
-        percents = [mark.args[0] for mark in item.iter_markers("sampled")]
-        percents += [_EMULATED[name] for name in emulated]
-        test = item.nodeid.partition("[")[0], "".join(emulated)
-        left_out = cases[test] * _GOLDEN % 1.0 * 100 >= min(percents, default=100)
-        cases[test] += 1
-        isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
-        if left_out or isas & set(ISAS[1:-1]):
+        between = _names(values, "isa", ISAS[1:-1])
+        percents = [(100, 100), *(_EMULATED[name] for name in emulated)]
+        percents += [(*mark.args, 100)[:2] for mark in item.iter_markers("sampled")]
+        percents += [(100, _BETWEEN)] if between else []
+        test = item.nodeid.partition("[")[0], *emulated
+        each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", ISAS)
+        some, most = (min(column) for column in zip(*percents, strict=True))
+        exhaustive = cases[each] * _GOLDEN % 1.0 * 100 >= most
+        if exhaustive:
+            item.add_marker(pytest.mark.exhaustive)
+        if exhaustive or between or cases[test] * _GOLDEN % 1.0 * 100 >= some:
             item.add_marker(pytest.mark.thorough)
+        cases[test] += 1
+        cases[each] += 1
 
 
-def _names_isa(value: object) -> bool:
-    return isinstance(getattr(value, "isa", value), str)
+def _names(values: list[object], attribute: str, known: Container[str]) -> list[str]:
+    """Returns the known names among the values and among their attributes."""
+    found = (getattr(value, attribute, value) for value in values)
+    return [name for name in found if isinstance(name, str) and name in known]
 
 
 @pytest.hookimpl(trylast=True)

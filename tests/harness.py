@@ -211,9 +211,18 @@ def check_target(
     target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
 ) -> None:
     """Checks the target against the error budget, with misaligned inputs that are surrounded by
-    NaN.
+    NaN. The inputs are neither modified nor returned.
     """
-    results = as_results(run(target, on(target, embed_all_in_nan(arguments, offset))))
+    given = on(target, embed_all_in_nan(arguments, offset))
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
+    results = as_results(run(target, given))
+    assert same_bits(tensors, before)
+    assert [x._version for x in tensors] == versions
+    memory = {x.untyped_storage().data_ptr() for x in tensors}
+    assert not any(
+        x.untyped_storage().data_ptr() in memory for x in results if x is not None and x.numel()
+    )
     # The truth is computed on the CPU, whatever the device of the kernel.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
 

@@ -23,7 +23,6 @@ from harness import (
     run,
     same_bits,
     targets,
-    targets_and_cases,
 )
 from ops import ROWS
 from ops.attention import options, tensors
@@ -64,11 +63,13 @@ def test_results_do_not_depend_on_the_number_of_threads(target, threads):
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
-def test_repeated_calls_are_bitwise_equal(target, case):
-    arguments = on(target, drawn(target.op, case, target.dtype))
-    first, second = (run(target, arguments) for _ in range(2))
-    assert same_bits(first, second)
+@pytest.mark.parametrize("target", targets(all_isas=False))
+def test_repeated_calls_are_bitwise_equal(target):
+    for case in OPS[target.op].cases:
+        arguments = on(target, drawn(target.op, case.name, target.dtype))
+        if not target.refusal(arguments):
+            first, second = (run(target, arguments) for _ in range(2))
+            assert same_bits(first, second), case.name
 
 
 @pytest.mark.sampled(10)
