@@ -143,14 +143,6 @@ def test_hooks_on_inner_modules_fire(name: str, norm_first: bool) -> None:
 _WITHIN_ATTENTION = ("self_attn.out_proj", "multihead_attn.out_proj")
 
 
-def test_hooks_can_change_the_output() -> None:
-    theirs, ours = pair(LAYERS[0])
-    for layer in (theirs, ours):
-        layer.linear1.register_forward_hook(lambda module, args, output: output * 2)
-        layer.norm1.register_forward_hook(lambda module, args, output: output + 1)
-    assert_close(ours, theirs, *inputs(LAYERS[0]))
-
-
 def test_global_hooks_run_for_every_module() -> None:
     _, ours = pair(LAYERS[0])
     seen: list[torch.nn.Module] = []

@@ -279,26 +279,6 @@ def test_fully_masked_rows_are_zero(need_weights: bool, training: bool, how: str
     assert all(torch.isfinite(p.grad).all() for p in ours.parameters())
 
 
-def test_row_of_finfo_min_has_uniform_weights() -> None:
-    """finfo.min is finite: a row of it masks no key, as in PyTorch."""
-    theirs, ours = pair(batch_first=True)
-    x = torch.randn(B, T, M)
-    mask = torch.full((T, T), torch.finfo(torch.float32).min)
-    assert_close(ours, theirs, x, x, x, attn_mask=mask)
-
-
-def test_nan_at_padded_keys_does_not_spread() -> None:
-    _, ours = pair(batch_first=True)
-    query, memory = torch.randn(B, T, M), torch.randn(B, S, M)
-    padding = torch.zeros(B, S, dtype=torch.bool)
-    padding[:, 3:] = True
-    clean = ours(query, memory, memory, padding)
-    memory = memory.masked_fill(padding[..., None], torch.nan)
-    dirty = ours(query, memory, memory, padding)
-    torch.testing.assert_close(dirty[0], clean[0])
-    torch.testing.assert_close(dirty[1], clean[1])
-
-
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_padding_is_not_expanded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     theirs, ours = pair(batch_first=True)
