@@ -1,12 +1,12 @@
-"""A Transformer that is written by hand: used as it is, and moved to our parts with its weights.
+"""Uses a hand-written Transformer as it is, and converts its weights to `models.Transformer`.
 
-The classes are those of The Annotated Transformer (Rush 2018; Huang et al. 2022) in short, without
-dropout. Nothing of ours is in them. What is shown:
+The classes are short versions of those of The Annotated Transformer (Rush 2018; Huang et al. 2022),
+without dropout and in plain PyTorch. The example uses:
 
-    functional.padding_mask and causal_mask    the masks, True = may attend
-    models.HandWritten                         decoding, beam search too, in place of greedy_decode
-    models.attention_weights                   what each head looks at; viz.attention_maps draws it
-    models.load_weights                        the trained weights in models.Transformer
+    functional.padding_mask and causal_mask    masks, True = may attend
+    models.HandWritten                         beam search instead of the tutorial's greedy_decode
+    models.attention_weights                   the weights of each head; viz.attention_maps draws them
+    models.load_weights                        loads the trained weights into models.Transformer
 
     python examples/hand_written.py
 """
@@ -152,7 +152,7 @@ class EncoderDecoder(nn.Module):
 
 
 def masks(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, 1, S) and (B, T, T), as these classes take them: without a dimension for the heads."""
+    """Returns the masks (B, 1, S) and (B, T, T), without a dimension for the heads."""
     source_mask = functional.padding_mask(source, BLANK)[:, 0]
     target_mask = functional.padding_mask(target, BLANK)[:, 0]
     return source_mask, target_mask & functional.causal_mask(target.shape[1])
@@ -165,7 +165,7 @@ def main() -> None:
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
-    for step in range(1, 151):  # it learns to copy
+    for step in range(1, 151):  # the task is to copy the source
         source = torch.randint(3, 11, (24, 8))
         target = torch.cat((torch.full((24, 1), START), source[:, :-1]), 1)
         log_p = model.generator(model(source, target, *masks(source, target)))
@@ -181,7 +181,7 @@ def main() -> None:
     read = {"read": lambda module, output: module.attn}
     with models.attention_weights(model, "decoder.layers.*.src_attn", **read) as weights:
         found = by_hand.generate(source, models.BeamSearch(3), max_new_tokens=8)
-    print("where each token of the copy looks in the source, last layer, mean of the heads:")
+    print("attention of each copied token to the source, last layer, mean of the heads:")
     print(weights["decoder.layers.1.src_attn"][0].mean(0).numpy().round(1))
 
     ours = models.Transformer(
@@ -192,7 +192,7 @@ def main() -> None:
     same = ours.generate(source, models.BeamSearch(3), max_new_tokens=8)
     print("source        ", source[0].tolist())
     print("by hand       ", found.tokens[0].tolist())
-    print("with our parts", same.tokens[0].tolist())
+    print("converted     ", same.tokens[0].tolist())
 
 
 if __name__ == "__main__":

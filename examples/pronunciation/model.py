@@ -1,4 +1,4 @@
-"""The model: what it is trained on, how wrong its pronunciations are, and a race of backends."""
+"""The model, its batches and trainer, its error rates, and a comparison of two backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .dictionary import END, PAD, START, Dictionary, Entry
 
 @dataclass(frozen=True)
 class Setting:
-    """The defaults suit some 15 minutes of two cores; ``quick`` ones half a minute."""
+    """Hyperparameters. Two cores take about 15 minutes for the defaults, half a minute for `quick`."""
 
     d_model: int = 192
     nhead: int = 4
@@ -41,7 +41,7 @@ class Setting:
 
 
 def make_model(setting: Setting, dictionary: Dictionary) -> models.Transformer:
-    """The model as the seed gives it; what follows draws from the same seed."""
+    """Seeds PyTorch's generator and returns a new model."""
     torch.manual_seed(setting.seed)
     return models.Transformer(
         len(dictionary.letters),
@@ -63,7 +63,7 @@ def make_model(setting: Setting, dictionary: Dictionary) -> models.Transformer:
 def make_loader(
     entries: Sequence[Entry], dictionary: Dictionary, setting: Setting, shuffle: bool = True
 ) -> DataLoader[tuple[list[int], list[int]]]:
-    """Batches of (word, pronunciation); a word with two pronunciations counts as two."""
+    """Returns batches of (word, pronunciation), with one pair for each pronunciation."""
     pairs = [
         (dictionary.letters.encode(entry.word), dictionary.phonemes.encode(pronunciation))
         for entry in entries
@@ -97,7 +97,7 @@ def make_trainer(
 
 
 class Score(NamedTuple):
-    """Errors on a list of words."""
+    """Error rates on a list of words."""
 
     phoneme_error_rate: float
     word_error_rate: float
@@ -111,7 +111,7 @@ class Score(NamedTuple):
 
 
 def edit_distance(one: Sequence[str], other: Sequence[str]) -> int:
-    """The least number of insertions, deletions and substitutions that make one the other."""
+    """Returns the Levenshtein distance: insertions, deletions and substitutions."""
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         before, row[0] = row[0], i
@@ -121,7 +121,7 @@ def edit_distance(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def score(entries: Sequence[Entry], found: Sequence[tuple[str, ...]]) -> Score:
-    """Each word against that of its pronunciations which is nearest."""
+    """Compares each word's pronunciation with the nearest one of the dictionary."""
     errors = phonemes = wrong = 0
     for entry, ours in zip(entries, found, strict=True):
         best, length = min((edit_distance(ours, p), len(p)) for p in entry.pronunciations)
@@ -141,7 +141,7 @@ def pronounce(
     beams: int = 1,
     batch: int = 256,
 ) -> list[tuple[str, ...]]:
-    """The model's pronunciation of each word, by beam search, or greedily for one beam."""
+    """Returns the model's pronunciation of each word; ``beams=1`` decodes greedily."""
     method = models.BeamSearch(beams) if beams > 1 else models.Greedy()
     device = next(model.parameters()).device
     order = sorted(range(len(words)), key=lambda i: len(words[i]))
@@ -149,7 +149,7 @@ def pronounce(
     for places in _in_batches(len(words), order, batch):
         tokens = [dictionary.letters.encode(words[i]) for i in places]
         source = training.pad_sequences(tokens, PAD).to(device)
-        # No word of the dictionary has twice as many phonemes as letters, but for short ones.
+        # Only short words have more than twice as many phonemes as letters.
         most = min(2 * source.shape[1] + 8, model.max_len)
         result = model.generate(source, method, max_new_tokens=most)
         for place, row in zip(places, result.tokens.tolist(), strict=True):
@@ -165,11 +165,12 @@ def evaluate(
     return score(entries, found)
 
 
-_CHUNK = 5  # steps in a row; what ran before is no part of the next but its first
+#: Steps that a backend runs before the other one has its turn.
+_CHUNK = 5
 
 
 def picture(histories: dict[str, training.History], file: Path, **options: Any) -> None:
-    """Save the losses' curves, if matplotlib is there."""
+    """Saves the loss curves if matplotlib is installed."""
     try:
         from transformer_fast import viz
     except ImportError as error:
@@ -179,7 +180,7 @@ def picture(histories: dict[str, training.History], file: Path, **options: Any) 
 
 
 class _Runner:
-    """A run of its own, with random numbers of its own."""
+    """A training run on one backend, with its own random state."""
 
     def __init__(self, backend: str | None, setting: Setting, dictionary: Dictionary) -> None:
         self.backend = backend
@@ -193,7 +194,7 @@ class _Runner:
         self.random_state = training.random_state()
 
     def chunks(self) -> list[float]:
-        """Seconds per step of each chunk, but the first, in which memory is found."""
+        """Returns the seconds per step of each chunk but the first, which allocates memory."""
         seconds = self.trainer.history.seconds
         return [
             statistics.median(seconds[i : i + _CHUNK]) for i in range(_CHUNK, len(seconds), _CHUNK)
@@ -203,10 +204,10 @@ class _Runner:
 def race(
     loader: DataLoader[Any], setting: Setting, dictionary: Dictionary, steps: int, file: Path
 ) -> str:
-    """The same training on our kernels and on the reference, a few steps of each in turn.
+    """Runs the same training on our kernels and on the reference, in alternating chunks of steps.
 
-    In turn, since the speed of a machine drifts, by other work on it and by heat: the ratio is that
-    of neighbouring chunks.
+    The speed of a machine drifts, due to other processes and to heat. So the speed-up is the median
+    ratio of neighbouring chunks. Returns a line for display.
     """
     before = training.random_state()
     runners = {
