@@ -136,6 +136,25 @@ def test_forward_mode_matches_the_reference(op):
 
 
 @pytest.mark.parametrize("op", CASES)
+def test_a_backward_keeps_the_tangent_of_its_gradient(op):
+    """It is linear in that gradient, so the result's tangent is the backward of the tangent."""
+    arguments = arguments_of(op, "gelu" if op == "linear" else None)  # silu has no forward mode
+    leaves = leaves_of(arguments)
+    result = first(run_of(op)(*arguments))
+    upstream = torch.randn(2, *result.shape, generator=torch.Generator().manual_seed(1))
+
+    def backward(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(result, leaves, grad, retain_graph=True)
+
+    expected = backward(upstream[0]), backward(upstream[1])
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        found = [forward_ad.unpack_dual(x) for x in backward(forward_ad.make_dual(*upstream))]
+    for dual, *both in zip(found, *expected, strict=True):
+        torch.testing.assert_close(list(dual), both, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", CASES)
 def test_functional_transforms_match_the_reference(op):
     """vmap, grad, grad of grad, and forward over reverse, with a named backend."""
     function, input = of_input(op, dispatched(op))

@@ -116,6 +116,11 @@ def no_active_modes() -> bool:
     )
 
 
+def in_forward_mode() -> bool:
+    """True within a level of forward-mode differentiation, whether or not a tensor has a tangent."""
+    return forward_ad._current_level >= 0
+
+
 def has_transforms() -> bool:
     """True within torch.func's transforms and levels of forward-mode differentiation."""
     return in_torch_func() or forward_ad._current_level >= 0

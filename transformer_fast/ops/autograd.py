@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._context import unwrap_if_dead
+from .._context import in_forward_mode, unwrap_if_dead
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
@@ -62,11 +62,12 @@ def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def differentiates_again() -> bool:
-    """Whether a backward is recorded for double backward (``create_graph=True``).
+    """True if a backward is differentiated itself: for double backward (``create_graph=True``), or in
+    forward mode, whose tangents kernels would lose.
 
     Compiled programs have no second derivatives.
     """
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return (torch.is_grad_enabled() or in_forward_mode()) and not torch.compiler.is_compiling()
 
 
 def vjp(

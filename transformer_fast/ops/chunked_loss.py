@@ -21,7 +21,7 @@ from .._context import (
     is_legacy_batched,
     vmap_size,
 )
-from .autograd import mask_unwanted, vjp, wants_grad
+from .autograd import differentiates_again, mask_unwanted, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
 
@@ -174,11 +174,11 @@ class _InParts(torch.autograd.Function):
         wants = ctx.needs_input_grad[3:6]
         primals = (input, weight, bias)
         options = (ctx.ignore_index, ctx.label_smoothing)
-        if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled()
-            or in_torch_func()
-            or is_legacy_batched(grad)  # is_grads_batched=True
-        ):
+        # is_grads_batched=True makes legacy batches.
+        is_batched = not torch.compiler.is_compiling() and (
+            in_torch_func() or is_legacy_batched(grad)
+        )
+        if is_batched or differentiates_again():
             found = vjp(
                 lambda x, w, b: recomputed_losses(x, w, b, target, *options),
                 primals,
