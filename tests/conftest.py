@@ -212,7 +212,7 @@ def amx() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def operators() -> str:
-    """The device of the tensors that the ``cuda_*`` operators take.
+    """The device of the tensors that the operators ``<op>.cuda`` take.
 
     It is the GPU if there is one and the library was built. Otherwise it is the CPU, for which the
     SIMT machine is compiled from the same sources.

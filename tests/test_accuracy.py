@@ -218,7 +218,9 @@ def test_nan_memory_fills_new_tensors_within_the_block():
             for size in (5, 1 << 20):  # memory of the C library, and cached memory
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     like = torch.zeros(size, dtype=dtype)
-                    assert torch.ops.transformer_fast.cpu_fresh(like).isnan().all()
+                    assert (
+                        torch.ops.transformer_fast.uninitialized.cpu(like, like.shape).isnan().all()
+                    )
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -228,7 +230,7 @@ def test_nested_nan_memory_ends_with_the_outermost_block():
     with testing.nan_memory():
         with testing.nan_memory():
             pass
-        assert torch.ops.transformer_fast.cpu_fresh(torch.zeros(5)).isnan().all()
+        assert torch.ops.transformer_fast.uninitialized.cpu(torch.zeros(5), [5]).isnan().all()
     assert not _native.module.fill_fresh(False)
 
 

@@ -335,4 +335,4 @@ def test_opcheck_of_decode_stack(crossed: bool) -> None:
         torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, stack.memories,
         stack.parameters, packed_of(stack), stack.eps, True, 1, None, None,
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.transformer_fast.cpu_decode_stack.default, arguments)
+    torch.library.opcheck(torch.ops.transformer_fast.decode_stack.cpu, arguments)

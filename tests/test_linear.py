@@ -218,10 +218,10 @@ def test_panels_packed_on_the_fly_give_the_same_bits(
             for shape in ((rows, k), (n, k), (n,), (rows, n))
         )
         wide = torch.nn.functional.pad(weight, (3, 5))[:, 3 : 3 + k]  # a larger row stride
-        copy, turned = OPS.cpu_pack_weight(weight, rows), weight.t().contiguous()
+        copy, turned = OPS.pack_weight.cpu(weight, rows), weight.t().contiguous()
         expected = OPS.linear_packed.cpu(x, weight, copy, bias, None, 2)
         by_columns = OPS.linear_packed.cpu(
-            grad, turned, OPS.cpu_pack_weight(turned, rows), None, None, 0
+            grad, turned, OPS.pack_weight.cpu(turned, rows), None, None, 0
         )
         for w in (weight, wide):
             with nan_memory():
@@ -439,7 +439,7 @@ def test_bf16x3_is_selected_by_the_number_of_rows(target, rows):
 
 
 def packed_both_ways(weight: Tensor) -> tuple[Tensor, Tensor]:
-    pieces, whole = (OPS.cpu_pack_weight(weight, rows) for rows in (144, 143))
+    pieces, whole = (OPS.pack_weight.cpu(weight, rows) for rows in (144, 143))
     assert (pieces.dtype, whole.dtype) == (torch.bfloat16, torch.float32)
     return pieces, whole
 

@@ -1,7 +1,7 @@
 """Loads the native module `_C`, or says in a sentence why it is not there.
 
-Importing `_C` registers the operators ``torch.ops.transformer_fast.cpu_*``. The CUDA kernels are in a
-library beside it, `CUDA_LIBRARY`, which is no Python module: loading it registers ``cuda_*``.
+Importing `_C` registers the operators ``torch.ops.transformer_fast.<op>.cpu``. The CUDA kernels are in a
+library beside it, `CUDA_LIBRARY`, which is no Python module: loading it registers ``<op>.cuda``.
 """
 
 from __future__ import annotations
@@ -131,5 +131,5 @@ def why_no_code(major: int, minor: int) -> str | None:
     return f"it was built for GPUs of compute capability {names} and this one has {major}.{minor}"
 
 
-#: Why there are no operators ``cuda_*``, as a sentence; None where they are.
+#: The reason why there are no operators ``<op>.cuda``, as a sentence; None if there are.
 cuda_why_not: str | None = _load_cuda()

@@ -67,7 +67,7 @@ def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def library() -> Path:
-    """Builds the ``cuda_*`` operators for CPU tensors, as a shared library."""
+    """Builds the operators ``<op>.cuda`` for CPU tensors, as a shared library."""
     sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", *MACHINE]
     with _made_once("library", sources) as (folder, done):
         found = folder / "libsimt.so"

@@ -345,7 +345,7 @@ def test_opcheck(crossed: bool) -> None:
         [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3),
         [1e-5] * (len(parameters) // 6), True, H, 1, True, None, True, None, False, None, None,
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.transformer_fast.cpu_layers.default, arguments)
+    torch.library.opcheck(torch.ops.transformer_fast.layers.cpu, arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -358,7 +358,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
 
     def call(kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None) -> None:
         packed = [None] * (len(parameters) // 3) if packed is None else packed
-        ops.cpu_layers(
+        ops.layers.cpu(
             x, memory, kinds, parameters, packed, [1e-5] * (len(parameters) // 6), False, heads, 1,
             True, None, False, None, False, starts, None,
         )  # fmt: skip

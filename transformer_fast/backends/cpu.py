@@ -135,7 +135,7 @@ def _register() -> None:
         for operator in OPERATORS.values():
             operator.define("cpu")
         implement_packed()
-        torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
+        torch.library.register_fake("transformer_fast::pack_weight.cpu", _fake_pack_weight)
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (

@@ -82,7 +82,7 @@ def layers(
     if packed is None:
         packed = _packed[owner] = PackedWeights()
     rows = input.numel() // max(1, input.shape[-1])
-    return torch.ops.transformer_fast.cpu_layers(
+    return torch.ops.transformer_fast.layers.cpu(
         input, memory, kinds, parameters, packed(_weights(parameters), rows), eps, norm_first,
         heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
         starts, memory_starts,
@@ -138,7 +138,7 @@ class DecodeStack:
         on, and everything before them is seen, causally. Several tokens of a sequence must be its
         first ones.
         """
-        return torch.ops.transformer_fast.cpu_decode_stack(
+        return torch.ops.transformer_fast.decode_stack.cpu(
             input, cache, start, self.memories, self.parameters,
             self.packed(self.weights, self.rows), self.eps, self.norm_first, self.activation,
             self.mask, self.key_lengths,
@@ -150,10 +150,10 @@ if _native.module is not None:
     def _fake_like(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
-    for _name in ("cpu_layers", "cpu_decode_stack", "cpu_fresh"):
-        torch.library.register_fake(f"transformer_fast::{_name}", _fake_like)
+    for _name in ("layers", "decode_stack"):
+        torch.library.register_fake(f"transformer_fast::{_name}.cpu", _fake_like)
 
-    @torch.library.register_fake("transformer_fast::cpu_uninitialized")
+    @torch.library.register_fake("transformer_fast::uninitialized.cpu")
     def _fake_uninitialized(like: Tensor, sizes: Sequence[int]) -> Tensor:
         return like.new_empty(sizes)
 

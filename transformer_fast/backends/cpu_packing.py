@@ -98,7 +98,7 @@ class _Entry(Snapshot):
         super().__init__(weight, owner, lambda _: _drop(key))
         self.used = 0
         #: None once the copy is dropped, and the state no longer ``alive``.
-        self.packed: Tensor | None = torch.ops.transformer_fast.cpu_pack_weight(
+        self.packed: Tensor | None = torch.ops.transformer_fast.pack_weight.cpu(
             weight.detach(), rows
         )
 

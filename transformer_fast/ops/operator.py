@@ -57,9 +57,7 @@ class Rule(NamedTuple):
 
 #: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
 #: weights and memory are of one process.
-LOCAL = frozenset(
-    {"cpu_layers", "cpu_decode_stack", "cpu_pack_weight", "cpu_fresh", "cpu_uninitialized"}
-)
+LOCAL = frozenset({"layers", "decode_stack", "pack_weight", "uninitialized"})
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
@@ -374,7 +372,7 @@ def _layers_flops(
     input: Any, memory: Any, kinds: Sequence[int], parameters: Sequence[Any], *rest: Any,
     out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Of ``cpu_layers``."""
+    """Returns the FLOPs of ``layers``."""
     *_, batch_first, _, _, _, _, starts, memory_starts = rest
     lengths = _lengths(input, batch_first, starts)
     keys = lengths if memory is None else _lengths(memory, batch_first, memory_starts)
@@ -403,7 +401,7 @@ def _decode_flops(
     input: Any, cache: Any, start: int, memories: Sequence[Any], parameters: Sequence[Any],
     *rest: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Of ``cpu_decode_stack``: T tokens of each of R sequences."""
+    """Returns the FLOPs of ``decode_stack``: T tokens of each of R sequences."""
     rows, width = input.shape
     tokens = rows // max(1, cache.shape[2])
     total = sum(
@@ -421,7 +419,7 @@ def _tell_flop_counter(module: ModuleType) -> None:
 
     # Overloads of one packet share their schema.
     counts = {o.overloadpacket: formula(o, rule) for o, rule in _all() if rule.products}
-    for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
+    for name, count in (("layers", _layers_flops), ("decode_stack", _decode_flops)):
         if (packet := getattr(torch.ops.transformer_fast, name, None)) is not None:  # it was built
             counts[packet] = count
     for packet, count in counts.items():

@@ -276,16 +276,4 @@ Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16) 
   return torch::stable::narrow(all, 0, skip / element, count);
 }
 
-namespace {
-
-Tensor uninitialised(Tensor like) { return empty_tensor_like(like); }
-
-}  // namespace
 }  // namespace tf
-
-// Exposes the allocation of results to tests.
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_fresh(Tensor like) -> Tensor"); }
-
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_fresh", TF_BOX(&tf::uninitialised));
-}

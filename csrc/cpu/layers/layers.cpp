@@ -569,19 +569,19 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
-      "cpu_layers(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
+      "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
       "Tensor?[] packed, float[] eps, bool norm_first, int heads, int activation, "
       "bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
       "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
   m.def(
-      "cpu_decode_stack(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
+      "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
       "Tensor?[] parameters, Tensor?[] packed, float[] eps, bool norm_first, int activation, "
       "Tensor? mask, Tensor? key_lengths) -> Tensor");
-  m.def("cpu_uninitialized(Tensor like, int[] sizes) -> Tensor");
+  m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_layers", TF_BOX(&tf::layers));
-  m.impl("cpu_decode_stack", TF_BOX(&tf::decode_stack));
-  m.impl("cpu_uninitialized", TF_BOX(&tf::uninitialized));
+  m.impl("layers.cpu", TF_BOX(&tf::layers));
+  m.impl("decode_stack.cpu", TF_BOX(&tf::decode_stack));
+  m.impl("uninitialized.cpu", TF_BOX(&tf::uninitialized));
 }

@@ -213,7 +213,7 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     none = like.new_empty(0, dtype=dtype)
     if _native.module is None or type(none) is not Tensor or not none.is_cpu:
         return like.new_empty(shape, dtype=dtype)
-    return torch.ops.transformer_fast.cpu_uninitialized(none, shape)
+    return torch.ops.transformer_fast.uninitialized.cpu(none, shape)
 
 
 # The three sub-layers of a step. x is (R * T, M): R sequences, T new tokens each. A step returns

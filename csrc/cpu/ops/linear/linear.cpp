@@ -533,11 +533,11 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
 }  // namespace tf
 
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def("cpu_pack_weight(Tensor weight, int rows) -> Tensor");
+  m.def("pack_weight.cpu(Tensor weight, int rows) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_pack_weight", TF_BOX(&tf::pack_weight));
+  m.impl("pack_weight.cpu", TF_BOX(&tf::pack_weight));
   m.impl("linear_packed.cpu", TF_BOX(&tf::linear));
   m.impl("linear_training.cpu", TF_BOX(&tf::linear_training));
   m.impl("linear_backward.cpu", TF_BOX(&tf::linear_backward));
