@@ -64,7 +64,7 @@ if interpreted.WHY_NOT is not None:
 
 #: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
 #: their emulators are slow.
-_EMULATED = {"triton": (4, 40), "cuda": (15, 60)}
+_EMULATED = {"triton": (4, 30), "cuda": (15, 50)}
 if torch.cuda.is_available():
     _EMULATED = {name: (some, 100) for name, (some, _) in _EMULATED.items()}
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.

@@ -181,6 +181,7 @@ WRONG_MACHINES = {
 }
 
 
+@pytest.mark.sampled(100, 50)
 @pytest.mark.parametrize("name", WRONG_MACHINES)
 def test_bugs_of_the_machine_are_found(name, tmp_path, monkeypatch):
     before, after, said = WRONG_MACHINES[name]
@@ -219,6 +220,7 @@ def test_gpu_instructions_match_their_definition(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done
 
 
+@pytest.mark.sampled(100, 30)  # each program takes a compiler many seconds
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_caught(name, tmp_path):
     sanitizer, file, before, after, said = PLANTED[name]

@@ -1,7 +1,8 @@
 """Cached launches: a repeated call launches the right variant again, and there are few variants.
 
-A stub that only counts replaces the compiler. The cases therefore run in subprocesses without the
-interpreter, for which this file is the program.
+A stub that only counts replaces the compiler. The cases therefore run in a subprocess without the
+interpreter, for which this file is the program. It forks for each case: binaries of the stub stay in
+Triton's cache of kernels.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
 CASES = ("variants", "stream", "batches", "fallback", "order", "host", "blocks", "empty")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_cached_launches(case):
+def test_cached_launches():
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    python(__file__, case, PYTHONPATH=path)
+    python(__file__, *CASES, PYTHONPATH=path)
 
 
 def _calls() -> list[Any]:
@@ -427,8 +427,13 @@ def order(machine: Machine) -> None:
 if __name__ == "__main__":
     from transformer_fast.backends.triton.stub import Machine, stubbed
 
-    if sys.argv[1] == "blocks":
-        blocks()
-    else:
-        with stubbed() as machine:
-            globals()[sys.argv[1]](machine)
+    for case in sys.argv[1:]:
+        if (child := os.fork()) == 0:
+            if case == "blocks":
+                blocks()
+            else:
+                with stubbed() as machine:
+                    globals()[case](machine)
+            raise SystemExit
+        _, status = os.waitpid(child, 0)
+        assert status == 0, case
