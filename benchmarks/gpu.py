@@ -253,7 +253,7 @@ def _tune(session: Session) -> None:
 # Work of a subprocess.
 
 
-def _asked(*command: str) -> str | None:
+def _output_of(*command: str) -> str | None:
     """Returns the output of a program, or None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
@@ -271,8 +271,8 @@ def environment(item: Item, device: torch.device, clock: Clock) -> Item:
         found["l2"] = properties.L2_cache_size
         found["cudnn"] = torch.backends.cudnn.version()
     fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
-    found["nvidia-smi"] = _asked("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
-    found["nvcc"] = (_asked("nvcc", "--version") or "").splitlines()[-1:]
+    found["nvidia-smi"] = _output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
+    found["nvcc"] = (_output_of("nvcc", "--version") or "").splitlines()[-1:]
     found["peers"] = peers.versions([PEERS["flex_attention"], PEERS["liger"]])
     return found
 
@@ -310,8 +310,8 @@ def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
         with torch.set_grad_enabled(gradients):
             refused = _reasons(kernel, trial.call)
         wrong = None if refused else trial.check(trial.work(kernel.run))[1]
-        told = f"refused: {refused}" if refused else f"wrong: {wrong}" if wrong else "right"
-        found["gradients" if gradients else "forward"] = told
+        outcome = f"refused: {refused}" if refused else f"wrong: {wrong}" if wrong else "right"
+        found["gradients" if gradients else "forward"] = outcome
     return found
 
 
@@ -448,18 +448,15 @@ def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
     """Returns a sentence for each failure of ours; a wrong tile is not one, it is just not used."""
     found = []
     for entry in entries:
-        what = ", ".join(
-            str(v) for k, v in entry.items() if k not in ("result", "problem", "tiles")
-        )
+        job = ", ".join(str(v) for k, v in entry.items() if k not in ("result", "problem", "tiles"))
+        problems = []
         if "problem" in entry:
-            told = [entry["problem"]]
+            problems = [entry["problem"]]
         elif stage in ("smoke", "parity"):
-            told = [v for v in entry["result"].values() if v.startswith("wrong")]
+            problems = [v for v in entry["result"].values() if v.startswith("wrong")]
         elif stage == "bench":
-            told = [v["why_not"] for v in entry["result"].values() if v.get("wrong")]
-        else:
-            told = []
-        found += [f"{stage}, {what}: {one}" for one in told]
+            problems = [v["why_not"] for v in entry["result"].values() if v.get("wrong")]
+        found += [f"{stage}, {job}: {one}" for one in problems]
     return found
 
 

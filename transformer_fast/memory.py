@@ -109,8 +109,7 @@ def forget_packed(module: torch.nn.Module | None = None) -> None:
 
 
 def forget_calls() -> None:
-    """Drop the cached kernel selections and launch plans of GPU calls, at most 4096 of each op. They hold
-    no tensors."""
+    """Drop cached kernel selections and launch plans of GPU calls (no tensors): up to 4096 per op."""
     call_cache.forget()
 
 

@@ -216,10 +216,7 @@ def show(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 if all selected results were checked and are right, else 1.
-
-    A crash of a GPU kernel also gives 1.
-    """
+    """Returns 0 if all selected results were checked and are right, and nothing crashed; else 1."""
     on_gpu = gpu_ops(options)
     options.device = options.device or "cpu"
     if options.json is not None and not options.json.resolve().parent.is_dir():

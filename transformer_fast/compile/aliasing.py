@@ -38,10 +38,7 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 
 
 class AliasAnalysis:
-    """The writes in place of a graph.
-
-    Computed once: calls inserted later never write to existing memory.
-    """
+    """The writes in place of a graph, found once: calls inserted later write to new memory only."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -73,11 +70,7 @@ class AliasAnalysis:
     def is_unwritten_between(
         self, nodes: Iterable[Any], one: Node, other: Node, but: Container[Node] = ()
     ) -> bool:
-        """True if no call between ``one`` and ``other``, in either order, writes to the nodes'
-        memory.
-
-        Writes in ``but`` are ignored.
-        """
+        """True if no call between the two, except those in ``but``, writes to the nodes' memory."""
         if not self._writes:
             return True
         order = self._order()
@@ -86,8 +79,7 @@ class AliasAnalysis:
         return not self._touching(between, nodes)
 
     def last_write(self, nodes: Iterable[Any], before: Node) -> Node | None:
-        """Returns the last call before ``before`` that may change the values of the
-        nodes, or None."""
+        """Returns the last call before ``before`` that may change the nodes' values, or None."""
         if not self._writes:
             return None
         order = self._order()
@@ -113,10 +105,7 @@ class AliasAnalysis:
     def shared(
         self, nodes: Iterable[Node], cache: dict[Node, frozenset[Any]] | None = None
     ) -> frozenset[Any]:
-        """Returns identifiers of the memory that the nodes' values may occupy.
-
-        ``cache`` caches the identifiers of each node.
-        """
+        """Returns identifiers of the memory of the nodes' values; ``cache``: those of each node."""
         roots = {} if cache is None else cache
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
@@ -160,8 +149,7 @@ NO_MEMORY = (
 
 
 def _roots(node: Node, cache: dict[Node, frozenset[Any]]) -> frozenset[Any]:
-    """Returns the memory that the node's value may occupy, identified by the calls that
-    created it."""
+    """Returns the memory that the node's value may occupy, as the calls that allocated it."""
     todo = [node]
     while todo:  # iterative: graphs of deep models would exceed the recursion limit
         current = todo[-1]

@@ -25,8 +25,7 @@ _HIDING_FILL = -9000.0
 
 
 class NotAttentionError(Exception):
-    """Raised if a softmax is not part of a supported attention; str() is the reason as
-    a sentence."""
+    """Raised if a softmax is not part of a supported attention; the message is the reason."""
 
 
 def rewrite_softmax(editor: Editor) -> None:
@@ -191,8 +190,7 @@ def _peel_factor(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Sc
 
 
 def _is_constant_over_keys(factor: Any, scores: Node) -> bool:
-    """True if the factor does not depend on the key, so that it can multiply the
-    queries instead."""
+    """True if the factor is the same for all keys, so that it can multiply the queries instead."""
     if is_single(factor):
         return True
     sizes, dimensions = shape(factor), rank(scores)
@@ -254,8 +252,7 @@ def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scor
 
 
 def _filled_with(x: Any) -> float | None:
-    """Returns the number if it is known at compile time; None also for tensors of
-    several elements."""
+    """Returns the number if it is known at compile time; None for tensors of several elements."""
     if isinstance(x, Node) and (not is_single(x) or any(mutates(user) for user in x.users)):
         return None
     return constant(x)
@@ -285,8 +282,7 @@ class Operand:
     order: tuple[int, ...]
 
     def put(self, editor: Editor, before: Node) -> Node:
-        """Returns the node with permuted dimensions; inserts a permutation before ``before`` if
-        needed."""
+        """Returns the node, permuted if needed by a call inserted before ``before``."""
         if self.order == tuple(range(len(self.order))):
             return self.node
         op = read(self.node)
@@ -362,8 +358,7 @@ def _expands_to(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bo
 
 
 def _letters(op: Op) -> tuple[str, str, str] | None:
-    """Returns the subscripts of an einsum (two inputs, result) if none repeats a
-    letter, else None."""
+    """Returns the subscripts of an einsum: (first, second, result); None if a letter repeats."""
     if op.name != "einsum":
         return None
     inputs, result = op["equation"].split("->")
@@ -376,11 +371,7 @@ def _order(have: Sequence[str], want: Sequence[str]) -> tuple[int, ...]:
 
 
 def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] | None:
-    """Returns the values that ``node`` multiplies the weights with, and the order of its
-    dimensions.
-
-    Returns None if it is no such product.
-    """
+    """Returns (values, order of the result's dimensions) of ``weights @ values``, or None."""
     op = read(node)
     if op is None or op["input"] is op["other"]:
         return None
@@ -409,8 +400,7 @@ def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] 
 
 
 def _remove_input_scaling(editor: Editor, product: Product, last: Node) -> float:
-    """Removes scaling of queries and keys by numbers, as in ``q / sqrt(d)``; returns the total
-    factor.
+    """Removes scaling of queries and keys by numbers, as in ``q / sqrt(d)``; returns the factor.
 
     ``last``: the call that will read the product's inputs.
     """
@@ -587,8 +577,7 @@ _WEIGHT_OPS = frozenset(
 
 
 def _match_masked_weights(op: Op, weights: Node, scores: Scores) -> None:
-    """Matches weights set to 0 where the scores were filled: fully masked rows then
-    return zeros."""
+    """Matches weights set to 0 where the scores were filled, which makes fully masked rows 0."""
     for filled, condition, hides, with_what in fill_choices(op):
         if filled is not weights or not is_number(with_what) or with_what != 0:
             continue

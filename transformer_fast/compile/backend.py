@@ -1,5 +1,4 @@
-"""``torch.compile(model, backend="transformer_fast")``: applies all rewrites to a
-captured graph."""
+"""``torch.compile(model, backend="transformer_fast")``: applies all rewrites to a graph."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ def _is_library_call(target: object) -> bool:
 
 
 def rewrite_pytorch_calls(editor: Editor) -> None:
-    """Replaces calls of `F.scaled_dot_product_attention` and of functions that run a
-    whole module."""
+    """Replaces `F.scaled_dot_product_attention` and functions that run a whole module."""
     for node in editor.graph.nodes:
         op, args, kwargs = "attention", node.args, node.kwargs
         function: Callable[..., Any] = functional.scaled_dot_product_attention

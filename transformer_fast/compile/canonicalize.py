@@ -66,10 +66,7 @@ def _fills_where_true(op: Any) -> bool:
 
 
 def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
-    """Replaces ``y += x`` with ``y = y + x`` if no other node shares the memory of y.
-
-    Both must run in the same modes.
-    """
+    """Replaces ``y += x`` with ``y = y + x``, in equal modes and if nothing shares y's memory."""
     aliases = AliasAnalysis(graph)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
@@ -109,10 +106,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 def scalarize_constants(graph: Graph) -> None:
-    """Replaces ``torch.full_like(scores, c)`` in a `where` with a one-element tensor.
-
-    The constant then no longer depends on the scores.
-    """
+    """Makes ``torch.full_like(scores, c)`` in a `where` one element, independent of the scores."""
     aliases = AliasAnalysis(graph)
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):

@@ -67,8 +67,7 @@ class DerivedInputs:
             _all.add(self)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
-        """Returns them for these inputs of the captured program; None if a packed copy cannot be
-        cached."""
+        """Returns the additional inputs for these inputs; None if a copy cannot be cached."""
         owners = [inputs[index] for index in self._owners]
         weights = owners if self._views is None else self._views(*inputs)
         found: list[Any] = [None] * len(weights)
@@ -251,8 +250,7 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
 
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
-    """Describes a weight; None if it is not a parameter or a view of one, or needs no
-    packed copy."""
+    """Describes a weight; None if it is no parameter or view of one, or needs no packed copy."""
     cone = _cone([node])
     owners = [index for index, each in enumerate(given) if each in cone]
     if len(owners) != 1:

@@ -28,10 +28,9 @@ class Editor:
         self._shared: dict[Any, Node] = {}
 
     def obstacle(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> str | None:
-        """Returns why one call of ``inputs`` at ``point`` (default: ``last``) cannot replace
-        ``last``.
+        """Returns why one call of ``inputs`` at ``point`` cannot replace ``last``, or None.
 
-        Returns None if it can. The caller must then remove ``last``.
+        ``point=None``: at ``last``. The caller must remove ``last`` after the replacement.
         """
         sources = [n for n in inputs if isinstance(n, Node)]
         parts = [n for n in between(set(sources), last) if not _is_same_in_all_modes(n)]
@@ -44,8 +43,7 @@ class Editor:
     def refusal(
         self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> str | None:
-        """Returns why a public function of this library would raise at the place of ``node``, or
-        None."""
+        """Returns why a public function would raise at the place of ``node``, or None."""
         fake = FakeTensorMode()
         try:
             with ExitStack() as modes:
@@ -60,24 +58,21 @@ class Editor:
     def call(
         self, before: Node, function: Callable[..., Any], *args: Any, like: Node, **kwargs: Any
     ) -> Node:
-        """Inserts a function call before ``before``, with the metadata of ``like``; returns the new
-        node."""
+        """Inserts a function call, with the metadata of ``like``, and returns its node."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(function, args, kwargs)
         node.meta = dict(like.meta)
         return node
 
     def method(self, before: Node, name: str, of: Node, *args: Any) -> Node:
-        """Inserts a call of a method of the tensor ``of`` before ``before``; returns
-        the new node."""
+        """Inserts a method call of the tensor ``of``, and returns its node."""
         with self.graph.inserting_before(before):
             node = self.graph.call_method(name, (of, *args))
         node.meta = {**of.meta, "example_value": getattr(value(of), name)(*args)}
         return node
 
     def replace(self, old: Node, new: Node, *parts: Any) -> None:
-        """Redirects the users of ``old`` to ``new``; removes ``old`` and those ``parts`` that
-        become unused."""
+        """Redirects the users of ``old`` to ``new``; removes ``old`` and the unused ``parts``."""
         old.replace_all_uses_with(new)
         self.remove([old, *parts])
 
@@ -91,11 +86,9 @@ class Editor:
     def shared(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], latest: Node
     ) -> Node:
-        """Returns one call per function, arguments and modes, at the earliest valid place in the
-        graph.
+        """Returns one call per function, arguments and modes, as early in the graph as possible.
 
-        The call is at or before ``latest``, after its arguments and after the last write to their
-        memory.
+        It is at or before ``latest``, after its arguments and the last write to their memory.
         """
         written = self.aliases.last_write(arguments, latest)
         modes = self.modes.at(latest)

@@ -70,10 +70,7 @@ def rewrite_activations(editor: Editor) -> None:
 
 
 def _by_hand(node: Node) -> tuple[str, Node] | None:
-    """Returns the name and the input of the activation that ``node`` computes, or None.
-
-    It is identified by its values at a few numbers.
-    """
+    """Returns (name, input) of the activation of ``node``, found by its values; or None."""
     formula, names = [node], set()
     for each in formula:
         op = read(each)
@@ -114,8 +111,7 @@ def _values(
 
 
 def activation_of(node: object) -> tuple[str, Node] | None:
-    """Returns the kernels' name of the activation that ``node`` computes, and its
-    input; else None."""
+    """Returns (the kernels' name of an activation, its input), or None."""
     op = read(node)
     if op is None or not isinstance(op["input"], Node):
         return None
@@ -171,8 +167,7 @@ def _flattened(x: Node) -> Node | None:
 
 
 def _unflattens(last: Node, whole: Node, weight: Node) -> bool:
-    """True if ``last`` restores the leading dimensions of ``whole`` after the product with
-    ``weight``."""
+    """True if ``last`` restores the leading dimensions of ``whole`` after the product."""
     before: Any = shape(whole)
     after: Any = shape(last)
     rows, columns = value(weight).shape
@@ -238,8 +233,7 @@ def _dropped(node: object) -> tuple[Node | None, float]:
 
 
 def dropout_of(node: Node) -> tuple[Node, float] | None:
-    """Returns the input of a dropout and its probability, 0 outside training; None if it is not
-    one."""
+    """Returns (input, probability, 0 outside training) of a dropout, or None."""
     op = read(node)
     if op is None or op.name != "dropout" or not isinstance(op["input"], Node):
         return None

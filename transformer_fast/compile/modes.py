@@ -107,8 +107,7 @@ class GraphModes:
 
 
 def _sets_mode(node: Node) -> bool:
-    """True if the call has neither a tensor input nor a result, so that it must have a side
-    effect."""
+    """True if the call has neither tensor inputs nor a result, so it must have a side effect."""
     return (
         node.op == "call_function"
         and value(node) is None

@@ -10,8 +10,7 @@ from torch.fx import Node
 
 
 def value(node: Any) -> Any:
-    """The node's value during the capture: a fake tensor, a number, ... Non-nodes are returned as
-    is."""
+    """Returns the node's value during the capture, such as a fake tensor; non-nodes as they are."""
     if not isinstance(node, Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))

@@ -27,10 +27,7 @@ _FUSED[annotated_layer_norm] = "layer_norm", add_annotated_layer_norm
 
 @dataclass
 class _NormPattern:
-    """``(x - mean(x)) / spread * weight + bias`` over the last dimension.
-
-    For RMS norms: ``x / spread * weight``.
-    """
+    """``(x - mean(x)) / spread * weight + bias``, or ``x / spread * weight`` for RMS norms."""
 
     input: Node
     #: True if eps is under the root; False if it is added to the standard deviation.
@@ -43,8 +40,7 @@ class _NormPattern:
 
 
 def rewrite_norms(editor: Editor) -> None:
-    """Replaces each norm with one call: of a norm of this library, or of the Annotated
-    Transformer's."""
+    """Replaces each norm with a call of this library's norm or of the Annotated Transformer's."""
     for node, op in calls(editor.graph, *NORMS, "div", "mul"):
         if op.name in NORMS:
             sizes = op["normalized_shape"]
@@ -174,8 +170,7 @@ def _under(node: Any, name: str, exponent: float) -> Any:
 
 
 def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
-    """Returns the RMS norm ``top / sqrt(square + eps)`` if ``square`` is ``mean(top^2)``, else
-    None."""
+    """Returns the RMS norm ``top / sqrt(square + eps)``, ``square`` being ``mean(top^2)``, or None."""
     mean = read(square)
     if mean is None or mean.name != "mean" or not _is_last(mean):
         return None
@@ -188,8 +183,7 @@ def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
 
 
 def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
-    """Returns x and whether it is unbiased if the node is ``std(x)`` or ``var(x)`` over the last
-    dimension."""
+    """Returns (x, unbiased) of ``std(x)`` or ``var(x)`` over the last dimension, or None."""
     op = _statistic(node)
     if op is None or op.name != name or (unbiased := _over_last(op)) is None:
         return None
@@ -197,8 +191,7 @@ def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
 
 
 def _deviation(node: Any) -> tuple[Node, bool] | None:
-    """Returns x and whether it is unbiased if the node is the standard deviation of x,
-    else None."""
+    """Returns (x, unbiased) of the standard deviation of x, or None."""
     return _spread(node, "std") or _variance(_under(node, "sqrt", 0.5))
 
 
@@ -302,8 +295,7 @@ def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _N
 
 
 def rewrite_add_norm(editor: Editor) -> None:
-    """Fuses a residual sum and the norm after it; the sum remains available, for
-    pre-norm models."""
+    """Fuses a residual sum and the norm after it; pre-norm models can still read the sum."""
     for node in list(editor.graph.nodes):
         if node.target not in _FUSED or not node.users:
             continue

@@ -178,11 +178,7 @@ def _read_einsum(node: Node) -> Op | None:
 
 
 def _without_dots(equation: str, operands: list[Any]) -> str:
-    """Replaces ``...`` in an equation by letters; all operands must have equally many such
-    dimensions.
-
-    Returns the equation unchanged otherwise.
-    """
+    """Replaces ``...`` by letters if all operands have equally many such dimensions."""
     inputs = equation.split("->")[0].split(",")
     if len(inputs) != len(operands) or any(x.count("...") != 1 for x in inputs):
         return equation
@@ -221,8 +217,7 @@ def calls(graph: Graph, *names: str) -> Iterator[tuple[Node, Op]]:
 
 
 def constant(x: Any) -> float | None:
-    """Returns a number that is known at compile time, also if it is wrapped in a
-    tensor; else None."""
+    """Returns a number known at compile time, also one wrapped in a tensor; else None."""
     if is_number(x):
         return float(x)
     op = read(x)
@@ -254,8 +249,7 @@ def plus(node: object) -> tuple[float, Node] | None:
 
 
 def permutation(op: Op, size: int | None) -> list[int] | None:
-    """Returns the source of each dimension of a permuted tensor; None if the op does
-    not permute."""
+    """Returns the source of each dimension of a permutation; None for other ops."""
     if size is None:
         return None
     if op.name == "transpose":

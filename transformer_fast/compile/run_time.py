@@ -81,8 +81,7 @@ def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Ma
 
 
 def prepare_added(bias: Tensor, rank: int) -> Tensor | Mask:
-    """Prepares a mask that is added to the scores; it becomes a bool mask if it holds only 0 and
-    -inf."""
+    """Prepares a mask that is added to the scores; a mask of 0 and -inf becomes a bool mask."""
     bias = _to_four(bias, rank)
     if _data_is_known(bias) and not bias.requires_grad:
         visible = bias == 0.0
@@ -92,10 +91,7 @@ def prepare_added(bias: Tensor, rank: int) -> Tensor | Mask:
 
 
 def _causal_with(visible: Tensor) -> Tensor | None:
-    """Returns the key mask (B or 1, 1, 1, S) that, combined with causal, equals ``visible``.
-
-    Returns None if there is none.
-    """
+    """Returns the key mask (B or 1, 1, 1, S) that, with causality, equals ``visible``; or None."""
     length, keys = visible.shape[-2:]
     if length != keys or length < 2 or not _data_is_known(visible):
         return None
@@ -193,8 +189,7 @@ _ENCODER_LAYER = {
 
 
 def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` without ``static_k`` and ``static_v``; keyword arguments
-    only."""
+    """`F.multi_head_attention_forward` by keyword, without ``static_k`` and ``static_v``."""
     module = _filled(
         _attention(int(given["embed_dim_to_check"]), int(given["num_heads"])),
         {name: given[argument] for name, argument in _ATTENTION.items()},
@@ -212,8 +207,7 @@ def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
 def encoder_layer(
     *, src: Tensor, mask: Tensor | None = None, mask_type: int | None = None, **given: Any
 ) -> Tensor:
-    """`torch._transformer_encoder_layer_fwd`, an inference-only function; keyword
-    arguments only."""
+    """`torch._transformer_encoder_layer_fwd` by keyword; an inference-only function."""
     layer = _filled(
         # eps may be symbolic during a capture.
         _encoder_layer(

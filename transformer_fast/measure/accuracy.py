@@ -1,5 +1,4 @@
-"""Checks the accuracy of many candidates against one cached oracle, by the error budget of
-`testing`."""
+"""Checks many candidates against one cached oracle, by the error budget of `testing`."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
+from ..specs.attention import restricted
 from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, oracle, promote, require_grad
 from ..testing.oracle import FACTORS, as_results
 from ..testing.parity import Named, Truth, find_truth, upstream
@@ -201,13 +201,8 @@ class SampledAttentionChecker(_Checker):
             mask = mask[:, :, rows]
         if is_causal:
             # The sampled queries are not the first ones, so causality is converted to a mask.
-            past = (torch.arange(key.shape[-2], device=key.device) <= rows[:, None])[None, None]
-            if mask is None:
-                mask = past
-            elif mask.dtype == torch.bool:
-                mask = mask & past
-            else:
-                mask = mask.masked_fill(~past, -math.inf)
+            past = torch.arange(key.shape[-2], device=key.device) <= rows[:, None]
+            mask = restricted(mask, past[None, None])
         return (query[:, :, rows], key, value, mask, lengths, False, *rest)
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:

@@ -418,6 +418,13 @@ def _useful_share(arguments: tuple[Any, ...]) -> float:
     return int(torch.count_nonzero(visible)) / visible.numel()
 
 
+def restricted(mask: Tensor | None, visible: Tensor) -> Tensor:
+    """Returns the mask that also masks out where the bool tensor ``visible`` is False."""
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
+
+
 def _joined_mask(
     query: Tensor,
     key: Tensor,
@@ -429,18 +436,11 @@ def _joined_mask(
     keys = key.shape[-2]
     if key_lengths is not None:
         real = torch.arange(keys, device=key.device) < key_lengths[:, None]
-        real = real[:, None, None, :]
-        if mask is None:
-            mask = real
-        elif mask.dtype == torch.bool:
-            mask = mask & real
-        else:
-            mask = mask.masked_fill(~real, -math.inf)
-    if mask is not None and is_causal:
-        past = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=key.device).tril()
-        mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)
-        is_causal = False
-    return mask, is_causal
+        mask = restricted(mask, real[:, None, None, :])
+    if mask is None or not is_causal:
+        return mask, is_causal
+    past = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=key.device).tril()
+    return restricted(mask, past), False
 
 
 @supports_query_lengths

@@ -17,10 +17,7 @@ __all__ = ["embed_all_in_nan", "embed_in_nan", "nan_memory"]
 
 @contextmanager
 def nan_memory() -> Iterator[None]:
-    """Context manager that fills new uninitialised tensors with NaN, those of C++ operators included.
-
-    Integer tensors are filled with -1.
-    """
+    """Context manager that fills uninitialised tensors, also in C++, with NaN (integers: -1)."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

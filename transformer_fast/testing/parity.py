@@ -184,8 +184,7 @@ class Truth:
     def parity(
         self, got: Named, factor: float, what: str = "", least: Mapping[str, float] | None = None
     ) -> Parity:
-        """Compares all results; returns the one closest to its limit. ``least``: `least_size` by
-        name."""
+        """Returns the result closest to its limit. ``least``: `least_size` by name."""
         return worst_of([
             compare(
                 what + name, found, self.expected[name], self.true[name], factor, self.units[name],

@@ -1,5 +1,4 @@
-"""Checkpoints, written atomically and safe to load: weights, the optimiser's state, random states and
-the position in the data."""
+"""Checkpoints of a run: weights, optimiser, random states and position in the data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Processes and memory: the same script for one process or several of ``torchrun``; and activation
-checkpointing, which saves memory by recomputing activations in the backward."""
+"""Training on several processes (``torchrun``), and activation checkpointing."""
 
 from __future__ import annotations
 

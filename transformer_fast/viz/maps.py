@@ -1,5 +1,4 @@
-"""Maps of queries and keys: attention weights, given or computed by a model, and masks, one by one and
-combined."""
+"""Maps of queries and keys: attention weights of tensors or of a model, and masks."""
 
 from __future__ import annotations
 
@@ -556,8 +555,7 @@ def cell_borders(axes: Axes, rows: int, columns: int) -> None:
 def check_tokens(
     queries: Sequence[Any] | None, keys: Sequence[Any] | None, rows: int, columns: int
 ) -> list[list[str]]:
-    """Returns the names of queries and keys. Keys default to the names of as many queries, and names to
-    positions."""
+    """Returns the names of queries and keys; None: the queries' names for keys, else positions."""
     if keys is None and rows == columns:
         keys = queries
     found = []

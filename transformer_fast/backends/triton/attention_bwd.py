@@ -56,8 +56,7 @@ from .tiles import (
 
 @triton.jit
 def query_statistics(row_max_ptr, row_sum_ptr, delta_ptr, row, inside, C: tl.constexpr):
-    """Returns (row, base, share, delta) of a tile's queries: the ``statistics`` of
-    `tile_gradients`."""
+    """Returns the ``statistics`` of a tile's queries, for `tile_gradients`."""
     base, share = load_statistics(row_max_ptr, row_sum_ptr, row, inside, C.NATURAL)
     return row, base, share, tl.load(delta_ptr + row, mask=inside, other=0.0)
 

@@ -131,10 +131,7 @@ def _logits(input: Tensor, target: Tensor) -> Logits:
 def cross_entropy_forward(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses (N,), and the log-sum-exp (N, 2) saved for backward, both in fp32.
-
-    A target that is neither a class nor ``ignore_index`` gives the loss NaN.
-    """
+    """Returns losses (N,), and the log-sum-exp (N, 2) saved for backward, both in fp32."""
     rows, columns = input.shape
     losses = torch.empty(rows, dtype=torch.float32, device=input.device)
     lse = torch.empty((rows, 2), dtype=torch.float32, device=input.device)

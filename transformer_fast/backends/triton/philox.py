@@ -46,8 +46,7 @@ def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Ten
 
 @triton.jit
 def _words(seed, rows, groups):
-    """Returns the four words of the Philox call for ``groups`` (of 8 columns) and ``rows``, int64 of
-    the same shape."""
+    """Returns the four words of the Philox call for each row and group of 8 columns (int64)."""
     c0 = groups.to(tl.uint32)
     c1 = (rows & 0xFFFFFFFF).to(tl.uint32)
     c2 = (rows >> 32).to(tl.uint32)

@@ -137,10 +137,7 @@ def _launch(
 
 
 def _replayed(argument: Any) -> Any:
-    """Returns the placeholder of a launch argument in a replay.
-
-    Tensors are passed as addresses, so that Triton need not call the driver for them.
-    """
+    """Returns a launch argument's placeholder; tensors become addresses, to save a driver call."""
     if isinstance(argument, Tensor):
         return plans.Pointer(argument)
     if isinstance(argument, tuple):
