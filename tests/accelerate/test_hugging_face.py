@@ -30,7 +30,7 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(25)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(25, 60)]
 
 
 VOCABULARY, B, T, S, WIDTH = 41, 3, 5, 9, 64
