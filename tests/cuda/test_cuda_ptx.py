@@ -166,7 +166,9 @@ CALLS: dict[str, list[tuple[Any, Any]]] = {
 SPELLED = {torch.float32: "f", torch.bfloat16: "NS0_4bf16E", torch.float16: "NS0_4fp16E"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.exhaustive)], ids=str
+)
 @pytest.mark.parametrize("source", CALLS)
 def test_ptx_of_every_kernel_is_within_the_budget(source, dtype, emulator, device):
     ran = set()
