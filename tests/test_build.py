@@ -181,7 +181,7 @@ def test_probes_release_the_gil():
     while worker.is_alive():
         turns += 1
     worker.join()
-    assert turns > 1000
+    assert turns > 100  # it would be a few otherwise
 
 
 @pytest.mark.parametrize(
