@@ -1,4 +1,4 @@
-// Scaled dot-product attention of few keys: tiles in shared memory, and the forward.
+// Scaled dot-product attention: tiles in shared memory, and the forward.
 //
 //   output = dropout(softmax(scale Q K^T + mask)) V
 //
@@ -49,7 +49,7 @@ struct AttentionArgs {
   Dropout dropout;
   float *row_max, *row_sum;  // (batch, heads, queries)
 
-  // What exp2 multiplies besides log2(e).
+  // The scale that the kernel's scores lack; 1 if they are scaled.
   TF_DEVICE float unscaled_by() const { return scaled ? 1.0f : scale; }
 };
 
@@ -64,7 +64,7 @@ struct AttentionForwardArgs {
 template <class T, int kHead, int kRows>
 struct AttentionTile {
   using Type = T;
-  static constexpr bool half = sizeof(T) == 2;
+  static constexpr bool lowp = sizeof(T) == 2;  // bf16 or fp16
   static constexpr int head = kHead, rows = kRows, own = 64, threads = 2 * own;
   static constexpr int vector = 16 / sizeof(T), chunks = kHead / vector;
   static constexpr int own_bytes = own * kHead * sizeof(T), bytes = kRows * kHead * sizeof(T);
@@ -117,7 +117,7 @@ TF_DEVICE void multiply(float (&s)[Tile::scores][4], const unsigned char* a,
                         const unsigned char* b) {
   using T = typename Tile::Type;
   const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16;
-  if constexpr (Tile::half) {
+  if constexpr (Tile::lowp) {
 #pragma unroll
     for (int k = 0; k < Tile::head / 16; ++k) {
       uint32_t left[4];
@@ -162,7 +162,7 @@ TF_DEVICE void accumulate(float (&sums)[Tile::sums][4], const float (&p)[Tile::s
                           const unsigned char* b) {
   using T = typename Tile::Type;
   const int lane = threadIdx.x % kWarp;
-  if constexpr (Tile::half) {
+  if constexpr (Tile::lowp) {
 #pragma unroll
     for (int k = 0; k < Tile::rows / 16; ++k) {
       const float (&low)[4] = p[2 * k], (&high)[4] = p[2 * k + 1];
@@ -206,7 +206,7 @@ TF_DEVICE float reduce_row(float x, Combine combine) {
   return combine(x, __shfl_xor_sync(kAllLanes, x, 2));
 }
 
-// Returns the value that the lanes of row r (of 16) have: `upper` for r < 8, else `lower`.
+// Returns the value of row r (of 16) on all lanes: its `upper` for r < 8, else its `lower`.
 TF_DEVICE float of_row(float upper, float lower, int r) {
   return __shfl_sync(kAllLanes, r < 8 ? upper : lower, r % 8 * 4);
 }
@@ -286,13 +286,13 @@ struct AttentionHead {
     });
   }
 
-  // Calls f(n, i, factor) with the dropout factor of each weight of a fragment. One lane makes the
-  // Philox call of eight keys of a query; the other lanes get its bits.
+  // Calls f(n, i, factor) with the dropout factor of each weight of a fragment. One Philox call
+  // serves eight keys of a query; one lane makes it and shares the bits with the others.
   template <bool kTransposed, int kCount, class F>
   TF_DEVICE void each_factor(int row, int column, const F& f) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Lane t of a row draws for the t-th group of 8 keys (of 32 keys, or of 16). With kTransposed,
-    // lane 2 q + half draws for keys 8 half ... 8 half + 7 of query q (of 16).
+    // Lane t of a row draws for keys 8 t ... 8 t + 7 (of 32 keys, or of 16). With kTransposed, lane
+    // 2 q + h draws for keys 8 h ... 8 h + 7 of query q (of 16).
     constexpr int kEights = kCount < 4 ? kCount : 4;
     constexpr int kCalls = kTransposed ? kCount / 2 : kCount / kEights * 2;
     uint32_t bits[kCalls];
@@ -579,7 +579,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
     }
     __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // copies of blocks without any step
+  cp_async_wait<0>();  // a block that ran no step has copies in flight
 }
 
 // Calls f.template operator()<T, head>() with the smallest head size of the kernels that fits.

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     }
     __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // copies of blocks without any step
+  cp_async_wait<0>();  // a block that ran no step has copies in flight
   if (idle) return;
 
 #pragma unroll
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     keep_statistics(step + 2, ahead);
     __syncthreads();  // all threads have read the tiles that the next step overwrites
   }
-  cp_async_wait<0>();  // copies of blocks without any step
+  cp_async_wait<0>();  // a block that ran no step has copies in flight
   const float scale[2] = {args.scale, args.scale}, one[2] = {1.0f, 1.0f};
   if (backward.grad_key.data != nullptr)
     store_sums<Tile>(backward.grad_key, block.batch, block.head, row, args.keys, key_sums, scale);

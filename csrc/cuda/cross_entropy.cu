@@ -29,35 +29,35 @@ CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ign
           .ignored = ignored,
           .smoothing = static_cast<float>(smoothing),
           .losses = nullptr,
-          .known = nullptr};
+          .lse = nullptr};
 }
 
-// Returns (losses (rows); known (rows, 2), the log-sum-exp of each row as a sum), both fp32.
+// Returns losses (rows), and the log-sum-exp (rows, 2) as sums of two numbers, both fp32.
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
   Tensor losses = empty(input, {args.rows}, ScalarType::Float);
-  Tensor known = empty(input, {args.rows, 2}, ScalarType::Float);
+  Tensor lse = empty(input, {args.rows, 2}, ScalarType::Float);
   args.losses = static_cast<float*>(losses.mutable_data_ptr());
-  args.known = static_cast<float*>(known.mutable_data_ptr());
+  args.lse = static_cast<float*>(lse.mutable_data_ptr());
   const OnDevice device(input);
   launch_cross_entropy(args, device.stream);
-  return {losses, known};
+  return {losses, lse};
 }
 
-Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,
-                              int64_t ignored, double smoothing) {
+Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor lse, int64_t ignored,
+                              double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
-  STD_TORCH_CHECK(known.is_contiguous() && known.numel() == 2 * args.rows &&
-                      known.scalar_type() == ScalarType::Float &&
-                      known.get_device() == input.get_device(),
-                  kOp, ": known must be the result of the forward");
+  STD_TORCH_CHECK(lse.is_contiguous() && lse.numel() == 2 * args.rows &&
+                      lse.scalar_type() == ScalarType::Float &&
+                      lse.get_device() == input.get_device(),
+                  kOp, ": lse must be the result of the forward");
   STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == args.rows &&
                       grad.scalar_type() == ScalarType::Float &&
                       grad.get_device() == input.get_device(),
                   kOp, ": grad must be float32, one for each row of input, on its device");
   Tensor gradient = empty(input, {args.rows, args.columns});
-  args.known = const_cast<float*>(static_cast<const float*>(known.const_data_ptr()));
+  args.lse = const_cast<float*>(static_cast<const float*>(lse.const_data_ptr()));
   const OnDevice device(input);
   launch_cross_entropy_backward({args, static_cast<const float*>(grad.const_data_ptr()),
                                  grad.stride(0), gradient.mutable_data_ptr()},

@@ -14,16 +14,16 @@ namespace tf::cuda {
 
 struct CrossEntropyArgs {
   Element type;
-  const void* logits;  // (rows, columns)
-  const int64_t* target;
+  const void* logits;     // (rows, columns)
+  const int64_t* target;  // (rows), target_stride elements apart
   int64_t rows, columns, row_stride, column_stride, target_stride, ignored;
   float smoothing;
   float* losses;  // (rows)
-  float* known;   // (rows, 2): lse rounded to fp32, and its rounding error
+  float* lse;     // (rows, 2): lse rounded to fp32, and its rounding error
 };
 
 struct CrossEntropyBackwardArgs {
-  CrossEntropyArgs call;  // known is read, losses are not used
+  CrossEntropyArgs call;  // lse is read, losses are not used
   const float* grad;      // (rows), grad_stride elements apart
   int64_t grad_stride;
   void* gradient;  // (rows, columns) contiguous
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
   const int lane = threadIdx.x % kThreads;
   const int64_t target = args.target[row * args.target_stride];
   if (target == args.ignored) {
-    if (lane == 0) args.losses[row] = args.known[2 * row] = args.known[2 * row + 1] = 0.0f;
+    if (lane == 0) args.losses[row] = args.lse[2 * row] = args.lse[2 * row + 1] = 0.0f;
     return;
   }
   // A target that is not a class gives the loss NaN, because a kernel cannot raise an exception.
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
   }
   if (lane == 0) {
     args.losses[row] = loss;
-    const double lse = static_cast<double>(highest) + static_cast<double>(log_sum);
-    const float high = static_cast<float>(lse);
-    args.known[2 * row] = high;
-    args.known[2 * row + 1] = static_cast<float>(lse - high);
+    const double exact = static_cast<double>(highest) + static_cast<double>(log_sum);
+    const float high = static_cast<float>(exact);
+    args.lse[2 * row] = high;
+    args.lse[2 * row + 1] = static_cast<float>(exact - high);
   }
 }
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   const int64_t row = blockIdx.x;
   const int64_t target = call.target[row * call.target_stride];
   const bool counted = target != call.ignored;
-  const float high = call.known[2 * row], low = call.known[2 * row + 1];
+  const float high = call.lse[2 * row], low = call.lse[2 * row + 1];
   const float grad = counted ? args.grad[row * args.grad_stride] : 0.0f;
   const float confidence = 1.0f - call.smoothing, share = call.smoothing / call.columns;
 #pragma unroll

@@ -30,8 +30,8 @@ inline void check(cudaError_t code) {
     throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(code));
 }
 
-// Multiprocessors of the current device. Cached, because asking the driver in every call would take
-// longer than a launch.
+// Returns the number of multiprocessors of the current device. Cached, because querying the driver
+// takes longer than a launch.
 inline int multiprocessors() {
   constexpr int kDevices = 64;
   static int known[kDevices];
@@ -48,8 +48,8 @@ template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream stream,
             const Args& args) {
   const void* function = reinterpret_cast<const void*>(kernel);
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared > kWithoutAsking)
+  constexpr size_t kDefaultLimit = 48 << 10;
+  if (shared > kDefaultLimit)
     check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)));
   void* arguments[] = {const_cast<Args*>(&args)};

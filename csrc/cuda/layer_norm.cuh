@@ -1,7 +1,7 @@
 // LayerNorm, alone and after dropout and a residual connection, forward and backward.
 //
-//   sum = residual + dropout(input),  y = (sum - mean) rstd weight + bias,  rstd = 1 / sqrt(var +
-//   eps)
+//   sum = residual + dropout(input)
+//   y = (sum - mean) rstd weight + bias,  rstd = 1 / sqrt(var + eps)
 //
 // Forward: a warp per row, or a block per long row. The row is read once and stays in registers;
 // the mean is computed before the squares. Rows too long for registers are read three times.
@@ -29,12 +29,11 @@ struct LayerNormArgs {
 
 struct LayerNormBackwardArgs {
   Element type;
-  const void *grad, *grad_sum,
-      *input;                // (rows, columns): input of the norm; grad_sum may be null
-  const void* weight;        // (columns); may be null
-  const float *mean, *rstd;  // (rows)
-  void *grad_source,
-      *grad_input;  // (rows, columns) contiguous; may be null; grad_input: before dropout
+  const void *grad, *grad_sum, *input;  // (rows, columns); grad_sum may be null
+  const void* weight;                   // (columns); may be null
+  const float *mean, *rstd;             // (rows)
+  void* grad_source;              // (rows, columns) contiguous: of the norm's input; may be null
+  void* grad_input;               // (rows, columns) contiguous: before dropout; may be null
   void *grad_weight, *grad_bias;  // (columns); may be null
   float* partial;                 // (2, shares, columns); null if both of these are null
   int64_t rows, columns, grad_stride, grad_sum_stride, input_stride, shares;

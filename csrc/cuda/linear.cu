@@ -49,7 +49,7 @@ std::vector<int64_t> with_last(const Tensor& tensor, int64_t columns) {
   return result;
 }
 
-// A linear layer: checks of its arguments, and its product.
+// Checks the arguments of a linear layer, and computes its product.
 struct Map {
   const char* op;
   const char* weight_name;

@@ -20,7 +20,7 @@
 #else
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #define TF_DISPATCH_KEY CUDA
-// Weak, so that the library can be loaded, and report it, if PyTorch was built without CUDA.
+// Weak, so that the library loads and reports an error if PyTorch was built without CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 #endif
 

@@ -67,12 +67,12 @@ void losses(int64_t rows, int64_t columns) {
   const Array<float> grad(rows);
   std::unique_ptr<int64_t[]> target(new int64_t[rows]);
   for (int64_t row = 0; row < rows; ++row) target[row] = row == 1 ? -100 : row % columns;
-  Array<float> found(rows, false), known(2 * rows, false);
+  Array<float> found(rows, false), lse(2 * rows, false);
   const CrossEntropyArgs args{kType<T>, logits, target.get(), rows, columns, columns,
-                              1,        1,      -100,         0.1f, found,   known};
+                              1,        1,      -100,         0.1f, found,   lse};
   launch_cross_entropy(args, nullptr);
   found.check("losses");
-  known.check("known");
+  lse.check("lse");
   Array<T> gradient(rows * columns, false);
   launch_cross_entropy_backward({args, grad, 1, gradient}, nullptr);
   gradient.check("gradient");
