@@ -252,8 +252,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         passes = _judged(options, console)
     except subprocess.CalledProcessError as error:
-        told = (error.stderr or "").strip().splitlines()[-3:]
-        why = "\n".join(told) or str(error)
+        lines = (error.stderr or "").strip().splitlines()[-3:]
+        why = "\n".join(lines) or str(error)
         parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))

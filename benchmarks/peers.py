@@ -660,7 +660,9 @@ class CTranslate2(Peer):
         return lambda source: torch.tensor(translate(source.tolist()))
 
 
-def sees(mask: Tensor | None, lengths: Tensor | None, causal: bool) -> Callable[..., Tensor] | None:
+def visible_keys(
+    mask: Tensor | None, lengths: Tensor | None, causal: bool
+) -> Callable[..., Tensor] | None:
     """Returns FlexAttention's ``mask_mod`` for the keys that a query may attend to; None: all."""
     if (mask is None or mask.dtype != torch.bool) and lengths is None and not causal:
         return None
@@ -687,7 +689,7 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
     b, h, t, s = (*query.shape[:3], key.shape[2])
     if mask is not None:
         mask = mask.expand(b, h, t, s)
-    visible, added = sees(mask, lengths, causal), None
+    visible, added = visible_keys(mask, lengths, causal), None
     if mask is not None and mask.dtype != torch.bool:
 
         def added(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
@@ -730,10 +732,10 @@ class FlexAttention(Peer):
         masks: dict[tuple[int, int], tuple[Any, ...]] = {}
 
         def run(*given: Any) -> tuple[Tensor, None]:
-            def kept(*asked: Any, **where: Any) -> Any:
+            def kept(*arguments: Any, **where: Any) -> Any:
                 key = id(given[3]), id(given[4])
                 if key not in masks:
-                    masks[key] = create_block_mask(*asked, **where), given
+                    masks[key] = create_block_mask(*arguments, **where), given
                 return masks[key][0]
 
             return attend(compiled, kept, *given), None

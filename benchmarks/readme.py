@@ -146,13 +146,13 @@ def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
 
 def _layers_elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
     """Returns a sentence such as 'The same layers: 1.12x to 1.81x on AMD EPYC (Zen 4).'"""
-    told = []
+    ranges = []
     for name, one in _others(first, rest).items():
         for suite, _, cases in one.ordinary:
             ratios = [f.chosen.vs_torch.value for f in cases if f.chosen.vs_torch is not None]
             if suite == "layers" and ratios:
-                told.append(f"{form.times(min(ratios))} to {form.times(max(ratios))} on {name}")
-    return f"\nThe same layers: {', '.join(told)}." if told else ""
+                ranges.append(f"{form.times(min(ratios))} to {form.times(max(ratios))} on {name}")
+    return f"\nThe same layers: {', '.join(ranges)}." if ranges else ""
 
 
 def _alternatives(one: Machine) -> list[str]:

@@ -127,10 +127,10 @@ def headline(one: Machine) -> str:
     found = all_findings(one)
     if not found:
         return "Only how time grows with size was measured."
-    told, mean = f"{form.count(len(found), 'case')} timed", mean_vs_torch(one)
+    text, mean = f"{form.count(len(found), 'case')} timed", mean_vs_torch(one)
     if mean is not None:
-        told += f": on average {form.times(mean)} the speed of PyTorch's best (geometric mean)"
-    return f"{told}. In {len(losses(found))} of them something else was faster."
+        text += f": on average {form.times(mean)} the speed of PyTorch's best (geometric mean)"
+    return f"{text}. In {len(losses(found))} of them something else was faster."
 
 
 #: Peers with thread pools of their own, and calls of milliseconds.

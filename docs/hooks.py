@@ -57,10 +57,10 @@ def _machines() -> str:
 def _help(command: str) -> str:
     arguments = [sys.executable, "-m", "transformer_fast", command, "--help"]
     environment = os.environ | {"COLUMNS": "88"}
-    told = subprocess.run(
+    result = subprocess.run(
         arguments, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
     )
-    return f"```text\n{told.stdout}```"
+    return f"```text\n{result.stdout}```"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -21,7 +21,7 @@ Four ways to start:
   see what you would gain  python -m transformer_fast compare
                            python -m transformer_fast info
 
-help(transformer_fast) says more; --help lists the commands.
+help(transformer_fast) has more details; --help lists the commands.
 """
 
 

@@ -146,10 +146,10 @@ def _host_case(op: str, what: str) -> BenchmarkCase:
         return _Alike(all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs))
 
     name = "triton, launcher stubbed"
-    told = {"first calls": "first call", "gradients": "forward and backward"}.get(what, what)
+    timed = {"first calls": "first call", "gradients": "forward and backward"}.get(what, what)
     return BenchmarkCase(
         op,
-        f"{times} times {told}, the host's part",
+        f"{times} times {timed}, the host's part",
         [[_host_arguments(op)] for _ in range(2)],
         [Candidate(name, stubbed_calls), Candidate("torch", functools.partial(calls, theirs))],
         checker,

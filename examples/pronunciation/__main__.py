@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with training.process_group() as device:
             run(options, device)
     except KeyboardInterrupt:
-        raise SystemExit(f"interrupted; --resume goes on from {options.output}") from None
+        raise SystemExit(f"interrupted; use --resume to continue from {options.output}") from None
 
 
 if __name__ == "__main__":

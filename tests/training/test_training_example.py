@@ -156,7 +156,7 @@ def test_resumed_run_equals_an_uninterrupted_one(small, tmp_path, capsys, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(page, "make_trainer", interrupting)
-        with pytest.raises(SystemExit, match="--resume goes on from"):
+        with pytest.raises(SystemExit, match="use --resume to continue from"):
             run(small, tmp_path / "parts", *options)
     run(small, tmp_path / "parts", "--resume", "--race-steps", "0", "--beams", "1")
     whole, parts = (

@@ -65,12 +65,9 @@ class OneOrMore(argparse.Action):
 
     def __init__(self, *, choices: Sequence[str], **options: Any) -> None:
         super().__init__(
-            nargs="+",
-            choices=[*choices, "all"],
-            metavar=options.pop("metavar"),
-            type=str.lower,
+            nargs="+", choices=[*choices, "all"], metavar=options.pop("metavar"), type=str.lower,
             **options,
-        )
+        )  # fmt: skip
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         every = [name for name in self.choices or () if name != "all"]
@@ -90,8 +87,8 @@ def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = ""
         "--backend", action=OneOrMore, choices=BACKENDS, metavar="BACKEND",
         help=f"one or more of: {', '.join(BACKENDS)} (default: all that support the call)",
     )  # fmt: skip
-    told = f"a PyTorch device, such as cpu or cuda:0 (default: cpu{more})"
-    parser.add_argument("--device", type=str.lower, help=told)
+    help_text = f"a PyTorch device, such as cpu or cuda:0 (default: cpu{more})"
+    parser.add_argument("--device", type=str.lower, help=help_text)
     parser.add_argument(
         "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
         help=f"one of: {', '.join(DTYPES)} (default: float32)",

@@ -257,11 +257,13 @@ def fallbacks(case: BenchmarkCase) -> list[str]:
             }
             reasons = {name: why for name, why in against.items() if why and name not in _FALLBACKS}
             near = {name: why for name, why in reasons.items() if name in able}
-            told = "; ".join(f"{name}: {', '.join(why)}" for name, why in (near or reasons).items())
-            found.setdefault((backend, told), []).append(op)
+            why_not = "; ".join(
+                f"{name}: {', '.join(why)}" for name, why in (near or reasons).items()
+            )
+            found.setdefault((backend, why_not), []).append(op)
     lines = []
-    for (backend, told), ops in found.items():
+    for (backend, why_not), ops in found.items():
         own = ops == [case.op]
         place = f"{case.op} {case.case} runs" if own else f"{', '.join(ops)} in {case.op} run"
-        lines.append(f"{place} on '{backend}'" + (f", because {told}" if told else ""))
+        lines.append(f"{place} on '{backend}'" + (f", because {why_not}" if why_not else ""))
     return lines

@@ -343,13 +343,10 @@ def encoder_work(size: Size, weights: float, layers: int = 1) -> Callable[..., A
 
 
 def encoder_case(
-    case: str,
-    inputs: Sequence[Sequence[Arguments]],
-    size: Size,
-    backends: Sequence[str | None] = (None,),
-    peers: Peers = lambda module, arguments: (),
+    case: str, inputs: Sequence[Sequence[Arguments]], size: Size,
+    backends: Sequence[str | None] = (None,), peers: Peers = lambda module, arguments: (),
     layers: int | None = None,
-) -> BenchmarkCase:
+) -> BenchmarkCase:  # fmt: skip
     """Returns the case of one encoder layer, or of a `TransformerEncoder` of ``layers``.
 
     Calls are (x, None, padding): x (B, T, M); padding (B, T) bool, True = masked out, or None.

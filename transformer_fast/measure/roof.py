@@ -77,12 +77,9 @@ class Roof:
             return self
         splits = [peak for peak in (self.split_peak, other.split_peak) if peak is not None]
         return replace(
-            self,
-            peak=max(self.peak, other.peak),
-            copy=max(self.copy, other.copy),
-            read=max(self.read, other.read),
-            split_peak=max(splits, default=None),
-        )
+            self, peak=max(self.peak, other.peak), copy=max(self.copy, other.copy),
+            read=max(self.read, other.read), split_peak=max(splits, default=None),
+        )  # fmt: skip
 
 
 def why_no_roof(device: torch.device) -> str | None:
@@ -136,12 +133,9 @@ def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 
 def probe(
-    flops: float,
-    bytes: float,
-    written: float,
-    dtype: torch.dtype,
+    flops: float, bytes: float, written: float, dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> Roof | None:
+) -> Roof | None:  # fmt: skip
     """Measures the rates now, for work of that size; returns None if the device cannot be probed.
 
     Takes a few tenths of a second, on PyTorch's number of threads.

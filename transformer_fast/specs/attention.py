@@ -426,12 +426,8 @@ def restricted(mask: Tensor | None, visible: Tensor) -> Tensor:
 
 
 def _joined_mask(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-) -> tuple[Tensor | None, bool]:
+    query: Tensor, key: Tensor, mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool,
+) -> tuple[Tensor | None, bool]:  # fmt: skip
     """Merges lengths into the mask, and causality, too: SDPA accepts a mask or is_causal, not both."""
     keys = key.shape[-2]
     if key_lengths is not None:

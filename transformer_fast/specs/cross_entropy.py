@@ -218,12 +218,9 @@ def _linear_bytes(arguments: tuple[Any, ...]) -> float:
 
 def _by_pytorch(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     return F.cross_entropy(
-        input.movedim(-1, 1),
-        target,
-        ignore_index=ignore_index,
-        reduction="none",
+        input.movedim(-1, 1), target, ignore_index=ignore_index, reduction="none",
         label_smoothing=label_smoothing,
-    )
+    )  # fmt: skip
 
 
 def _linear_by_pytorch(

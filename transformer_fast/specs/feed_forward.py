@@ -65,12 +65,9 @@ _CASES = (
 
 
 def _bench(
-    rows: int,
-    activation: str = "relu",
-    dropout_p: float = 0.0,
-    model: int = 512,
+    rows: int, activation: str = "relu", dropout_p: float = 0.0, model: int = 512,
     hidden: int = 2048,
-) -> Case:
+) -> Case:  # fmt: skip
     name = f"{rows}x{model}x{hidden}, {activation}"
     name += f", dropout {dropout_p}" if dropout_p else ""
     build = _feed_forward((rows,), model, hidden, activation=activation, dropout_p=dropout_p)

@@ -195,12 +195,9 @@ class Truth:
 
 
 def find_truth(
-    op: str,
-    arguments: tuple[Any, ...],
-    both: Callable[[tuple[Any, ...]], tuple[Named, Named]],
-    which: Callable[[Iterable[int]], int],
-    tries: int | None = None,
-) -> Truth:
+    op: str, arguments: tuple[Any, ...], both: Callable[[tuple[Any, ...]], tuple[Named, Named]],
+    which: Callable[[Iterable[int]], int], tries: int | None = None,
+) -> Truth:  # fmt: skip
     """Computes the truth of a call.
 
     Args:
@@ -273,13 +270,10 @@ def upstream(like: Tensor, seed: int) -> Tensor:
 
 
 def gradients(
-    op: str,
-    run: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    names: tuple[str, ...] | None = None,
-    rounded_to: torch.dtype | None = None,
+    op: str, run: Callable[..., Any], arguments: tuple[Any, ...],
+    names: tuple[str, ...] | None = None, rounded_to: torch.dtype | None = None,
     twice: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Returns the gradients, by argument, of a fixed linear function of all results.
 
     Args:
@@ -307,12 +301,9 @@ def gradients(
         if not differentiable and order == 1:
             raise AssertionError(f"{op}: no result has a gradient")
         results = found = torch.autograd.grad(
-            differentiable,
-            list(leaves.values()),
-            starts,
-            create_graph=twice and order == 1,
+            differentiable, list(leaves.values()), starts, create_graph=twice and order == 1,
             allow_unused=True,
-        )
+        )  # fmt: skip
     return {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True)

@@ -134,8 +134,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         # Reading beyond the end of a truncated file raises EINVAL.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        told = (str(error).splitlines() or ["it ends too early"])[0]
-        raise CheckpointError(f"{os.fspath(path)!r} is damaged or no checkpoint: {told}") from error
+        why = (str(error).splitlines() or ["it ends too early"])[0]
+        raise CheckpointError(f"{os.fspath(path)!r} is damaged or no checkpoint: {why}") from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise CheckpointError(

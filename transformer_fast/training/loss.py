@@ -112,12 +112,9 @@ class NextTokenLoss:
             ).sum()
         else:
             total = label_smoothing_loss(
-                model(*inputs),
-                expected,
-                pad_token=self.pad_token,
-                smoothing=self.smoothing,
+                model(*inputs), expected, pad_token=self.pad_token, smoothing=self.smoothing,
                 reduction="sum",
-            )
+            )  # fmt: skip
         return total, token_count(expected, self.pad_token)
 
 

@@ -262,8 +262,8 @@ class Trainer:
                 loss.backward()
             sums += torch.stack((loss.detach().double(), tokens.double()))
         stop = [limits.late(), *(number in received for number in _STOPS[1:])]
-        told = torch.tensor(stop, dtype=torch.float64, device=device)
-        loss_sum, count, *stops = processes.total(torch.cat((sums, told))).tolist()
+        flags = torch.tensor(stop, dtype=torch.float64, device=device)
+        loss_sum, count, *stops = processes.total(torch.cat((sums, flags))).tolist()
         # The gradients are means over the processes; scale them to means over the tokens.
         scale_gradients(self.model.parameters(), processes.world_size() / max(count, 1.0))
         norm = clip_gradients(self.model.parameters(), self.clip_norm).item()
@@ -284,7 +284,7 @@ class Trainer:
         history.tokens.append(int(count))
         history.seconds.append(time.perf_counter() - began)
         advance(history.loss[-1], float(rate), count / max(history.seconds[-1], 1e-9))
-        signals = [int(n) for n, told in zip(_STOPS[1:], stops[1:], strict=True) if told]
+        signals = [int(n) for n, stopped in zip(_STOPS[1:], stops[1:], strict=True) if stopped]
         return bool(stops[0]), signals
 
     def _validate(self, validation: Validation | None) -> int:

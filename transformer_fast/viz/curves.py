@@ -81,8 +81,8 @@ def positional_encoding(
     name = {"sinusoidal": "Sinusoidal positions", "learned": "Learned positions"}.get(
         kind, "Positions"
     )
-    told = f"{name}: {length} of {longest:,}, d_model = {size}"
-    style.head(figure, told if title is None else title)
+    usual = f"{name}: {length} of {longest:,}, d_model = {size}"
+    style.head(figure, usual if title is None else title)
     return figure
 
 

@@ -110,8 +110,8 @@ def _memory(canvas: _Canvas, encoder: _Column | None, decoder: _Column) -> None:
             canvas.text("memory", way - 0.06, y, "memory", ha="right")
         return
     top = encoder.end + 0.24
-    told = f"memory (B, S, {encoder.d_model})"
-    canvas.text("memory", encoder.x, top + 0.04, told, va="bottom")
+    label = f"memory (B, S, {encoder.d_model})"
+    canvas.text("memory", encoder.x, top + 0.04, label, va="bottom")
     start = [(encoder.x, encoder.end), (encoder.x, top)]
     for y in crossings:
         canvas.line("memory", *start, (way, top), (way, y), (edge, y))
@@ -125,12 +125,12 @@ def _words(canvas: _Canvas, facts: ModelFacts, title: str | None) -> None:
     drawn = canvas.extent()
     middle, top = (drawn.x0 + drawn.x1) / 2, drawn.y1 + 0.14
     sizes = sorted({layer.d_model for layer in layers})
-    told = [f"d_model {', '.join(map(str, sizes))}"] if sizes else []
-    told += sorted({"pre-norm" if layer.norm_first else "post-norm" for layer in layers})
+    common = [f"d_model {', '.join(map(str, sizes))}"] if sizes else []
+    common += sorted({"pre-norm" if layer.norm_first else "post-norm" for layer in layers})
     rates = {layer.dropout for layer in layers}
     if len(rates) == 1:
-        told.append(f"dropout {rates.pop():g}")
-    canvas.text("summary", middle, top, ", ".join(told), va="bottom")
+        common.append(f"dropout {rates.pop():g}")
+    canvas.text("summary", middle, top, ", ".join(common), va="bottom")
     if title is None:
         title = f"{facts.name}, {facts.parameters:,} parameters"
     canvas.text("title", middle, top + 0.22, title, va="bottom", fontsize=12, fontweight="bold")

@@ -224,15 +224,17 @@ def _maps_of(weights: Tensor | Mapping[str, Tensor], index: int) -> dict[str, Te
         )
     found: dict[str, Tensor] = {}
     for name, given in weights.items():
-        said = f"weights[{name!r}]" if name else "weights"
-        one = style.check_float(said, given)
+        place = f"weights[{name!r}]" if name else "weights"
+        one = style.check_float(place, given)
         if not 2 <= one.dim() <= 4 or one.numel() == 0:
             raise ValueError(
-                f"{said} must have shape (B, H, T, S), (H, T, S) or (T, S), none of them 0, not "
+                f"{place} must have shape (B, H, T, S), (H, T, S) or (T, S), none of them 0, not "
                 f"{list(one.shape)}"
             )
         if one.isnan().any() or (one < 0).any():
-            raise ValueError(f"{said} must be attention weights, but holds NaN or negative numbers")
+            raise ValueError(
+                f"{place} must be attention weights, but holds NaN or negative numbers"
+            )
         if one.dim() == 4:
             one = one[style.check_index("index", index, one.shape[0])]
         found[name] = one if one.dim() == 3 else one[None]
@@ -292,7 +294,7 @@ def masks(
         attn_mask: bool or float, broadcastable to (B, H, T, S). A float mask is added; -inf hides.
         key_padding: bool, broadcastable to (B, S), True at padding as in torch.nn.
         key_lengths: int (B,); keys at this position and later are hidden.
-        is_causal: query t sees only keys s <= t.
+        is_causal: query t attends only to keys s <= t.
         true_means: meaning of True in a bool attn_mask: "visible" as in
             `transformer_fast.functional`, or "hidden" as in torch.nn.
         index, head: sequence of the batch, and head.
@@ -324,9 +326,9 @@ def masks(
     if attn_mask is not None:
         mask = _attn_mask(attn_mask, rows, columns, index, head)
         if mask.dtype == torch.bool:
-            said = "may attend" if true_means == "visible" else "hidden (torch.nn)"
+            meaning = "may attend" if true_means == "visible" else "hidden (torch.nn)"
             mask = mask if true_means == "visible" else ~mask
-            panel(f"attn_mask\nbool: True = {said}", mask)
+            panel(f"attn_mask\nbool: True = {meaning}", mask)
         else:
             added = mask.masked_fill(mask == -math.inf, 0.0)
             panel(

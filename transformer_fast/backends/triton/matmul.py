@@ -278,14 +278,11 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
     if tile.descriptors and describable:
         block = [tile.columns, tile.depth] if sideways else [tile.depth, tile.columns]
         launch(
-            matmul_descriptor_kernel,
-            (min(down * across, multiprocessors(a.device)),),
+            matmul_descriptor_kernel, (min(down * across, multiprocessors(a.device)),),
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
-            TensorDescriptor.from_tensor(stored, block),
-            to,
-            *sizes,
+            TensorDescriptor.from_tensor(stored, block), to, *sizes,
             **epilogue.options(tile, PRECISION=precision, SIDEWAYS=sideways),
-        )
+        )  # fmt: skip
     else:
         launch(
             matmul_kernel, (down * across,), a, b, to, *a.stride(), *b.stride(), *sizes,
