@@ -302,6 +302,7 @@ ADDED: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], dict[str, Tensor]]
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*float mask that holds only 0 and 1")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ADDED)
 def test_additive_masks(name: str, training: bool) -> None:

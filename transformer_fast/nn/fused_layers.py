@@ -73,7 +73,7 @@ def _seen(
         raise Unreadable("is_causal comes without a mask")
     if mask is not None and padding is not None and mask.dtype != padding.dtype:
         raise Unreadable("masks differ in dtype")
-    mask = masks.for_attend(
+    mask = masks.to_attention_mask(
         None if is_causal else mask, padding, x, source, 1 if batch_first else 0, heads
     )
     return mask, is_causal

@@ -87,7 +87,7 @@ def combine(
     return torch.where(padding, -math.inf, hidden) if padding_is_bool else hidden + padding
 
 
-def of_real(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def from_padding_mask(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What padding (B, S), True = padded, leaves to attend to: lengths (B,) if it is at the end of
     each sequence, else a mask (B, 1, 1, S) in SDPA's polarity; the other is None."""
     real = padding.logical_not()
@@ -96,7 +96,7 @@ def of_real(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (lengths, None) if torch.equal(first, real) else (None, real[:, None, None, :])
 
 
-def for_attend(
+def to_attention_mask(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     query: Tensor,

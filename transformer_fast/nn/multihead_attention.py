@@ -141,7 +141,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         causal = (
             bool(is_causal) and not need_weights and (key_padding_mask is None or appended == 0)
         )
-        mask = masks.for_attend(
+        mask = masks.to_attention_mask(
             None if causal else attn_mask, key_padding_mask, query, key, sequence, self.num_heads,
             appended,
         )  # fmt: skip

@@ -1,16 +1,16 @@
-"""Runs stacks on unpadded tokens: padding is removed, and zeros are returned in its place.
+"""Runs stacks of layers, if possible on the real tokens only, with zeros at padded places.
 
-For bool key padding masks on the CPU. The tokens of all sequences lie behind each
-other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows
-anyway. Taking hidden keys out keeps the order of the others, so causal attention stays what it was.
-In inference layers that are alike are one call on rows. For training, and for other dtypes, encoder
-layers are composed of the public ops: projections, FFN and norms, most of the work, see rows only. For
-attention the projected tokens are put back into (B, L), where padded keys are hidden and padded
-queries are not read again.
+For bool key padding masks on the CPU. The real tokens of all sequences are packed into rows (tokens, M);
+attention gets the row at which each sequence begins, and all other ops work row by row. Removing hidden
+keys keeps the order of the others, so causal attention stays causal. In inference, layers that are
+alike are one call on these rows. In training, and for other dtypes, encoder layers are composed of the
+public ops: projections, FFN and norms, most of the work, run on rows. For attention the projected
+tokens are scattered to (B, L), where padded keys are hidden and padded queries are not computed.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,12 @@ class Rows(NamedTuple):
     """The real tokens of a batch."""
 
     values: Tensor  #: (tokens, M)
-    starts: Tensor  #: (B + 1,), where each sequence begins
-    places: Tensor | None  #: of the tokens among the batch's B * L places; None: all are real
+    starts: Tensor  #: (B + 1,), the row at which each sequence begins
+    places: Tensor | None  #: indices of the tokens among the B * L places; None: all are real
 
 
 def gather(x: Tensor, padding: Tensor | None, batch_first: bool) -> Rows:
-    """The rows of (B, L, M) or (L, B, M) at which padding (B, L) is False."""
+    """Returns the rows of (B, L, M) or (L, B, M) at which padding (B, L) is False."""
     x = x if batch_first else x.transpose(0, 1)
     batch, length, width = x.shape
     flat = x.reshape(batch * length, width)
@@ -48,7 +48,7 @@ def gather(x: Tensor, padding: Tensor | None, batch_first: bool) -> Rows:
 
 
 def scatter(rows: Rows, like: Tensor, batch_first: bool) -> Tensor:
-    """The rows back in the layout of ``like``, zeros at padded places."""
+    """Returns the rows in the layout of ``like``, with zeros at padded places."""
     shape = like.shape if batch_first else like.transpose(0, 1).shape
     flat = rows.values
     if rows.places is not None:
@@ -56,15 +56,6 @@ def scatter(rows: Rows, like: Tensor, batch_first: bool) -> Tensor:
         flat.index_copy_(0, rows.places, rows.values)
     x = flat.view(shape)
     return x if batch_first else x.transpose(0, 1)
-
-
-def clear(x: Tensor, padding: Tensor | None, layer: torch.nn.Module) -> Tensor:
-    """``x`` with zeros at places of a bool padding mask, for where the layers ran on all places."""
-    if padding is None or padding.dtype != torch.bool:
-        return x
-    if padding.dim() == 2 and not layer.self_attn.batch_first:  # type: ignore[union-attr]
-        padding = padding.transpose(0, 1)
-    return x.masked_fill(padding.unsqueeze(-1), 0.0)
 
 
 def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
@@ -76,25 +67,8 @@ def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
     )
 
 
-class Places(NamedTuple):
-    """Where the real tokens of a batch stand."""
-
-    batch: int
-    length: int
-    places: Tensor  #: of the tokens among the batch's B * T places
-    key_lengths: Tensor | None  #: (B,), if padding is at the end of each sequence
-    mask: Tensor | None  #: else (B, 1, 1, T), True = real
-
-    @staticmethod
-    def of(padding: Tensor | None, places: Tensor | None) -> Places:
-        assert padding is not None
-        assert places is not None
-        batch, length = padding.shape
-        return Places(batch, length, places, *masks.of_real(padding))
-
-
-def _fits(layer: torch.nn.Module, x: Tensor) -> bool:
-    """Whether running the layer on rows is what calling it would do, and nothing else."""
+def _can_compose(layer: torch.nn.Module, x: Tensor) -> bool:
+    """True if an encoder layer may be composed on rows: calling it would do nothing else."""
     if is_traced() or not are_plain_on_cpu((x,)):
         return False
     if not fusion.is_unhooked(layer, (TransformerEncoderLayer,)):
@@ -108,58 +82,60 @@ def _fits(layer: torch.nn.Module, x: Tensor) -> bool:
     )
 
 
-def _attend(module: MultiheadAttention, x: Tensor, places: Places, is_causal: bool) -> Tensor:
-    """Self-attention of rows (tokens, M) to rows, out_proj included."""
-    projected = functional.linear(x, module.in_proj_weight, module.in_proj_bias)
-    batch, length = places.batch, places.length
-    spread = projected.new_zeros((batch * length, projected.shape[1]))
-    spread = spread.index_copy(0, places.places, projected)
-    heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)
-    query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-    output, _ = attend_to_heads(
-        query,
-        key,
-        value,
-        places.mask,
-        places.key_lengths,
-        is_causal,
-        dropout_p=module.dropout if module.training else 0.0,
-    )
-    rows = output.transpose(1, 2).reshape(batch * length, x.shape[1])
-    return fusion.linear(module.out_proj, rows.index_select(0, places.places))
+def _compose(
+    layers: torch.nn.ModuleList, rows: Rows, padding: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Returns the result (tokens, M) of encoder layers that are composed on rows."""
+    assert padding is not None
+    assert rows.places is not None
+    places, (batch, length) = rows.places, padding.shape
+    key_lengths, mask = masks.from_padding_mask(padding)
+
+    def attend(layer: TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, torch.nn.Module]:
+        module = layer.self_attn
+        projected = functional.linear(x, module.in_proj_weight, module.in_proj_bias)
+        spread = projected.new_zeros((batch * length, projected.shape[1]))
+        spread = spread.index_copy(0, places, projected)
+        heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        dropout_p = module.dropout if module.training else 0.0
+        output, _ = attend_to_heads(
+            query, key, value, mask, key_lengths, is_causal, dropout_p=dropout_p
+        )
+        attended = output.transpose(1, 2).reshape(batch * length, x.shape[1])
+        attended = fusion.linear(module.out_proj, attended.index_select(0, places))
+        return attended, layer.dropout1
+
+    x = rows.values
+    for layer in layers:
+        x = fusion.compose(layer, x, (partial(attend, layer),))  # type: ignore[arg-type]
+    return x
 
 
-def _on_rows(layer: TransformerEncoderLayer, x: Tensor, places: Places, is_causal: bool) -> Tensor:
-    """The layer on rows (tokens, M)."""
-
-    def attend(y: Tensor) -> tuple[Tensor, torch.nn.Module]:
-        return _attend(layer.self_attn, y, places, is_causal), layer.dropout1
-
-    return fusion.compose(layer, x, (attend,))
-
-
-def run(
+def _run_unpadded(
+    kind: type[torch.nn.Module],
     layers: torch.nn.ModuleList,
     x: Tensor,
     own: Masks,
     padding: Tensor | None,
-    memory: Tensor | None = None,
-    cross: Masks = Masks(),  # noqa: B008 - it cannot be changed
+    memory: Tensor | None,
+    cross: Masks,
 ) -> Tensor | None:
-    """A stack's layers on real tokens only; None where that is not possible or of no use.
-
-    ``padding``: of x; what pads the memory is a mask of ``cross``.
-    """
-    if (padding is None and cross.key_padding is None) or x.dim() != 3:
+    """Returns the stack's output, computed on real tokens only; None if that is not possible or there
+    is no padding to skip."""
+    if x.dim() != 3 or (memory is not None and memory.dim() != 3):
+        return None
+    if kind is TransformerDecoderLayer and memory is None:
+        return None
+    if padding is None and (cross.key_padding is None or own.key_padding is not None):
         return None
     if cross.attention is not None or (own.attention is not None and not own.is_causal):
         return None
-    if memory is not None and memory.dim() != 3:
-        return None
-    kind = TransformerEncoderLayer if memory is None else TransformerDecoderLayer
     own = own._replace(key_padding=None)
-    found = fused_layers.find(layers, x, own, memory, kind=kind)
-    if found is None and (memory is not None or not all(_fits(layer, x) for layer in layers)):
+    calls = fused_layers.find(layers, x, own, memory, kind=kind)
+    if calls is None and (
+        memory is not None or not all(_can_compose(layer, x) for layer in layers)
+    ):
         return None
     first = {layer.self_attn.batch_first for layer in layers}  # type: ignore[union-attr]
     if len(first) != 1:
@@ -170,14 +146,54 @@ def run(
     if memory is not None and not _padding_fits(cross.key_padding, memory, batch_first):
         return None
     rows = gather(x, padding, batch_first)
-    values = rows.values
-    if found is not None:
+    if calls is None:
+        values = _compose(layers, rows, padding, own.is_causal)
+    else:
         source = starts = None
         if memory is not None:
             source, starts, _ = gather(memory, cross.key_padding, batch_first)
-        values = fused_layers.run(found, values, source, rows.starts, starts)
-    else:
-        places = Places.of(padding, rows.places)
-        for layer in layers:
-            values = _on_rows(layer, values, places, own.is_causal)  # type: ignore[arg-type]
+        values = fused_layers.run(calls, rows.values, source, rows.starts, starts)
     return scatter(rows._replace(values=values), x, batch_first)
+
+
+def run_stack(
+    kind: type[torch.nn.Module],
+    layers: torch.nn.ModuleList,
+    x: Tensor,
+    own: Masks,
+    padding: Tensor | None,
+    memory: Tensor | None = None,
+    cross: Masks = Masks(),  # noqa: B008 - it cannot be changed
+) -> Tensor:
+    """Returns the output of a stack: on real tokens, else with alike layers in one call, else layer by
+    layer, whichever is possible first.
+
+    Args:
+        kind: `TransformerEncoderLayer` or `TransformerDecoderLayer`; layers may be of other classes.
+        own, cross: masks of self-attention and of attention to the memory.
+        padding: of x, places at which the output is zero; None: no such places.
+    """
+    output = _run_unpadded(kind, layers, x, own, padding, memory, cross)
+    if output is not None:
+        return output
+    output = fused_layers.try_run(layers, x, own, memory, cross, kind=kind)
+    if output is None:
+        output = x
+        for layer in layers:
+            if kind is TransformerEncoderLayer:
+                output = layer(
+                    output, src_mask=own.attention, is_causal=own.is_causal,
+                    src_key_padding_mask=own.key_padding,
+                )  # fmt: skip
+            else:
+                output = layer(
+                    output, memory, tgt_mask=own.attention, memory_mask=cross.attention,
+                    tgt_key_padding_mask=own.key_padding,
+                    memory_key_padding_mask=cross.key_padding, tgt_is_causal=own.is_causal,
+                    memory_is_causal=cross.is_causal,
+                )  # fmt: skip
+    if padding is None or padding.dtype != torch.bool:
+        return output
+    if padding.dim() == 2 and not layers[0].self_attn.batch_first:  # type: ignore[union-attr]
+        padding = padding.transpose(0, 1)
+    return output.masked_fill(padding.unsqueeze(-1), 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _native
 from .._context import is_exporting, is_traced
-from . import fused_layers, masks, ragged
+from . import masks, ragged
 from .drop_in import DropIn, by_torch, runs_torch_forward, without_kernels
 from .fused_layers import Masks
 from .ops import LayerNorm
@@ -135,19 +135,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
         else:
             padding = src_key_padding_mask if self.skips_padding else None
         own = Masks(mask, src_key_padding_mask, is_causal)
-        output = ragged.run(self.layers, src, own, padding)
-        if output is None:
-            output = fused_layers.try_run(self.layers, src, own, kind=TransformerEncoderLayer)
-            if output is None:
-                output = src
-                for layer in self.layers:
-                    output = layer(
-                        output,
-                        src_mask=mask,
-                        is_causal=is_causal,
-                        src_key_padding_mask=src_key_padding_mask,
-                    )
-            output = ragged.clear(output, padding, self.layers[0])
+        output = ragged.run_stack(TransformerEncoderLayer, self.layers, src, own, padding)
         return output if self.norm is None else self.norm(output)
 
 
@@ -195,27 +183,9 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
         padding = tgt_key_padding_mask if self.skips_padding else None
         own = Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
-        output = None
-        if self.skips_padding or tgt_key_padding_mask is None:
-            output = ragged.run(self.layers, tgt, own, padding, memory, cross)
-        if output is None:
-            output = fused_layers.try_run(
-                self.layers, tgt, own, memory, cross, kind=TransformerDecoderLayer
-            )
-            if output is None:
-                output = tgt
-                for layer in self.layers:
-                    output = layer(
-                        output,
-                        memory,
-                        tgt_mask=tgt_mask,
-                        memory_mask=memory_mask,
-                        tgt_key_padding_mask=tgt_key_padding_mask,
-                        memory_key_padding_mask=memory_key_padding_mask,
-                        tgt_is_causal=tgt_is_causal,
-                        memory_is_causal=memory_is_causal,
-                    )
-            output = ragged.clear(output, padding, self.layers[0])
+        output = ragged.run_stack(
+            TransformerDecoderLayer, self.layers, tgt, own, padding, memory, cross
+        )
         return output if self.norm is None else self.norm(output)
 
 

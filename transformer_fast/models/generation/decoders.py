@@ -289,7 +289,7 @@ class MemoryPlaces:
     @staticmethod
     def of(padding: Tensor | None) -> MemoryPlaces:
         """Converts a mask (B, S), True at padding."""
-        lengths, mask = (None, None) if padding is None else masks.of_real(padding)
+        lengths, mask = (None, None) if padding is None else masks.from_padding_mask(padding)
         return MemoryPlaces(lengths, mask)
 
     def keep(self, sources: Tensor) -> MemoryPlaces:
