@@ -343,7 +343,7 @@ def test_unmasked_layers_in_inference_are_one_operator():
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
     x = torch.randn(2, 10, 64)
     there = x.as_subclass(OnAGpu)
-    taken = transformer_layers._is_one_call_of_torchs
+    taken = transformer_layers._prefers_torch_layer
     with torch.no_grad():
         assert taken(layer, there)
         assert not taken(layer, x)

@@ -149,6 +149,15 @@ def test_second_derivatives_and_functorch_transforms() -> None:
 
     assert torch.equal(curvature(ours), curvature(theirs))
 
+    upstream = torch.randn(2, 4, 5, 6)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(*upstream)
+        (found,) = torch.autograd.grad(ours(tokens), ours.weight, dual)
+        _, tangent = forward_ad.unpack_dual(found)
+    (expected,) = torch.autograd.grad(theirs(tokens), theirs.weight, upstream[1])
+    assert torch.equal(tangent, expected)
+
     def loss(weight: Tensor) -> Tensor:
         return torch.func.functional_call(ours, {"weight": weight}, (tokens,)).pow(2).sum()
 

@@ -545,7 +545,7 @@ def test_device_masks_are_read_once_per_version(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "equal", lambda a, b: (looks.append(a), bool((a == b).all()))[1])
     of = masks._is_causal_on_gpu
-    kept = len(masks._looked_at)
+    kept = len(masks._causal)
     mask = torch.ones(5, 5).triu(1).bool()
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -566,7 +566,7 @@ def test_device_masks_are_read_once_per_version(monkeypatch) -> None:
     assert of(other)
     del mask, other
     looks.clear()
-    assert len(masks._looked_at) == kept
+    assert len(masks._causal) == kept
 
 
 def test_generate_square_subsequent_mask() -> None:

@@ -16,7 +16,7 @@ from .. import nn
 from .._context import PLAIN
 from ..nn import fusion
 from ..nn.drop_in import RECORD
-from ..nn.transformer_layers import may_have_shortcut
+from ..nn.transformer_layers import may_have_fast_path
 
 
 class Change(Protocol):
@@ -267,7 +267,7 @@ def _output_projection(module: torch.nn.Module) -> str | None:
 
 def _skipped_in_inference(layer: Any) -> str | None:
     """Returns the reason if PyTorch's inference path of encoder layers skips a user's part."""
-    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_shortcut(layer):
+    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_fast_path(layer):
         return None
     for name, plain in (
         ("self_attn", (torch.nn.MultiheadAttention, nn.MultiheadAttention)),

@@ -1,5 +1,5 @@
-"""What drop-in modules have in common: their state where `transformer_fast.accelerate` has swapped
-their class, and the calls that `torch.nn` runs: of nested tensors, in torch.fx, without kernels."""
+"""Base of the drop-in modules: state of modules whose class `transformer_fast.accelerate` replaced, and
+the calls that `torch.nn` runs: on nested tensors, in torch.fx, without kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import _native, dispatch
 from .._context import function_mode_is_active, is_observed
 
-#: The attribute that holds the class the module had before, and the one it was given. Instances hold
-#: it, and so do classes that exist for `accelerate` alone.
+#: Name of the attribute that holds the original class and its replacement. Instances have it, and so
+#: do classes that `accelerate` creates.
 RECORD = "_classes_of_accelerate"
 
 
 def recorded_classes(module: torch.nn.Module) -> tuple[type, type] | None:
-    """The class that `accelerate` replaced and its replacement, or None if it did not.
+    """Returns the class that `accelerate` replaced and its replacement, or None.
 
-    The class's own record is that of modules made by ``type(module)(...)``, such as a slice of a
-    Sequential, which `accelerate` has not seen.
+    Modules created by ``type(module)(...)`` after `accelerate`, such as a slice of a Sequential, have the
+    record of their class.
     """
     record: tuple[type, type] | None = module.__dict__.get(RECORD)
     return type(module).__dict__.get(RECORD) if record is None else record
@@ -35,8 +35,8 @@ def recorded_classes(module: torch.nn.Module) -> tuple[type, type] | None:
 class _QConfig:
     """The attribute ``qconfig``, which `torch.ao.quantization` assigns before it converts modules.
 
-    It looks modules up by their exact class, and skips ours without a word. The value is kept in
-    the instance, so that the attribute is missing until it is assigned.
+    It looks modules up by their exact class and silently skips ours; assignment warns of that. The value
+    is stored in the instance, so that the attribute is missing until it is assigned.
     """
 
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
@@ -61,7 +61,7 @@ class _QConfig:
 
 
 def warn_user(message: str) -> None:
-    """Warns at the first line that led here and is not in this package, torch or contextlib."""
+    """Warns at the innermost line of the stack that is not in this package, torch or contextlib."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -73,7 +73,7 @@ def _is_internal(module: str) -> bool:
 
 
 def pytorchs_forward(kind: type) -> Any:
-    """The ``forward`` of a class as the class's own module defines it, or None if it was replaced.
+    """Returns the ``forward`` of a class as the class's own module defines it, or None if replaced.
 
     A replacement that keeps name and module (`functools.wraps`) still has other globals.
     """
@@ -85,7 +85,7 @@ def pytorchs_forward(kind: type) -> Any:
     return None
 
 
-#: By class, the classes whose ``forward`` its calls run, each with that function as it was defined.
+#: By class, pairs of a class whose ``forward`` its calls run, and that function as defined.
 _FORWARDS: dict[type, tuple[tuple[Any, Any], ...]] = {}
 
 
@@ -105,7 +105,7 @@ def note_forward(kind: type) -> None:
 def is_patched(*kinds: type) -> bool:
     """True if ``forward`` was replaced on a class of modules, or on the torch.nn class that it extends.
 
-    Of classes that are neither torch.nn's nor ours the ``forward`` counts that they had when first seen.
+    For classes of other packages it is compared with the ``forward`` that they had at the first call.
     """
     for kind in kinds:
         known = _FORWARDS.get(kind)
@@ -123,8 +123,8 @@ def is_patched(*kinds: type) -> bool:
 class DropIn(torch.nn.Module):
     """Base of the classes that `accelerate` assigns to existing modules.
 
-    Such a module is copied as it is, but pickled as what it was before: a pickle has to load where
-    this library is not installed. On all other instances this has no effect.
+    A copy of such a module keeps its class, but a pickle has the original one, so that it loads where
+    this library is not installed. Other instances are not affected.
     """
 
     qconfig = _QConfig()
@@ -151,8 +151,8 @@ class DropIn(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if is_parametrized(self):
-            # Its state raises when asked for. PyTorch gives classes without a `__deepcopy__` one that
-            # does this.
+            # Parametrised modules refuse to be pickled. PyTorch gives classes without a `__deepcopy__`
+            # one that does this.
             copied = self.__new__(type(self))
             memo[id(self)] = copied
             copied.__dict__ = deepcopy(self.__dict__, memo)
@@ -164,7 +164,7 @@ class DropIn(torch.nn.Module):
 
 
 def _remade(module: DropIn) -> tuple[Any, Any]:
-    """A new instance of the module's own class, and the state it is to get."""
+    """Returns a new instance of the module's own class, and the state to give it."""
     reduced: Any = super(DropIn, module).__reduce_ex__(4)
     make, arguments, state = reduced[:3]
     return make(*arguments), state
@@ -176,7 +176,7 @@ def _give_state(module: Any, state: Any) -> None:
 
 
 def runs_torch_forward(input: Any, kind: type) -> bool:
-    """Whether a module that extends ``kind`` should leave a call on ``input`` to `by_torch`."""
+    """True if a module that extends ``kind`` must run torch.nn's forward on ``input``; see `by_torch`."""
     return (
         isinstance(input, Proxy)
         or is_patched(kind)
@@ -187,8 +187,8 @@ def runs_torch_forward(input: Any, kind: type) -> bool:
 
 
 def without_kernels(input: Any) -> bool:
-    """Whether the native module is missing where ``input`` is, so that `torch.nn`'s own forward is the
-    fastest. A named backend and strict mode ask for the package's ops."""
+    """True if ``input`` is on the CPU, the native module is missing, and no backend is named: then
+    torch.nn's own forward is the fastest. Strict mode, too, requires the package's ops."""
     return (
         _native.module is None
         and getattr(input, "is_cpu", False)
@@ -200,9 +200,9 @@ def without_kernels(input: Any) -> bool:
 def by_torch(
     module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The result of ``forward``, torch's own; for torch.fx one node that calls ``module``.
+    """Returns the result of torch.nn's ``forward``; for torch.fx one node that calls ``module``.
 
-    torch.fx does not look into the modules of torch.nn, and so must not look into ours.
+    torch.fx does not trace into the modules of torch.nn, and must not trace into ours.
     """
     if isinstance(args[0], Proxy):
         tracer: Any = args[0].tracer

@@ -1,7 +1,7 @@
-"""Layers and stacks in one call each, where nobody could tell the difference.
+"""Runs layers and stacks in one call each, if the result is that of their modules.
 
-`find` gives None where a layer has to be composed of ops or modules, and `explain` says why: gradients,
-active dropout, hooks, replaced modules, dtypes and devices that no kernel for layers takes.
+`find` returns None if a layer must be composed of ops or modules, and `explain` gives the reason:
+gradients, active dropout, hooks, replaced modules, dtypes or devices that no kernel for layers supports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .drop_in import DropIn
 from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer
 from .multihead_attention import MultiheadAttention
 
-#: Those of torch.nn give other results for queries that may attend to nothing.
+#: torch.nn's attention gives other results for queries that may attend to nothing.
 _OURS = (MultiheadAttention,)
 _KINDS: dict[str, Any] = {
     "encoder_layer": torch.nn.TransformerEncoderLayer,
@@ -31,7 +31,7 @@ _KINDS: dict[str, Any] = {
 
 
 class Masks(NamedTuple):
-    """What a layer is told about the keys of an attention, in torch.nn's polarity."""
+    """The masks of one attention, in torch.nn's polarity."""
 
     attention: Tensor | None = None
     key_padding: Tensor | None = None
@@ -39,19 +39,19 @@ class Masks(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A call of one or several layers, or of a part of one, and the kernel that takes it."""
+    """A call of one or several layers, or of part of one, and the kernel that runs it."""
 
     kernel: Kernel
-    #: What the kernel is told of the layers.
+    #: The kernel's arguments that describe the layers.
     layers: tuple[Any, ...]
-    #: Mask and whether it is causal, of self-attention and of attention to the memory; the masks in
-    #: SDPA's polarity, (B, H, T, S) or what broadcasts to it.
+    #: (mask, is_causal) of self-attention and of attention to the memory; the masks in SDPA's
+    #: polarity, broadcastable to (B, H, T, S).
     own: tuple[Tensor | None, bool]
     cross: tuple[Tensor | None, bool]
 
 
 def _options(layer: Layer) -> tuple[Any, ...]:
-    """What layers must have in common for one call."""
+    """Returns the options that layers of one call must share."""
     kinds = []
     heads, batch_first = layer.sublayers[0][-2:]
     for one in layer.sublayers:
@@ -61,12 +61,12 @@ def _options(layer: Layer) -> tuple[Any, ...]:
     return kinds, layer.norm_first, heads, batch_first, layer.activation
 
 
-def _seen(
-    given: Masks, source: Tensor, x: Tensor, told: tuple[Any, ...]
+def _to_sdpa(
+    given: Masks, source: Tensor, x: Tensor, layers: tuple[Any, ...]
 ) -> tuple[Tensor | None, bool]:
-    """The mask in SDPA's polarity, and whether it is causal."""
+    """Returns the mask in SDPA's polarity, and whether it is causal."""
     mask, padding, is_causal = given
-    _, _, _, heads, batch_first, *_ = told
+    _, _, _, heads, batch_first, *_ = layers
     if mask is None and padding is None and not is_causal:
         return None, False
     if is_causal and mask is None:
@@ -87,7 +87,10 @@ def _prepare(
     cross: Masks,
     network: bool,
 ) -> list[tuple[Call, tuple[Any, ...]]]:
-    """As few calls as run all layers, and what their kernel is told of them. Raises `Unreadable`."""
+    """Returns as few calls as run all layers, each with its kernel's arguments for them.
+
+    Raises `Unreadable`.
+    """
     if x.dim() != 3:
         raise Unreadable(f"input has {x.dim()} dimensions and not 3")
     groups: list[tuple[tuple[Any, ...], list[Layer]]] = []
@@ -133,10 +136,11 @@ def find(
     network: bool = True,
     kind: type | None = None,
 ) -> list[Fused] | None:
-    """What runs the layers on x, or None where modules have to be called.
+    """Returns the calls that run the layers on x, or None if their modules must be called.
 
-    ``network``: False leaves the last sub-layer out. ``kind``: the class of layers; None if it is the
-    layer that asks, which is not `is_trained`.
+    Args:
+        network: False leaves the last sub-layer out.
+        kind: class of the layers; None: the caller is the layer, and has checked `is_trained`.
     """
     if is_traced() or not dispatch.candidates("encoder_layer", x):
         return None
@@ -146,20 +150,20 @@ def find(
         return None
     found = []
     try:
-        for call, told in _prepare(modules, x, own, memory, cross, network):
+        for call, layers in _prepare(modules, x, own, memory, cross, network):
             kernel = dispatch.find(call)
             if kernel is None:
                 return None
-            seen = _seen(own, x, x, told)
-            other = (None, False) if memory is None else _seen(cross, memory, x, told)
-            found.append(Fused(kernel, told, seen, other))
+            mask = _to_sdpa(own, x, x, layers)
+            other = (None, False) if memory is None else _to_sdpa(cross, memory, x, layers)
+            found.append(Fused(kernel, layers, mask, other))
     except Unreadable:
         return None
     return found
 
 
 def is_trained(layer: Any) -> bool:
-    """Whether the layer's first weight needs a gradient, which is found out before all else is read."""
+    """True if the layer's first weight needs a gradient: a fast check before the layer is read."""
     if not torch.is_grad_enabled():
         return False
     attention = layer._modules.get("self_attn")
@@ -174,13 +178,13 @@ def run(
     starts: Tensor | None = None,
     memory_starts: Tensor | None = None,
 ) -> Tensor:
-    """x through all layers.
+    """Returns the output of all layers.
 
-    ``starts``: x is ragged, (rows, M), batch element b being rows starts[b] to starts[b + 1], and
+    ``starts``: x is packed, (rows, M), and batch element b is rows starts[b] to starts[b + 1];
     ``memory_starts`` likewise.
     """
-    for kernel, told, own, cross in found:
-        x = kernel.run(*told, x, *own, memory, *cross, starts, memory_starts)
+    for kernel, layers, own, cross in found:
+        x = kernel.run(*layers, x, *own, memory, *cross, starts, memory_starts)
     return x
 
 
@@ -192,13 +196,13 @@ def try_run(
     *rest: Any,
     **named: Any,
 ) -> Tensor | None:
-    """x through all layers, or None; arguments as in `find`."""
+    """Returns the output of all layers, or None if `find` does; arguments as there."""
     found = find(modules, x, own, memory, *rest, **named)
     return None if found is None else run(found, x, memory)
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend runs the layer in one call, given its inputs, and why the others do not."""
+    """Explains which backend runs the layer in one call on these inputs, and why the others do not."""
     kind = _KINDS[op]
     if not isinstance(layer, kind):
         raise TypeError(f"layer must be a {kind.__name__}, not {type(layer).__name__}")
@@ -219,10 +223,10 @@ def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
     try:
         if not isinstance(layer, DropIn):
             raise Unreadable("forward is torch.nn's; transformer_fast.accelerate swaps it")
-        ((call, told),) = _prepare([layer], x, own, memory, cross, True)
-        _seen(own, x, x, told)
+        ((call, arguments),) = _prepare([layer], x, own, memory, cross, True)
+        _to_sdpa(own, x, x, arguments)
         if memory is not None:
-            _seen(cross, memory, x, told)
+            _to_sdpa(cross, memory, x, arguments)
     except Unreadable as reason:
         why = {kernel.backend: [f"its {reason}"] for kernel in dispatch.kernels(op)}
         return Explanation(op, None, why, dispatch.COMPOSED)

@@ -1,7 +1,7 @@
-"""Fusion of inner modules, and what Transformer layers consist of, torch.nn's and ours.
+"""Fusion of inner modules, and reading of Transformer layers, torch.nn's and ours.
 
 A module that is hooked, replaced, parametrised, quantised or compiled on its own is called. A layer is
-read only where calling its modules would do nothing else; `Unreadable` says what stands against it.
+read only if calling its modules would do nothing else; `Unreadable` gives the reason why not.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _DECODER = (
 
 
 class Part(NamedTuple):
-    """A module inside of another, and the classes with which it need not be called."""
+    """A module inside another, and the classes for which it need not be called."""
 
     name: str
     module: Any
     kinds: tuple[type, ...]
 
     def why_called(self) -> str | None:
-        """Why the module must be called and cannot be fused, or None."""
+        """Returns the reason why the module must be called and cannot be fused, or None."""
         name, module, kinds = self
         if is_unhooked(module, kinds):
             return None
@@ -67,11 +67,11 @@ class Part(NamedTuple):
 
 
 class Unreadable(Exception):  # noqa: N818 - a reason, not an error
-    """Why a layer has to be called: "<its part> is ..."."""
+    """Raised with the reason why a layer must be called: "<its part> is ..."."""
 
 
 class Kind(IntEnum):
-    """As in ``csrc/cpu/layers/layers.cpp``."""
+    """Kind of a sub-layer, with the codes of ``csrc/cpu/layers/layers.cpp``."""
 
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1
@@ -79,7 +79,7 @@ class Kind(IntEnum):
 
 
 class Norm(NamedTuple):
-    """A layer norm; where ``module`` is not None it is to be called instead."""
+    """A layer norm; if ``module`` is not None, it must be called instead."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -88,10 +88,10 @@ class Norm(NamedTuple):
 
 
 class Sublayer(NamedTuple):
-    """A sub-layer and the norm before it (pre-norm) or behind it.
+    """A sub-layer and the norm before it (pre-norm) or after it.
 
-    Of attention the first weight (3 M, M) is that of queries, keys and values, the second (M, M) the
-    output's; a network's are (F, M) and (M, F).
+    Attention: weight1 (3 M, M) projects queries, keys and values, weight2 (M, M) the output. Feed-forward
+    network: weight1 (F, M), weight2 (M, F).
     """
 
     kind: Kind
@@ -100,12 +100,12 @@ class Sublayer(NamedTuple):
     weight2: Tensor
     bias2: Tensor | None
     norm: Norm
-    #: Of attentions.
+    #: Attention only.
     heads: int = 0
     batch_first: bool = False
 
     def of_query(self) -> tuple[Tensor, Tensor | None]:
-        """The query's projection, (M, M) and (M,)."""
+        """Returns the query's projection, (M, M) and (M,)."""
         width = self.weight1.shape[1]
         return self.weight1[:width], None if self.bias1 is None else self.bias1[:width]
 
@@ -114,18 +114,18 @@ class Layer(NamedTuple):
     """An encoder layer or a decoder layer."""
 
     module: torch.nn.Module
-    #: Self-attention, attention to the memory (a decoder's) and network, unless it was left out.
+    #: Self-attention, attention to the memory (decoder layers), and the network unless left out.
     sublayers: list[Sublayer]
     norm_first: bool
-    #: The network's, by its name where kernels have it.
+    #: The network's activation, by name if kernels support it.
     activation: str | Callable[[Tensor], Tensor] | None
-    #: The largest of its dropouts that are active now.
+    #: Largest probability of the dropouts that are active now.
     dropout_p: float
 
 
 def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
-    """Whether the module is unhooked and unmodified: calling it runs its class's own ``forward`` only,
-    and nothing observes what that calls."""
+    """True if the module is unhooked and unmodified: calling it runs only the ``forward`` of its class,
+    and nothing observes the functions that this calls."""
     return type(module) in classes and not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -140,7 +140,7 @@ def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
 
 
 def a_kind(module: Any) -> str:
-    """``a Linear``, or ``a Linear of peft`` where torch.nn has a class of that name."""
+    """Returns ``a Linear``, or ``a Linear of peft`` if torch.nn has a class of that name."""
     kind = type(module)
     article = "an" if kind.__name__[:1] in "AEIOU" else "a"
     package = kind.__module__.split(".")[0]
@@ -151,7 +151,7 @@ def a_kind(module: Any) -> str:
 def affine(
     module: torch.nn.Module, weight: str = "weight", bias: str = "bias"
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The parameters of these names, without Module.__getattr__, which takes ten times as long."""
+    """Returns these parameters without Module.__getattr__, which takes ten times as long."""
     parameters = module._parameters
     if weight in parameters and bias in parameters:
         return parameters[weight], parameters[bias]
@@ -159,12 +159,12 @@ def affine(
 
 
 def overridden(layer: torch.nn.Module, name: str, base: type) -> bool:
-    """Whether a subclass, or the instance itself, replaces the method ``name`` of ``base``."""
+    """True if a subclass, or the instance itself, replaces the method ``name`` of ``base``."""
     return getattr(type(layer), name) is not getattr(base, name) or name in layer.__dict__
 
 
 def activation_name(activation: Any) -> str | None:
-    """The kernels' name of an activation, or None if they do not have it."""
+    """Returns the kernels' name of an activation, or None if they do not support it."""
     if activation is torch.nn.functional.relu or activation is torch.relu:
         return "relu"
     if activation is torch.nn.functional.gelu:
@@ -189,7 +189,7 @@ def activation_name(activation: Any) -> str | None:
 
 
 def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> None:
-    """`is_unhooked` of all of them, written out: a call for each takes longer than this."""
+    """Raises `Unreadable` unless all are `is_unhooked`; inlined, since a call for each takes longer."""
     for name, module, kinds in parts:
         if (
             type(module) not in kinds
@@ -211,7 +211,7 @@ def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> Non
 
 
 def read_norm(module: Any, width: int) -> Norm:
-    """What a layer norm over so many features consists of."""
+    """Returns the parameters of a layer norm over ``width`` features."""
     if is_unhooked(module, LAYER_NORM) and module.normalized_shape == (width,):
         return Norm(*affine(module), module.eps, None)
     if module is None:
@@ -220,7 +220,7 @@ def read_norm(module: Any, width: int) -> Norm:
 
 
 def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -> Layer:
-    """What an encoder or decoder layer consists of; its own class is the caller's to look at.
+    """Returns the parts of an encoder or decoder layer; the caller checks the layer's own class.
 
     ``attentions``: the classes that its attentions may have. ``network``: False leaves the last
     sub-layer out. Raises `Unreadable`.
@@ -232,7 +232,7 @@ def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -
     for method in methods:
         if method in layer.__dict__ or getattr(type(layer), method) is not getattr(base, method):
             raise Unreadable(f"{method} is replaced")
-    # Module.__getattr__ takes ten times as long, and there are a dozen to get.
+    # Module.__getattr__ takes ten times as long, and a dozen modules are read.
     modules: Any = layer._modules
     parts: list[tuple[str, Any, tuple[type, ...]]] = []
     for name in names:
@@ -280,7 +280,7 @@ def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -
 
 
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:
-    """``module(input)``."""
+    """Returns ``module(input)``."""
     if is_unhooked(module, LINEAR):
         return functional.linear(input, *affine(module))  # type: ignore[arg-type]
     return module(input)
@@ -293,7 +293,7 @@ def feed_forward(
     dropout: torch.nn.Module,
     linear2: torch.nn.Module,
 ) -> Tensor:
-    """``linear2(dropout(activation(linear1(input))))``."""
+    """Returns ``linear2(dropout(activation(linear1(input))))``."""
     name = activation_name(activation)
     if (
         name is not None
@@ -314,7 +314,7 @@ def feed_forward(
 def add_norm(
     input: Tensor, dropout: torch.nn.Module | None, residual: Tensor, norm: torch.nn.Module
 ) -> tuple[Tensor, Tensor]:
-    """``(norm(sum), sum)`` with ``sum = residual + dropout(input)``; no dropout if None."""
+    """Returns ``(norm(sum), sum)`` with ``sum = residual + dropout(input)``; no dropout if None."""
     if (
         is_unhooked(norm, LAYER_NORM)
         and (dropout is None or is_unhooked(dropout, DROPOUT))
@@ -337,9 +337,10 @@ def compose(
     x: Tensor,
     attentions: Sequence[Callable[[Tensor], tuple[Tensor, torch.nn.Module | None]]],
 ) -> Tensor:
-    """An encoder or decoder layer, from its last ``attentions`` on: residual connections and norms.
+    """Returns the output of an encoder or decoder layer, from its last ``attentions`` on, with residual
+    connections and norms.
 
-    Each gives its output, and the dropout that is still to be applied to it.
+    Each attention returns its output, and the dropout that must still be applied to it.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, _, names, dropouts, _ = _DECODER if crossed else _ENCODER

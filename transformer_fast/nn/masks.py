@@ -1,4 +1,4 @@
-"""Masks of the nn modules: checks, torch.nn's polarity to SDPA's, and finding out what is causal.
+"""Masks of the nn modules: checks, conversion to SDPA's polarity, and detection of causal masks.
 
 In torch.nn a bool mask says True = hidden; in `transformer_fast.functional` True = may attend.
 Float masks are added in both.
@@ -26,7 +26,7 @@ def check_masks(
     padding_name: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The two masks, made float where only one is bool; raises and warns as torch does."""
+    """Returns both masks, as float masks if only one is bool; raises and warns as PyTorch does."""
     for mask, name in ((key_padding_mask, padding_name), (attn_mask, attn_name)):
         if mask is not None and not (torch.is_floating_point(mask) or mask.dtype == torch.bool):
             raise AssertionError(f"only bool and floating types of {name} are supported")
@@ -55,7 +55,7 @@ def warn_of_zeros_and_ones(**named: Tensor | None) -> None:
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A torch.nn mask as a float mask: 0 where visible, -inf where hidden."""
+    """Returns a torch.nn mask as a float mask: 0 where visible, -inf where hidden."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
@@ -64,7 +64,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def combine(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int
 ) -> Tensor | None:
-    """One SDPA mask (1 or B, 1 or H, 1 or T, S) from torch.nn's two.
+    """Returns one SDPA mask (1 or B, 1 or H, 1 or T, S) for torch.nn's two.
 
     attn_mask (T, S) or (B * H, T, S); key_padding_mask (B, S). Padding alone stays (B, 1, 1, S);
     only both together need (B, 1 or H, T, S).
@@ -88,8 +88,8 @@ def combine(
 
 
 def from_padding_mask(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What padding (B, S), True = padded, leaves to attend to: lengths (B,) if it is at the end of
-    each sequence, else a mask (B, 1, 1, S) in SDPA's polarity; the other is None."""
+    """Returns (lengths, mask) for padding (B, S), True = padded: the lengths (B,) if it is at the end
+    of each sequence, else a mask (B, 1, 1, S) in SDPA's polarity; the other is None."""
     real = padding.logical_not()
     lengths = real.sum(dim=1)
     first = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
@@ -105,7 +105,7 @@ def to_attention_mask(
     heads: int,
     appended: int = 0,
 ) -> Tensor | None:
-    """The SDPA mask, checked; keys that were appended are visible to all.
+    """Returns the checked SDPA mask; keys that were appended are visible to all queries.
 
     ``sequence`` is the dimension of query's and key's tokens, 0 or 1; the other one is the batch.
     """
@@ -136,9 +136,9 @@ def to_attention_mask(
 
 
 def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
-    """The caller's hint; without one, whether ``mask`` is exactly the causal mask of ``size``.
+    """Returns the caller's hint; without one, True if ``mask`` is exactly the causal mask of ``size``.
 
-    While tracing there is nothing to look at. A mask that is not recognised is simply obeyed.
+    False while tracing, when values are unknown: the mask is then applied as any other.
     """
     if hint is not None:
         return hint is True
@@ -147,29 +147,29 @@ def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
     return _is_causal_on_gpu(mask) if mask.is_cuda else _is_causal(mask)
 
 
-#: For masks on a GPU: version, address and whether they are causal.
-_looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: By mask on a GPU: (version, address), and True if it is causal.
+_causal: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_causal_on_gpu(mask: Tensor) -> bool:
-    """The host waits for the device once for each mask and version, where torch.nn does in each call.
+    """Cached per mask and version, so that the host waits for the device once, not in each call.
 
-    A CUDA graph that is captured reads the mask, which may hold something else at each replay.
+    False while a CUDA graph is captured: at each replay the mask may hold other values.
     """
     if torch.cuda.is_current_stream_capturing():
         return False
     if mask.is_inference():  # it has no version
         return _is_causal(mask)
     now = mask._version, mask.data_ptr()
-    known = _looked_at.get(mask)
-    if known is None or known[0] != now:
-        known = _looked_at[mask] = now, _is_causal(mask)
-    return bool(known[1])
+    cached = _causal.get(mask)
+    if cached is None or cached[0] != now:
+        cached = _causal[mask] = now, _is_causal(mask)
+    return bool(cached[1])
 
 
 def _is_causal(mask: Tensor) -> bool:
     size, hidden = len(mask), True if mask.dtype == torch.bool else -math.inf
-    # Two corners tell most other masks apart before the whole of it is read.
+    # Two corners rule out most other masks before all of it is read.
     if mask.is_cpu and size > 1 and (mask[0, -1].item() != hidden or mask[-1, 0].item() != 0):
         return False
     causal = torch.full((size, size), hidden, dtype=mask.dtype, device=mask.device).triu(1)

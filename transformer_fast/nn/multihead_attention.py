@@ -154,7 +154,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return output, weights
 
     def _mixes_dtypes(self, query: Tensor) -> bool:
-        """Whether no op takes such dtypes: PyTorch's forward adds other biases, or says no."""
+        """True if no op supports these dtypes: PyTorch's forward adds other biases, or raises."""
         if not isinstance(query, Tensor) or not query.is_floating_point():
             return True
         dtype, own = query.dtype, self._parameters
@@ -164,7 +164,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return not torch.is_autocast_enabled(query.device.type)
 
     def _for_one_call(self, query: Tensor) -> list[Tensor] | None:
-        """The projections' parameters, if torch has one operator for a call as small as this."""
+        """Returns the projections' parameters if PyTorch's one operator is faster, else None."""
         out = self.out_proj
         if not (
             self.batch_first
@@ -194,7 +194,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         average_attn_weights: bool,
         sequence: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The batched result, all arguments being checked; ``sequence`` is the dimension of T."""
+        """Returns the result of checked, batched arguments; ``sequence`` is the dimension of T."""
         if sequence is None:
             sequence = int(self.batch_first)
         q, k, v = self._project(query, key, value, sequence)
@@ -215,7 +215,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return output, weights
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether sizes fit each other and the projections."""
+        """True if sizes match each other and the projections."""
         batch = 0 if self.batch_first else 1
         return (
             query.shape[-1] == self.embed_dim
@@ -229,7 +229,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, sequence: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
+        """Returns queries, keys and values (B, H, L, D), views of as few projections as possible."""
         width = self.embed_dim
         weight, bias = fusion.affine(self, "in_proj_weight", "in_proj_bias")
         if self._qkv_same_embed_dim and query is key and key is value:
@@ -251,9 +251,9 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return q, k, v
 
     def _saved(self, x: Tensor) -> Tensor:
-        """What a projection of x saves for its backward: a copy where torch's saves one.
+        """Returns the tensor that a projection of x saves for backward: a copy if PyTorch saves one.
 
-        Code that changes x in place after the call relies on it.
+        Code that changes x in place after the call relies on that.
         """
         weight = self._parameters.get("in_proj_weight")
         if (
@@ -268,7 +268,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return savable(x)
 
     def _heads(self, projected: Tensor, sequence: int, parts: int) -> list[Tensor]:
-        """(..., parts * M) as that many (B, H, L, D)."""
+        """Splits (..., parts * M) into tensors (B, H, L, D)."""
         rows, columns, _ = projected.shape
         split = projected.view(rows, columns, parts * self.num_heads, self.head_dim)
         # Split before transposing: the gradients then meet in the projection's own layout.
@@ -278,7 +278,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return [x.permute(1, 2, 0, 3) for x in tensors]
 
     def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """(B, H, S, D) with the learned key or value, then the zero one, behind the others."""
+        """Appends the learned key or value, then the zero one, to (B, H, S, D)."""
         batch, heads, _, size = x.shape
         parts = [x]
         if bias is not None:

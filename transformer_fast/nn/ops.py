@@ -12,7 +12,7 @@ from .._context import is_observed, is_plain_eager, is_traced
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
-from ..ops.autograd import wants_grad
+from ..ops.autograd import differentiates_again, wants_grad
 from .drop_in import DropIn, by_torch, pytorchs_forward, runs_torch_forward
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
@@ -95,7 +95,7 @@ class RMSNorm(DropIn, torch.nn.RMSNorm):
 
 
 class _LookUp(torch.autograd.Function):
-    """torch's look-up with our gradient of the table."""
+    """PyTorch's look-up with our gradient of the table."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        if grad.requires_grad and torch.is_grad_enabled():  # torch's can be differentiated again
+        if differentiates_again():  # as PyTorch's operator can be
             found = torch.ops.aten.embedding_dense_backward(
                 grad, tokens, ctx.rows, ctx.padding, False
             )

@@ -19,7 +19,7 @@ from .ops import LayerNorm
 from .transformer_layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
-    has_torchs_shortcut,
+    has_fast_path,
 )
 
 
@@ -36,12 +36,13 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
     )
 
 
-def _torchs_zeros(
+def _nested_padding(
     encoder: TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None
 ) -> Tensor | None:
-    """The places that hold zeros because torch would run its encoder on nested tensors, if any.
+    """Returns the places that are zeros because PyTorch would run its encoder on nested tensors, or
+    None.
 
-    What of it depends on values is decided where they are: the host waits for no device.
+    Conditions on values are evaluated on the values' device, so that the host does not wait for it.
     """
     if (
         (is_traced() and not is_exporting())
@@ -57,7 +58,7 @@ def _torchs_zeros(
     if (
         not isinstance(first, torch.nn.TransformerEncoderLayer)
         or first.norm_first
-        or not has_torchs_shortcut(first, src)
+        or not has_fast_path(first, src)
     ):
         return None
     attention = first.self_attn
@@ -65,7 +66,7 @@ def _torchs_zeros(
         return None
     if not encoder.mask_check:
         return padding
-    # A place behind a padded one is padded, too.
+    # Nested tensors need all padding at the end.
     others = (padding[:, :-1] & padding[:, 1:].logical_not()).any()
     if not padding.is_cpu or is_exporting():
         return padding & others.logical_not()
@@ -88,7 +89,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
     reading it would wait for the device. Pass True if the mask is causal.
     """
 
-    #: Whether padded places may hold zeros instead of values; None: where torch has zeros.
+    #: True if padded places may hold zeros instead of values; None: if PyTorch has zeros there.
     skips_padding: bool | None = None
 
     def __init__(
@@ -99,7 +100,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
         enable_nested_tensor: bool = True,
         mask_check: bool = True,
     ) -> None:
-        # Torch warns where it cannot use nested tensors, which is of interest only if it runs the layers.
+        # PyTorch warns if it cannot use nested tensors, which matters only if it runs the layers.
         nested = enable_nested_tensor and _native.module is None
         super().__init__(encoder_layer, num_layers, norm, nested, mask_check)
         self.enable_nested_tensor = enable_nested_tensor
@@ -131,7 +132,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         if self.skips_padding is None:
-            padding = _torchs_zeros(self, src, mask, src_key_padding_mask)
+            padding = _nested_padding(self, src, mask, src_key_padding_mask)
         else:
             padding = src_key_padding_mask if self.skips_padding else None
         own = Masks(mask, src_key_padding_mask, is_causal)
@@ -150,7 +151,7 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
     True`` they are zeros.
     """
 
-    #: Whether padded places of tgt may hold zeros instead of values.
+    #: True if padded places of tgt may hold zeros instead of values.
     skips_padding: bool = False
 
     def forward(
@@ -234,7 +235,7 @@ class Transformer(DropIn, torch.nn.Transformer):
             activation, custom_encoder, custom_decoder, *layer[5:],
         )  # fmt: skip
 
-    if not TYPE_CHECKING:  # for type checkers it is torch's
+    if not TYPE_CHECKING:  # type checkers see PyTorch's signature
 
         @functools.wraps(torch.nn.Transformer.forward)
         def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -21,9 +21,9 @@ _Layer = TypeVar("_Layer", bound=type[torch.nn.Module])
 
 
 def _adopting(kind: _Layer) -> _Layer:
-    """Has layers turn their own attentions and norms, once built by torch, into ours.
+    """Class decorator: a new layer's attentions and norms, built by PyTorch, get our classes.
 
-    Changing the class keeps torch's parameters and their order of initialisation, so that the same
+    Changing the class keeps PyTorch's parameters and their order of initialisation, so that the same
     seed gives the same model.
     """
     init = kind.__init__
@@ -50,7 +50,7 @@ def _attended(
     padding: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor, torch.nn.Module]:
-    """Attention from x to source, and its dropout, as `fusion.compose` wants them."""
+    """Returns attention from x to source, and the dropout that `fusion.compose` applies to it."""
     attended = attention(
         x, source, source, attn_mask=mask, key_padding_mask=padding, need_weights=False,
         is_causal=is_causal,
@@ -58,35 +58,38 @@ def _attended(
     return attended, dropout
 
 
-def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
-    """Whether torch.nn may run an encoder layer in inference as one operator of its own, which is
-    the shortest way on GPUs where no kernel of ours is proven for its attention. No masks."""
+def _prefers_torch_layer(layer: torch.nn.Module, x: Tensor) -> bool:
+    """True if torch.nn's forward runs an encoder layer without masks in inference.
+
+    It may be one PyTorch operator, the fastest way on GPUs on which no kernel of ours is validated for
+    the layer's attention.
+    """
     return (
         x.is_cuda
         and not layer.training
         and not torch.is_grad_enabled()
         and not is_traced()
         and dispatch.named_backend() is None
-        and (dispatch.only_pytorch_runs("attention", x) or _attends_by_torch(layer.self_attn, x))
+        and (dispatch.only_pytorch_runs("attention", x) or _defers_attention(layer.self_attn, x))
     )
 
 
-def _attends_by_torch(attention: Any, x: Tensor) -> bool:
-    """Whether the dispatcher leaves self-attention on x to PyTorch."""
+def _defers_attention(attention: Any, x: Tensor) -> bool:
+    """True if the dispatcher selects PyTorch for self-attention on x."""
     heads = attention.num_heads
     batch, length = (1, *x.shape[:-1])[-2:]
     if x.dim() == 3 and not attention.batch_first:
         batch, length = length, batch
-    # No memory is needed to ask.
+    # The call is only described, so its tensors need no memory.
     query = x.as_strided((batch, heads, length, x.shape[-1] // heads), (0, 0, 0, 0))
     call = dispatch.Call("attention", (query, query, query), False)
     return dispatch.select(call).backend in ("torch", "reference")
 
 
-def may_have_shortcut(layer: Any) -> bool:
-    """Whether torch.nn may run the encoder layer as one operator, given inputs that fit.
+def may_have_fast_path(layer: Any) -> bool:
+    """True if torch.nn runs the encoder layer as one operator for some inputs.
 
-    As torch.nn decides it: by attributes, whatever the classes of the layer's modules.
+    The conditions are torch.nn's: attributes, whatever the classes of the layer's modules.
     """
     attention = layer.self_attn
     return bool(
@@ -100,8 +103,8 @@ def may_have_shortcut(layer: Any) -> bool:
     )
 
 
-def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
-    """Whether torch.nn runs an encoder layer like this one as one operator without gradients."""
+def has_fast_path(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
+    """True if torch.nn runs an encoder layer like this one as one operator without gradients."""
     attention, norms = layer.self_attn, (layer.norm1, layer.norm2)
     return (
         torch.backends.mha.get_fastpath_enabled()
@@ -109,21 +112,21 @@ def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> b
         and not layer.training
         and isinstance(attention, torch.nn.MultiheadAttention)
         and all(isinstance(norm, torch.nn.LayerNorm) for norm in norms)
-        and may_have_shortcut(layer)
+        and may_have_fast_path(layer)
     )
 
 
-def _as_torchs_shortcut_has_it(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    """x in autocast's dtype, where torch.nn's one operator gives results of that dtype.
+def _in_fast_path_dtype(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    """Returns x in autocast's dtype if torch.nn's fast path gives results of that dtype.
 
-    Torch's composed layer leaves the dtype to the residual, and it asks whether autocast is on for
-    CUDA before it takes the operator, also on the CPU.
+    torch.nn's composed layer has the dtype of the residual. On the CPU, too, the fast path is off only
+    under autocast for CUDA.
     """
     if (
         not x.is_cpu
         or not torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")
-        or not has_torchs_shortcut(layer, x)
+        or not has_fast_path(layer, x)
         or any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
     ):
         return x
@@ -170,16 +173,16 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
         """
         if runs_torch_forward(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
-        if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
+        if src_mask is None and src_key_padding_mask is None and _prefers_torch_layer(self, src):
             return super().forward(src)
-        src = _as_torchs_shortcut_has_it(self, src)
+        src = _in_fast_path_dtype(self, src)
         replaced = fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
         if src_mask is not None or src_key_padding_mask is not None:
             src_mask, src_key_padding_mask = masks.check_masks(
                 src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
             )
             if replaced or type(self.self_attn) is not MultiheadAttention:
-                # Torch's layer hands float masks on, and code that is not ours may count on it.
+                # torch.nn's layer passes float masks on, and code that is not ours may rely on it.
                 src_mask = masks.additive(src_mask, src.dtype)
                 src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
@@ -188,7 +191,7 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             done = fused_layers.try_run((self,), src, given)
             if done is not None:
                 return done
-            # Where only the network has to be composed, attention is one call still.
+            # If only the network must be composed, attention is still one call.
             done = fused_layers.try_run((self,), src, given, network=False)
             if done is not None:
                 return fusion.compose(self, done, ())
