@@ -43,6 +43,7 @@ from transformer_fast.specs import OPS
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("threads")]
 
+EXHAUSTIVE = pytest.mark.exhaustive
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 
@@ -241,7 +242,7 @@ def test_relu_inputs_are_away_from_zero():
     )
 
 
-@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("fuses", [pytest.param(False, marks=EXHAUSTIVE), True])
 def test_training_steps_can_be_checked_repeatedly(fuses):
     benchmark_case = models._training(Scope(), models.Case(2, 6, 50, 1), fuses)
     rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
@@ -269,6 +270,7 @@ def test_hand_written_models_match_and_are_rewritten():
     assert not report.left
 
 
+@EXHAUSTIVE
 def test_hand_written_training_steps_have_torch_nn_names(monkeypatch):
     benchmark_case = third_party.training_step(Scope(), models.Case(2, 6, 50, 1))
     rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
@@ -297,7 +299,10 @@ def test_peers_use_the_same_instruction_set(monkeypatch):
     assert refused == str(all(map(importlib.util.find_spec, PEERS["onnx_runtime"].packages)))
 
 
-@pytest.mark.parametrize("op", OPS)
+# `make bench-quick` runs the others too.
+@pytest.mark.parametrize(
+    "op", ["linear", *(pytest.param(op, marks=EXHAUSTIVE) for op in OPS if op != "linear")]
+)
 def test_call_costs_can_be_measured_for_every_op(op):
     rows = list(run_case(ops._call(Scope(quick=True), op), FAST))
     (chosen,) = (row for row in rows if row.chosen)

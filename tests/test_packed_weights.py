@@ -85,7 +85,7 @@ def test_a_written_row_or_column_is_detected(
     dtype: torch.dtype, way: Callable[[Tensor], Tensor], isa: str
 ) -> None:
     choose = random.Random(1)
-    for _ in range(40):
+    for _ in range(20):
         n, k = (choose.choice([1, 2, 15, 64, 127, 200, 300, 513]) for _ in range(2))
         weight = parameter(n, k, dtype)
         x = rows_of(weight, choose.choice([5, 8, 40, 150, 1030]))

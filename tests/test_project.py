@@ -71,6 +71,7 @@ def test_public_items_have_docstrings(item):
         assert len(missing) <= 1 or re.search("rguments.*: as in `", text), missing
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_type_checkers_know_the_names(tmp_path):
     code = [

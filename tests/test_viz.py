@@ -25,7 +25,7 @@ from matplotlib.text import Text
 from examples import pictures
 from transformer_fast import functional, models, nn, training, viz
 
-pytestmark = pytest.mark.sampled(75)
+pytestmark = pytest.mark.sampled(40)
 
 
 def draw(figure: Figure) -> FigureCanvasAgg:

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 STEPS = 6
 #: Number of cases of the op table that run for each op.
-CASES = 6
+CASES = 3
 
 
 def train(strategy: str, folder: Path) -> None:

@@ -41,6 +41,7 @@ def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[di
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.sampled(100, 40)  # half a minute of compilation each
 @pytest.mark.parametrize("architecture", UNIT)
 def test_registers_spills_and_instructions(architecture):
     ours, theirs = (config.attention("attention_forward", a, 64, True, False) for a in (86, 120))
