@@ -413,7 +413,11 @@ def settings():
     assert after == before
 
 
-@pytest.mark.parametrize("peer", [PEERS["inductor_tuned"], PEERS["zentorch"]], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "peer",
+    [pytest.param(PEERS["inductor_tuned"], marks=EXHAUSTIVE), PEERS["zentorch"]],
+    ids=lambda p: p.name,
+)
 @torch.no_grad()
 def test_freezing_compilers_change_neither_weights_nor_settings(peer, settings) -> None:
     if (reason := peer.why_not()) is not None:
