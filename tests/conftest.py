@@ -65,9 +65,9 @@ if interpreted.WHY_NOT is not None:
 
 #: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
 #: their emulators are slow.
-_EMULATED = {"triton": (4, 20), "cuda": (15, 100)}
+_EMULATED = {"triton": (0, 20), "cuda": (15, 100)}
 if torch.cuda.is_available():
-    _EMULATED = {name: (some, 100) for name, (some, _) in _EMULATED.items()}
+    _EMULATED = {"triton": (4, 100), "cuda": (15, 100)}
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.
 _BETWEEN = 50
 _GOLDEN = (5**0.5 - 1) / 2
@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     omits too.
 
     `thorough`: the cases beyond the first percentage of a test's `sampled` mark, and all instruction
-    sets between the lowest and the best. The first case of every test and backend always runs.
+    sets between the lowest and the best. The first case of every test and backend runs, unless the
+    percentage is 0.
     `exhaustive`: the cases beyond the second percentage. The first case of every test, op, backend
     and instruction set always runs. The golden ratio spreads the others evenly over every parameter,
     whatever its period in the order of cases.
