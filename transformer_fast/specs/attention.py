@@ -90,10 +90,6 @@ def _bool_some_rows_empty(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.bools(b, h, t, s) & draw.bools(b, h, t, 1, true=0.7)
 
 
-def _bool_all_false(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(1, 1, 1, 1, true=-1.0)
-
-
 def _bool_strided(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.bools(h, b, s, 2 * t, true=0.7).permute(1, 0, 3, 2)[:, :, ::2]
 
@@ -108,10 +104,6 @@ def _bool_tiles(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     # Blocks of 128 keys, alternately masked out for all queries and visible to all.
     block = torch.arange(s, device=draw.device) // 128
     return (block % 2 == 1)[None, None, None, :] & draw.bools(b, 1, 1, s, true=2.0)
-
-
-def _bool_expanded(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(1, 1, t, s).expand(b, h, t, s)
 
 
 def _float_hiding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
@@ -163,19 +155,7 @@ def _query_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return lengths.repeat_interleave(2)[::2]
 
 
-def _query_lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return _lengths_at_the_ends(draw, b, h, s, t)
-
-
-def _one_query_length(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return torch.tensor([t // 2], device=draw.device).expand(b)
-
-
 # Layouts.
-
-
-def _heads_inside(draw: Draw) -> tuple[Any, ...]:
-    return arrange(*(draw.normal(2, n, 3, 24).transpose(1, 2) for n in (19, 27, 27)))
 
 
 def _packed(draw: Draw) -> tuple[Any, ...]:
@@ -201,10 +181,6 @@ def _one_key_expanded(draw: Draw) -> tuple[Any, ...]:
 def _one_tensor(draw: Draw) -> tuple[Any, ...]:
     x = draw.normal(2, 3, 21, 16)
     return arrange(x, x, x)
-
-
-def _strided_sizes(draw: Draw) -> tuple[Any, ...]:
-    return arrange(*(draw.normal(2, 2, n, 48)[..., 1::3] for n in (17, 40, 40)))
 
 
 def _equal_keys(draw: Draw) -> tuple[Any, ...]:
@@ -274,9 +250,12 @@ CASES = (
     case("bool mask (B,T)", _attention(3, 2, 17, 23, 16, mask=_bools("bt"))),
     case("bool mask (H,S)", _attention(2, 3, 17, 23, 16, mask=_bools("hs"))),
     case("bool mask, empty rows", _attention(2, 3, 17, 23, 16, mask=_bool_some_rows_empty)),
-    case("bool mask, nothing visible", _attention(2, 3, 17, 23, 16, mask=_bool_all_false)),
+    case("bool mask, nothing visible",
+         _attention(2, 3, 17, 23, 16, mask=lambda draw, *_: draw.bools(1, 1, 1, 1, true=-1.0))),
     case("bool mask, strided", _attention(2, 3, 17, 23, 16, mask=_bool_strided)),
-    case("bool mask, expanded", _attention(2, 3, 17, 23, 16, mask=_bool_expanded)),
+    case("bool mask, expanded",
+         _attention(2, 3, 17, 23, 16, mask=lambda draw, b, h, t, s:
+                    draw.bools(1, 1, t, s).expand(b, h, t, s))),
     case("bool mask, hidden ends", _attention(1, 2, 40, 330, 16, mask=_bool_ends)),
     case("bool mask, hidden tiles", _attention(2, 1, 70, 700, 16, mask=_bool_tiles)),
     case("float mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_floats("bhts"))),
@@ -299,7 +278,8 @@ CASES = (
     case("garbage beyond key lengths", _garbage_beyond_lengths),
     case("query lengths", _attention(3, 2, 37, 21, 16, query_lengths=_query_lengths)),
     case("query lengths at the ends",
-         _attention(4, 2, 17, 23, 16, query_lengths=_query_lengths_at_the_ends)),
+         _attention(4, 2, 17, 23, 16, query_lengths=lambda draw, b, h, t, s:
+                    _lengths_at_the_ends(draw, b, h, s, t))),
     case("query lengths, one query", _attention(3, 8, 1, 40, 16, query_lengths=_query_lengths)),
     case("query lengths, many tiles",
          _attention(3, 1, 290, 200, 16, query_lengths=_query_lengths, lengths=_lengths)),
@@ -311,8 +291,8 @@ CASES = (
     case("query lengths, float mask",
          _attention(3, 2, 17, 23, 16, query_lengths=_query_lengths, mask=_floats("hts"))),
     case("query lengths, weights, dropout",
-         _attention(3, 2, 37, 23, 16, query_lengths=_one_query_length, weights=True,
-                    dropout_p=0.2)),
+         _attention(3, 2, 37, 23, 16, weights=True, dropout_p=0.2, query_lengths=lambda draw,
+                    b, h, t, s: torch.tensor([t // 2], device=draw.device).expand(b))),
     case("garbage beyond query lengths", _garbage_beyond_query_lengths),
     case("garbage in the future", _garbage_in_the_future),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
@@ -328,13 +308,15 @@ CASES = (
     case("weights, first keys smallest",
          _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest, weights=True)),
     case("weights, key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths, weights=True)),
-    case("heads inside", _heads_inside),
+    case("heads inside",
+         lambda draw: arrange(*(draw.normal(2, n, 3, 24).transpose(1, 2) for n in (19, 27, 27)))),
     case("packed q, k, v", _packed),
     case("key and value transposed", _key_transposed),
     case("expanded batch", _expanded_batch),
     case("one key, expanded", _one_key_expanded),
     case("one tensor", _one_tensor),
-    case("every third of the head size", _strided_sizes),
+    case("every third of the head size",
+         lambda draw: arrange(*(draw.normal(2, 2, n, 48)[..., 1::3] for n in (17, 40, 40)))),
     case("dropout", _attention(2, 3, 17, 23, 16, dropout_p=0.1)),
     case("dropout, weights, causal", _attention(2, 3, 17, 23, 16, causal=True, dropout_p=0.4,
                                                 weights=True)),
@@ -488,17 +470,13 @@ def _documents(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return (of_query[:, None] == of_key).expand(b, 1, t, s)
 
 
-def _bias(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.normal(1, h, t, s)
-
-
 _VISIBLE: dict[str, dict[str, Any]] = {
     "no mask": {},
     "causal": {"causal": True},
     "key lengths": {"lengths": _padding},
     "lengths of both": {"lengths": _padding, "query_lengths": _padding},
     "documents": {"mask": _documents},
-    "bias": {"mask": _bias},
+    "bias": {"mask": _floats("hts")},
 }
 
 
