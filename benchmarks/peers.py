@@ -192,7 +192,7 @@ class TorchCompile(Peer):
     training = hand_written
 
     def generate(self, adapt: Callable[..., Any]) -> Offer:
-        """A compiled step with a static cache, the default of transformers on GPUs."""
+        """Compiles a step with a static cache, the default of transformers on GPUs."""
         from transformers import CompileConfig
 
         torch._dynamo.reset()

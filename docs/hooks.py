@@ -21,13 +21,13 @@ PLOTS = ROOT / "build" / "plots"
 
 
 def _title(one: report.Machine) -> str:
-    """'AMD EPYC (Zen 5), avx512_bf16, 2 threads', and the date if another page has that title."""
+    """Returns a title such as 'AMD EPYC (Zen 5), avx512_bf16, 2 threads'; with the date if shared."""
     shared = sum(other.title == one.title for other in MACHINES) > 1
     return f"{one.title}, {one.about['date'][:10]}" if shared else one.title
 
 
 def _page(one: report.Machine) -> str:
-    """The machine's part of the report, below a title of its own, headings one level up."""
+    """Returns the machine's part of the report as a page, with headings one level higher."""
     _, _, body = report.markdown([one], PLOTS).partition(f"## {one.line}")
     # Without a table of contents at its right, a table of twelve columns fits.
     head = f"---\nhide: [toc]\n---\n\n# {_title(one)}\n\n{one.line}"

@@ -14,7 +14,7 @@ from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_nor
 
 _LAYERS = ("encoder_layer", "decoder_layer")
 _NAMES = (*OPS, *VARIANTS, "scaled_dot_product_attention", *_LAYERS)
-#: Functions that are not public by the name of their op.
+#: Functions of the ops that have no public function of the same name.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": functional.scaled_dot_product_attention,
     "annotated_layer_norm": annotated_layer_norm,
@@ -48,7 +48,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Raises:
         ValueError: unknown op. TypeError: a module that runs several ops, or none of this package.
-            Whatever the function raises for wrong arguments.
+            For wrong arguments, the exceptions of the function.
     """
     if isinstance(op, torch.nn.Module):
         op, args, kwargs = _call_of(op, args, kwargs)
@@ -67,7 +67,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 def _call_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The name and arguments with which `explain` explains a module's call."""
+    """Returns the op, arguments and keywords that a module's call corresponds to."""
     from . import models, nn
 
     for name, kind in (
@@ -76,7 +76,7 @@ def _call_of(
     ):
         if isinstance(module, kind):
             return name, (module, *args), kwargs
-    forward = type(module).forward  # of a subclass it may call other ops
+    forward = type(module).forward  # a subclass may override it and call other ops
     if (
         isinstance(module, models.AnnotatedLayerNorm)
         and forward is models.AnnotatedLayerNorm.forward

@@ -49,7 +49,7 @@ struct RowTile {
   static constexpr int block = kThreads == kWarp ? 4 * kWarp : kThreads;
   static constexpr int rows = block / kThreads;
   static constexpr int kept = kElements == 0 ? kVector : kElements;
-  // True if the backward reads the next row while it reduces the current one; that is limited to 16
+  // True if the backward reads the next row while it reduces the current one; this takes up to 16
   // registers.
   static constexpr bool prefetches = kElements != 0 && kVector > 1 && kElements <= 2 * kVector;
 

@@ -77,7 +77,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def where(node: Node) -> str:
-    """ "file:line" of the innermost frame of the user's code that created the node; else empty."""
+    """Returns "file:line" of the user's code that created the node; empty if not recorded."""
     trace = node.meta.get("stack_trace") or ""
     frames = [f for f in _FRAME.findall(trace) if "/torch/" not in f[0].replace("\\", "/")]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

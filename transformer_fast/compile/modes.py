@@ -41,7 +41,7 @@ class Modes(NamedTuple):
 
 
 def current_modes() -> Modes:
-    """The modes of this thread."""
+    """Returns the modes of this thread."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -70,7 +70,7 @@ class GraphModes:
                 self._after[node] = modes
 
     def at(self, node: Node) -> Modes:
-        """The modes that the node runs in."""
+        """Returns the modes that the node runs in."""
         if self._after:
             # Inserted nodes set no mode.
             while (node := node.prev).op != "root":
@@ -87,13 +87,13 @@ class GraphModes:
         return any(map(condition, {self._start, *self._after.values()}))
 
     def of_body(self, call: Node) -> Modes:
-        """The modes in which ``call``, a higher-order operator, runs its subgraphs."""
+        """Returns the modes in which ``call``, a higher-order operator, runs its subgraphs."""
         modes = self.at(call)
         setter = _SETTERS.get(getattr(call.target, "__name__", "").removeprefix("wrap_with_"))
         return modes if setter is None else setter(modes, *call.args)
 
     def _set(self, node: Node, modes: Modes) -> Modes:
-        """The modes after a node that sets one."""
+        """Returns the modes after a node that sets one."""
         name = getattr(node.target, "__name__", "").removeprefix("_").removeprefix("enter_")
         if name in _SETTERS and not node.kwargs:
             self._entered[node] = modes

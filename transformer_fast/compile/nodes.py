@@ -45,5 +45,5 @@ def is_single(node: Any) -> bool:
 
 
 def only_user(node: Node) -> Node | None:
-    """The only node that uses this one; None if there are none or several."""
+    """Returns the only node that uses this one; None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None

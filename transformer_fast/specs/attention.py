@@ -57,7 +57,7 @@ def _attention(
 def _in_sequence(
     heads: int, lengths: Sequence[int], size: int, *, causal: bool = False
 ) -> Callable[[Draw], tuple[Any, ...]]:
-    """Packed self-attention; query, key and value are views of one fused projection (N, 3, H, D)."""
+    """Builds packed self-attention on views of one fused projection (N, 3, H, D)."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         rows = draw.normal(sum(lengths), 3, heads, size)
@@ -459,12 +459,12 @@ def _text(masked: str, text: Text) -> list[tuple[Any, ...]]:
 
 
 def _padding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    """Lengths between S / 2 and S."""
+    """Returns lengths between S / 2 and S."""
     return draw.integers(b, end=s // 2 + 1) + (s - s // 2)
 
 
 def _documents(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    """Block-diagonal mask of four concatenated documents: each attends to itself only."""
+    """Returns the block-diagonal mask of four concatenated documents."""
     of_query = torch.arange(t, device=draw.device) * 4 // t
     of_key = torch.arange(s, device=draw.device) * 4 // s
     return (of_query[:, None] == of_key).expand(b, 1, t, s)

@@ -106,7 +106,7 @@ def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove files of `_new_file` whose process has ended: they are not locked."""
+    """Removes files of `_new_file` whose process has ended, which are not locked."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with suppress(OSError):
             descriptor = os.open(left, os.O_RDWR | _NO_LINK | _BINARY)

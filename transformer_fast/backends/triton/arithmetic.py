@@ -34,7 +34,7 @@ _TWICE_SQRT_2_OVER_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """a @ b + accumulator in fp32."""
+    """Returns a @ b + accumulator in fp32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -43,7 +43,7 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32."""
+    """Returns a @ b in fp32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -52,7 +52,7 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def divide(x, y):
-    """x / y in fp32, rounded to nearest.
+    """Returns x / y in fp32, rounded to nearest.
 
     Triton's own ``/`` may be off by two units in the last place. In the mean of rows far from 0, or in
     a factor of a whole row, that is enough to exceed the error budget.
@@ -104,7 +104,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activation_slope(x, KIND: tl.constexpr):
-    """The derivative at x; for relu x may also be relu(x)."""
+    """Returns the derivative at x; for relu, x may also be relu(x)."""
     if KIND == _RELU:
         return tl.where(x > 0.0, 1.0, 0.0)
     if KIND == _GELU:

@@ -223,7 +223,7 @@ def power(scores, base, scale, NATURAL: tl.constexpr):
 
 @triton.jit
 def largest(scores, scale, NATURAL: tl.constexpr):
-    """Returns the row maxima: of natural scores, otherwise of exponents of 2."""
+    """Returns the row maxima of natural scores, or of scores times ``scale``, exponents of 2."""
     if NATURAL:
         return tl.max(scores, 1)
     return tl.max(scores, 1) * scale
