@@ -240,7 +240,7 @@ def operators() -> str:
     formulas = [*flop_registry.items()]
     flop_registry.clear()
     flop_registry.update(formulas)
-    _operator.tell()
+    _operator.register_rules()
     return "cpu"
 
 

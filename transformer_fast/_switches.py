@@ -1,7 +1,7 @@
 """The package's environment variables: what each may be, read once, when the package is imported.
 
-A wrong value is told in one sentence that names the variable: as a `ValueError` to a program, and
-without a traceback to who started one of the commands, ``python -m transformer_fast`` or
+A wrong value raises an error of one sentence that names the variable: a `ValueError` in a program, and
+a `SystemExit`, which shows no traceback, in the commands ``python -m transformer_fast`` and
 ``python -m benchmarks``.
 """
 

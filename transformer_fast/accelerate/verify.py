@@ -361,9 +361,9 @@ def _compare(
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             kinds = (f"{t.dtype} of shape {[*t.shape]}" for t in (new, old))
             return f"the {prefix}{name} is {' instead of '.join(kinds)}"
-        known = old.isfinite()
-        error = _largest(torch.where(known, new - old, 0.0))
-        noise = max((_largest(torch.where(known, m[name] - old, 0.0)) for m in moved), default=0.0)
+        finite = old.isfinite()
+        error = _largest(torch.where(finite, new - old, 0.0))
+        noise = max((_largest(torch.where(finite, m[name] - old, 0.0)) for m in moved), default=0.0)
         allowed = 10 * noise + 10 * _eps(old) * largest
         ratio = error / allowed if allowed else inf if error else 0.0
         if ratio <= worst:
@@ -387,8 +387,8 @@ def _errors(
             right = getattr(exact(), kind)[name]
     except Exception:  # a model may raise anything if it requires a dtype
         return None
-    known = before.isfinite()
-    first, second = (_largest(torch.where(known, x - right, 0.0)) for x in (before, after))
+    finite = before.isfinite()
+    first, second = (_largest(torch.where(finite, x - right, 0.0)) for x in (before, after))
     return first, second
 
 

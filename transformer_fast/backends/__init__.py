@@ -6,4 +6,4 @@ from .triton import warm
 
 __all__ = ["cpu", "cpu_blocks", "cuda", "reference", "torch", "triton", "warm"]
 
-_operator.tell()  # of the operators that all of them have defined
+_operator.register_rules()  # now that all backends have defined their operators

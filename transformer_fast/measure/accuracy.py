@@ -116,7 +116,7 @@ class _Checker:
     ) -> None:
         self.oracle, self.reference, self.names = oracle, reference, names
         # The arguments are kept alive so that their ids stay unique.
-        self._known: dict[tuple[int, int], tuple[Arguments, Truth]] = {}
+        self._truths: dict[tuple[int, int], tuple[Arguments, Truth]] = {}
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
         """Returns (the reference's results in the arguments' dtype, the oracle's results)."""
@@ -135,9 +135,9 @@ class _Checker:
             return named(expected), named(true)
 
         key = id(arguments), tries
-        if key not in self._known:
-            self._known[key] = arguments, find_truth(self.op, arguments, both, max, tries)
-        return self._known[key][1].parity(named(got), self.factor)
+        if key not in self._truths:
+            self._truths[key] = arguments, find_truth(self.op, arguments, both, max, tries)
+        return self._truths[key][1].parity(named(got), self.factor)
 
     @torch.no_grad()
     def __call__(self, result: Any, arguments: Arguments) -> Parity:

@@ -91,15 +91,15 @@ _FORWARDS: dict[type, tuple[tuple[Any, Any], ...]] = {}
 
 def note_forward(kind: type) -> None:
     """Records the ``forward`` of a class, and of the torch.nn class that it extends, for `is_patched`."""
-    known: list[tuple[Any, Any]] = []
+    forwards: list[tuple[Any, Any]] = []
     for base in kind.__mro__:
         if base is kind or "forward" in base.__dict__:
             defined = base.__module__.partition(".")[0] in ("torch", "transformer_fast")
-            known.append((base, pytorchs_forward(base) if defined else base.forward))  # type: ignore[attr-defined]
+            forwards.append((base, pytorchs_forward(base) if defined else base.forward))  # type: ignore[attr-defined]
         if base.__module__.startswith("torch."):
-            _FORWARDS.setdefault(base, tuple(known[-1:]))
+            _FORWARDS.setdefault(base, tuple(forwards[-1:]))
             break
-    _FORWARDS[kind] = tuple(known)
+    _FORWARDS[kind] = tuple(forwards)
 
 
 def is_patched(*kinds: type) -> bool:
@@ -108,13 +108,13 @@ def is_patched(*kinds: type) -> bool:
     For classes of other packages it is compared with the ``forward`` that they had at the first call.
     """
     for kind in kinds:
-        known = _FORWARDS.get(kind)
-        if known is None:
+        forwards = _FORWARDS.get(kind)
+        if forwards is None:
             if torch.compiler.is_compiling():
                 continue
             note_forward(kind)
-            known = _FORWARDS[kind]
-        for base, forward in known:
+            forwards = _FORWARDS[kind]
+        for base, forward in forwards:
             if base.forward is not forward:
                 return True
     return False

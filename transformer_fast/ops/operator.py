@@ -191,9 +191,9 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
         ([Replicate() for _ in results], [Replicate() if n in tensors else None for n in given])
     ]
     for letter in _cuts(rule, given, lead):
-        known = sizes.get(letter, set()) - {1}
+        lengths = sizes.get(letter, set()) - {1}
         # Groups of heads stay together only if both kinds of heads can be cut evenly.
-        if len(known) > 1 and any(size % processes for size in known):
+        if len(lengths) > 1 and any(size % processes for size in lengths):
             continue
         ways.append(
             (
@@ -357,7 +357,7 @@ def _all() -> Iterator[tuple[Any, Rule]]:
         yield from ((overload, one.rule) for overload in one.overloads)
 
 
-def _tell_dtensor(module: ModuleType) -> None:
+def _register_sharding(module: ModuleType) -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -413,7 +413,7 @@ def _decode_flops(
     return total + sum(4 * width * rows * memory.shape[3] for memory in memories)
 
 
-def _tell_flop_counter(module: ModuleType) -> None:
+def _register_flops(module: ModuleType) -> None:
     def formula(operator: Any, rule: Rule) -> Callable[..., int]:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
@@ -427,8 +427,8 @@ def _tell_flop_counter(module: ModuleType) -> None:
             module.register_flop_formula(packet, get_raw=True)(count)
 
 
-def tell() -> None:
-    """Tell DTensor and the flop counter, each once it is imported."""
+def register_rules() -> None:
+    """Registers the rules of all operators with DTensor and the FLOP counter once they are imported."""
     if torch.distributed.is_available():
-        when_imported("torch.distributed.tensor", _tell_dtensor)
-    when_imported("torch.utils.flop_counter", _tell_flop_counter)
+        when_imported("torch.distributed.tensor", _register_sharding)
+    when_imported("torch.utils.flop_counter", _register_flops)

@@ -99,9 +99,9 @@ def _form(tensor: Tensor | None) -> str:
 
 def _errors(got: Tensor, true: Tensor) -> tuple[Tensor, float]:
     """Returns |got - true|, flattened, 0 where one is not finite; and max|true|."""
-    known = true.isfinite() & got.isfinite()
+    finite = true.isfinite() & got.isfinite()
     size = torch.where(true.isfinite(), true.abs(), 0.0).max().item()
-    return torch.where(known, (got.detach().double() - true).abs(), 0.0).flatten(), size
+    return torch.where(finite, (got.detach().double() - true).abs(), 0.0).flatten(), size
 
 
 def relative_error(expected: Tensor | None, true: Tensor | None) -> float:

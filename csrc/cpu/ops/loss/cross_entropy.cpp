@@ -44,11 +44,13 @@ Tensor checked_target(const char* op, const Tensor& target, const Tensor& input,
 
 // Checks the inputs of the backward per row: gradient of the loss, and two statistics saved by the
 // forward.
-void check_rows(const char* op, const Tensor& grad, const Tensor& known, const Tensor& target) {
+void check_rows(const char* op, const Tensor& grad, const Tensor& statistics,
+                const Tensor& target) {
   check_float(op, "grad", grad);
-  check_float(op, "known", known);
+  check_float(op, "statistics", statistics);
   STD_TORCH_CHECK(grad.sizes().equals(target.sizes()), op, ": grad must have the shape of target");
-  STD_TORCH_CHECK(known.numel() == 2 * target.numel(), op, ": known must have two values per row");
+  STD_TORCH_CHECK(statistics.numel() == 2 * target.numel(), op,
+                  ": statistics must have two values per row");
 }
 
 int64_t cross_entropy_grain(int64_t columns) {
@@ -130,26 +132,26 @@ std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ig
   Tensor losses = empty_tensor(input, target.sizes(), true);
   std::vector<int64_t> sizes(target.sizes().begin(), target.sizes().end());
   sizes.push_back(2);
-  Tensor known = empty_tensor(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), true);
+  Tensor statistics = empty_tensor(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), true);
   CrossEntropyArgs args = describe(x, target, ignored, smoothing);
   args.losses = static_cast<float*>(losses.mutable_data_ptr());
-  args.known = static_cast<float*>(known.mutable_data_ptr());
+  args.statistics = static_cast<float*>(statistics.mutable_data_ptr());
   run_cross_entropy(args, x.rows);
-  return {losses, known};
+  return {losses, statistics};
 }
 
 // The gradient lies in memory as the input does: groups that are planes of classes stay so.
-Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,
+Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor statistics,
                               int64_t ignored, double smoothing) {
   const char* op = "cross_entropy_backward";
   const LogitsRows x = logits_rows(op, input);
   target = checked_target(op, target, input, x.classes, ignored);
-  check_rows(op, grad, known, target);
+  check_rows(op, grad, statistics, target);
   const bool expanded = is_expanded(grad);
   if (!expanded) grad = as_contiguous(grad);
-  known = as_contiguous(known);
+  statistics = as_contiguous(statistics);
   CrossEntropyArgs args = describe(x, target, ignored, smoothing);
-  args.known = static_cast<float*>(known.mutable_data_ptr());
+  args.statistics = static_cast<float*>(statistics.mutable_data_ptr());
   const int64_t in_group = input.size(input.dim() - 2);
   Tensor result = x.planes ? empty_tensor(input, {input.size(0), x.classes, in_group})
                            : empty_tensor_like(input);
@@ -236,32 +238,32 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
                                                 int64_t ignored, double smoothing) {
   const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows;
-  Tensor losses = empty_tensor(input, {rows}), known = empty_tensor(input, {rows, 2});
+  Tensor losses = empty_tensor(input, {rows}), statistics = empty_tensor(input, {rows, 2});
   if (call.classes == 0) {  // all rows are ignored
-    for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
-    return {losses, known};
+    for (Tensor* tensor : {&losses, &statistics}) torch::stable::zero_(*tensor);
+    return {losses, statistics};
   }
   CrossEntropyRows so_far(std::min(kRows, rows));
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
     so_far.set(args);
     args.losses = static_cast<float*>(losses.mutable_data_ptr()) + row;
-    args.known = static_cast<float*>(known.mutable_data_ptr()) + 2 * row;
+    args.statistics = static_cast<float*>(statistics.mutable_data_ptr()) + 2 * row;
     run_cross_entropy(args, m);
   });
-  return {losses, known};
+  return {losses, statistics};
 }
 
 // Gradients of input, weight and bias; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     Tensor grad, Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor target,
-    Tensor known, int64_t ignored, double smoothing, bool want_input, bool want_weight,
+    Tensor statistics, int64_t ignored, double smoothing, bool want_input, bool want_weight,
     bool want_bias) {
   const char* op = "linear_cross_entropy_backward";
   const Call call(op, input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows, n = call.classes, k = call.k;
-  check_rows(op, grad, known, call.target);
+  check_rows(op, grad, statistics, call.target);
   grad = as_contiguous(grad);
-  known = as_contiguous(known);
+  statistics = as_contiguous(statistics);
   Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
   Tensor grad_weight = want_weight ? empty_tensor(weight, {n, k}) : empty_tensor(weight, {0});
   Tensor grad_bias = empty_tensor(weight, {want_bias ? n : 0});
@@ -274,7 +276,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   auto* db = static_cast<float*>(grad_bias.mutable_data_ptr());
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor& part) {
     float* logits = const_cast<float*>(static_cast<const float*>(args.logits));
-    args.known = static_cast<float*>(known.mutable_data_ptr()) + 2 * row;
+    args.statistics = static_cast<float*>(statistics.mutable_data_ptr()) + 2 * row;
     run_cross_entropy_gradient(
         {args, static_cast<const float*>(grad.const_data_ptr()) + row, 1, logits, args.layout}, m);
     if (want_input && k > 0) {
@@ -351,7 +353,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   // Parts of about equal size.
   const int64_t parts = (rows + part_rows - 1) / part_rows;
   const int64_t max_rows = (rows + parts - 1) / parts;
-  std::vector<float> ones(grad ? 0 : max_rows, 1.0f), known(2 * max_rows);
+  std::vector<float> ones(grad ? 0 : max_rows, 1.0f), statistics(2 * max_rows);
   void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * max_rows * n);
   for (int64_t row = 0; row < rows; row += max_rows) {
     const int64_t m = std::min(max_rows, rows - row);
@@ -367,7 +369,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     args.ignored = ignored;
     args.smoothing = static_cast<float>(smoothing);
     args.losses = static_cast<float*>(losses.mutable_data_ptr()) + row;
-    args.known = known.data();
+    args.statistics = statistics.data();
     run_cross_entropy(args, m);
     if (!through && !sums) continue;
     const float* scale =

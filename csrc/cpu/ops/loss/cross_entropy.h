@@ -27,13 +27,13 @@ struct CrossEntropyArgs {
   // the target, of classes 0 ... first + columns. nullptr if columns == classes.
   float *row_max, *sum, *shifted_sum, *target_logit;
   // With the last class: the losses (rows), and the largest logit and the log of the sum (rows, 2).
-  float *losses, *known;
+  float *losses, *statistics;
 };
 TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))
 
 // gradient = scale (softmax(logits) - (1 - smoothing) [class is target] - smoothing / classes)
 struct CrossEntropyGradientArgs {
-  CrossEntropyArgs call;  // of it `known` is read
+  CrossEntropyArgs call;  // of it `statistics` is read
   const float* scale;     // (rows), scale_stride apart
   long scale_stride;      // 1, or 0: one for all rows
   void* gradient;         // (rows, columns); may be the logits

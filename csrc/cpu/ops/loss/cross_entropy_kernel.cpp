@@ -210,10 +210,10 @@ void finish(const CrossEntropyArgs& args, long row, long count, const State& sta
     store(row_maxima + i, select(counts, row_max, zero()));
     store(logs + i, select(counts, log_sum, zero()));
   }
-  float* known = args.known + 2 * row;
+  float* statistics = args.statistics + 2 * row;
   for (long i = 0; i < count; ++i) {
-    known[2 * i] = row_maxima[i];
-    known[2 * i + 1] = logs[i];
+    statistics[2 * i] = row_maxima[i];
+    statistics[2 * i + 1] = logs[i];
   }
 }
 
@@ -227,9 +227,9 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
     for (long j = 0; j < n; j += kLanes) store_some(to + j, zero(), n - j);
     return;
   }
-  const float scale = args.scale[row * args.scale_stride], *known = call.known + 2 * row;
+  const float scale = args.scale[row * args.scale_stride], *statistics = call.statistics + 2 * row;
   // Subtracted one after the other: their sum would round away a small log beside a large logit.
-  const Vec row_max = set1(known[0]), log = set1(known[1]), by = set1(scale);
+  const Vec row_max = set1(statistics[0]), log = set1(statistics[1]), by = set1(scale);
   const Vec even = set1(-scale * call.smoothing / static_cast<float>(call.classes));
   const int64_t place = call.target[row] - call.first;
   const bool has = place >= 0 && place < n;
@@ -239,7 +239,7 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
   if (!has) return;
   // In double: if the target is almost certain, the result is a small difference from 1.
   const double s = call.smoothing;
-  const double p = std::exp(static_cast<double>(logit) - known[0] - known[1]);
+  const double p = std::exp(static_cast<double>(logit) - statistics[0] - statistics[1]);
   const double y = scale * (p - (1.0 - s) - s / static_cast<double>(call.classes));
   store_some(to + place, set1(static_cast<float>(y)), 1);
 }
@@ -251,8 +251,8 @@ void gradient_of_tiles(const CrossEntropyGradientArgs& args, long row, long coun
   float scale[kBlockRows] = {};
   count_rows(call, row, count, counted);
   for (long i = 0; i < count; ++i) {
-    row_max[i] = call.known[2 * (row + i)];
-    log[i] = call.known[2 * (row + i) + 1];
+    row_max[i] = call.statistics[2 * (row + i)];
+    log[i] = call.statistics[2 * (row + i) + 1];
     scale[i] = args.scale[(row + i) * args.scale_stride];
   }
   const float share = call.smoothing / static_cast<float>(call.classes);
