@@ -75,10 +75,7 @@ class OneOrMore(argparse.Action):
 
 
 def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
-    """Adds the options that select ops, backend, device, dtype and threads.
-
-    ``more``: help text on the default of ``--device``.
-    """
+    """Adds the options for ops, backend, device, dtype and threads; ``more``: help on the device."""
     parser.add_argument(
         "--op", action=OneOrMore, choices=ops, default=list(ops), metavar="OP",
         help=f"one or more of: {', '.join(ops)} (default: all of them)",
@@ -132,10 +129,7 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
 def text_cases(
     options: argparse.Namespace, device: torch.device, text: Sequence[Batch]
 ) -> Iterator[tuple[str, Callable[[], BenchmarkCase]]]:
-    """Yields (name, builder) of the selected cases on ``text``; builders create the inputs.
-
-    The cases are those of ops, of an encoder layer and of the base Transformer.
-    """
+    """Yields (name, builder) of the selected cases: ops, an encoder layer, the base Transformer."""
     dtype = DTYPES[options.dtype]
     backends = options.backend or [None]
 

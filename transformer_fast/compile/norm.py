@@ -337,10 +337,7 @@ def _rewrite_sum(
 
 
 def _split(first: Node, second: Node) -> tuple[Node, Node, float]:
-    """Returns (sub-layer output, residual, dropout probability).
-
-    The dropout is fused only if this sum is the only user of its result.
-    """
+    """Returns (sub-layer output, residual, probability of a dropout that only this sum uses)."""
     for term, other in ((second, first), (first, second)):
         found = dropout_of(term)
         if found is not None and only_user(term) is not None and term is not other:

@@ -35,19 +35,9 @@ from .oracle import (
 from .oracle import oracle as reference_in_fp64
 
 __all__ = [
-    "GRADIENT_FACTOR",
-    "OUTPUT_FACTOR",
-    "Parity",
-    "Truth",
-    "check",
-    "check_gradients",
-    "gradients",
-    "measure",
-    "measure_gradients",
-    "truth_of",
-    "truth_of_gradients",
-    "upstream",
-]
+    "GRADIENT_FACTOR", "OUTPUT_FACTOR", "Parity", "Truth", "check", "check_gradients", "gradients",
+    "measure", "measure_gradients", "truth_of", "truth_of_gradients", "upstream",
+]  # fmt: skip
 
 #: Largest error allowed for results and for gradients, as a multiple of the reference's error.
 OUTPUT_FACTOR = 2.0

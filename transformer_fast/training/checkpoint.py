@@ -21,12 +21,8 @@ import torch
 from . import processes
 
 __all__ = [
-    "CheckpointError",
-    "random_state",
-    "read_checkpoint",
-    "set_random_state",
-    "write_checkpoint",
-]
+    "CheckpointError", "random_state", "read_checkpoint", "set_random_state", "write_checkpoint",
+]  # fmt: skip
 
 fcntl: ModuleType | None
 try:

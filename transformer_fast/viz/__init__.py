@@ -22,13 +22,9 @@ from .diagram import model_diagram
 from .maps import attention_maps, masks, model_attention
 
 __all__ = [
-    "attention_maps",
-    "loss_curves",
-    "masks",
-    "model_attention",
-    "model_diagram",
+    "attention_maps", "loss_curves", "masks", "model_attention", "model_diagram",
     "positional_encoding",
-]
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -365,10 +365,7 @@ def attention_weights(problem: Problem, row_max: Tensor, row_sum: Tensor) -> Ten
 
 
 def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
-    """Returns an uninitialised tensor with heads and positions in the tensor's order in memory.
-
-    ``packed``: filled with zeros, for rows that belong to no sequence.
-    """
+    """Returns an empty tensor in the memory order of ``tensor``; zeros if ``packed``."""
     found = empty_heads(tensor, tensor.shape[-1])
     return found.zero_() if packed else found
 
