@@ -77,6 +77,13 @@ bool all_hold(const std::vector<tf::Fingerprint*>& fingerprints, int64_t rows) {
   return tf::all_hold(fingerprints, rows);
 }
 
+bool any_negative(uintptr_t address, int64_t count) {
+  const auto* values = reinterpret_cast<const int64_t*>(address);
+  int64_t signs = 0;
+  for (int64_t i = 0; i < count; ++i) signs |= values[i];
+  return signs < 0;
+}
+
 long direct_rows(const std::string& element, long elements) {
   if (element == "float32") return tf::direct_rows(tf::Element::float32, elements);
   if (element == "bfloat16") return tf::direct_rows(tf::Element::bfloat16, elements);
@@ -110,6 +117,8 @@ PYBIND11_MODULE(_C, m) {
         "Fills results of operators with NaN before they are written, for tests; returns the "
         "previous "
         "setting.");
+  m.def("any_negative", &any_negative, py::arg("address"), py::arg("count"),
+        "Whether any of contiguous int64 values is negative.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
         "Largest number of rows for which a product reads an unpacked weight of `elements` "
         "elements of "

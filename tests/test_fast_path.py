@@ -290,6 +290,38 @@ def test_small_losses_ignore_nan_in_ignored_rows(ignored: int) -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "classes", "widens"),
+    [
+        (torch.bfloat16, 64, False), (torch.bfloat16, 10, False),
+        (torch.bfloat16, 20, True), (torch.float16, 64, True),
+    ],
+)  # fmt: skip
+def test_small_losses_of_low_precision_are_pytorchs(
+    dtype: torch.dtype, classes: int, widens: bool
+) -> None:
+    x, target = torch.randn(20, classes, dtype=dtype), torch.randint(classes, (20,))
+    x[0], target[0] = 0.0, 1
+    x[0, 0] = 6e4  # a float16 sum of two such losses overflows
+    wide = x.float() if widens else x
+    ours, theirs = x.clone().requires_grad_(), wide.clone().requires_grad_()
+    loss, expected = functional.cross_entropy(ours, target), F.cross_entropy(theirs, target)
+    assert _ours(lambda: functional.cross_entropy(ours, target)) == []
+    assert torch.equal(loss, expected.to(dtype))
+    for leaf, result in ((ours, loss), (theirs, expected)):
+        result.backward()
+    assert torch.equal(ours.grad, theirs.grad.to(dtype))  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_nan_in_ignored_rows_of_small_losses_is_found(ignored: int, step: int) -> None:
+    x, target = torch.randn(20, 8), torch.arange(40)[::step][:20] % 3
+    assert fast_path.ignores_no_nan(x, target, ignored)
+    target[19], x[19] = ignored, math.nan
+    assert not fast_path.ignores_no_nan(x, target, ignored)
+
+
 def test_small_modules_run_no_kernel() -> None:
     x = torch.randn(2, 7, 32)
     for name in ("Linear", "LayerNorm"):

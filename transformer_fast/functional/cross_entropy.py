@@ -146,12 +146,12 @@ def cross_entropy(
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
     ):
-        is_float = input.dtype is fast_path.FLOAT
+        widens = fast_path.widens_logits(input)
         loss = F.cross_entropy(
-            input if is_float else input.float(),
+            input.float() if widens else input,
             target, None, None, ignore_index, None, reduction, label_smoothing,
         )  # fmt: skip
-        return loss if is_float else loss.to(_result_dtype(input))
+        return loss.to(_result_dtype(input)) if widens else loss
     probable = isinstance(target, Tensor) and target.is_floating_point()
     if defers_to_torch("cross_entropy", backend, input, target):
         others = True
