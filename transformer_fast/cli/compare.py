@@ -75,7 +75,7 @@ class OneOrMore(argparse.Action):
 
 
 def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
-    """Adds the options for ops, backend, device, dtype and threads; ``more``: help on the device."""
+    """Adds the options for ops, backend, device, dtype and threads; ``more``: help on devices."""
     parser.add_argument(
         "--op", action=OneOrMore, choices=ops, default=list(ops), metavar="OP",
         help=f"one or more of: {', '.join(ops)} (default: all of them)",
