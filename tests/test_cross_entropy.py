@@ -370,6 +370,7 @@ def test_memory_is_one_chunk_of_logits(in_parts, at_once, kernel, dtype):
     check_gradients(OP, run, arguments)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory_of_compiled_programs_is_one_chunk(monkeypatch, in_parts, dtype, kernel, summed):
@@ -561,6 +562,7 @@ def batched(loss, x, w, b):
     return torch.autograd.grad(loss(x, w, b, reduction="none"), b, grads, is_grads_batched=True)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", all_derivatives())
 def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
     """Derivatives of any order and mode, and under transforms of torch.func."""

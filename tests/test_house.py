@@ -8,6 +8,7 @@ reason in the commit that raises one.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,7 @@ NAMED_IN = {
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@functools.cache
 def _words_of(path: Path) -> set[str]:
     """Returns a source file's identifiers, imported modules, and strings of one word."""
     text = path.read_text()

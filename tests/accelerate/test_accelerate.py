@@ -529,6 +529,7 @@ def test_pickles_hold_the_original_model(protocol: int) -> None:
     assert type(again[0]) is nn.TransformerEncoderLayer
 
 
+@pytest.mark.thorough
 def test_pickles_load_without_this_library(tmp_path: Path) -> None:
     model = torch.nn.Sequential(encoder_layer(), torch.nn.LayerNorm(M)).eval()
     accelerate(model)

@@ -554,6 +554,7 @@ assert transformer_fast.compile_reports()[0].counts == {"feed_forward": 1}
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", ["", "dynamo"])
 def test_name_is_registered_without_an_entry_point(first: str) -> None:
     """In a checkout that is not installed, whether Dynamo or the package is imported first."""

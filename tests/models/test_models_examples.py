@@ -24,6 +24,7 @@ from examples import tutorials
 from transformer_fast import models
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [by_hand, translation, tutorials])
 def test_page_runs(page: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page.main()

@@ -69,6 +69,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize(("options", "kind"), CALLS, ids=str)
 def test_masks_layouts_and_options(options: dict[str, Any], kind: str, batched: bool) -> None:

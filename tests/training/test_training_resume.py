@@ -64,6 +64,7 @@ def start(path: Path | None, **options: Any) -> training.Trainer:
     return trainer
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("make", LOADERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resume_equals_an_uninterrupted_run(make: Any, accumulate: int, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from transformer_fast.ops.linear import CODES
 from transformer_fast.reference.dropout import dropout, threshold
 from transformer_fast.reference.linear import ACTIVATIONS, activate
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 # Products -----------------------------------------------------------------------------------------
 
