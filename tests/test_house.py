@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 PACKAGE = str(Path(transformer_fast.__file__).parent)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Count(NamedTuple):
@@ -169,13 +170,24 @@ def test_only_the_dispatcher_imports_backends() -> None:
     assert found == IMPORT_BACKENDS
 
 
+def test_intrinsics_stand_in_simd_and_gemm() -> None:
+    cpu = ROOT / "csrc" / "cpu"
+    found = {
+        path.relative_to(cpu).as_posix()
+        for path in cpu.rglob("*")
+        if path.suffix in (".cpp", ".h") and re.search(r"\b_(mm\d*|tile)_", path.read_text())
+    }
+    # The probe measures instructions.
+    assert {name for name in found if not name.startswith(("simd/", "gemm/", "probe/"))} == set()
+    assert "simd/vec.h" in found
+
+
 #: Number of files in the package, csrc, tests and benchmarks that name an op in their code: as an
 #: identifier or a string, not in comments or docstrings. The default limit is ten.
 NAMED_IN = {
     "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 13, "attention": 110, "linear": 106,
     "feed_forward": 68, "cross_entropy": 46, "linear_cross_entropy": 21,
 }  # fmt: skip
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache

@@ -37,5 +37,28 @@ TF_INLINE Words add_products(Words sum, Words x) {
 }
 #endif
 
+// Whether all of n bytes, `step` apart, are zero.
+inline bool all_zero(const char* place, long step, long n) {
+  long j = 0;
+  if (step == 1) {
+    const __m128i zeros = _mm_setzero_si128();
+    const auto load = [&](long i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + i));
+    };
+    for (; j + 32 <= n; j += 32) {
+      const __m128i either = _mm_or_si128(load(j), load(j + 16));
+      if (_mm_movemask_epi8(_mm_cmpeq_epi8(either, zeros)) != 0xffff) return false;
+    }
+    uint64_t eight;
+    for (; j + 8 <= n; j += 8) {
+      std::memcpy(&eight, place + j, 8);
+      if (eight != 0) return false;
+    }
+  }
+  for (; j < n; ++j)
+    if (place[j * step] != 0) return false;
+  return true;
+}
+
 }  // namespace
 }  // namespace tf::TF_ISA

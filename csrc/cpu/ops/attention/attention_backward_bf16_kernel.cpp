@@ -163,7 +163,9 @@ class BackwardBlock : Scores {
  public:
   BackwardBlock(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
                 const BlockMask& mask)
-      : Scores(call, mask, place.scores), args(call), work(place) {}
+      : Scores(call, mask, place.scores[0], place.scores[1] - place.scores[0]),
+        args(call),
+        work(place) {}
 
   // Processes the panels in order; returns false if the rows are out of range of the products.
   bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums, RowsAhead& ahead) {
@@ -184,7 +186,7 @@ class BackwardBlock : Scores {
         P::multiply_to(P::chunk(block, size, lead, 0), size, rows - lead, size, right, false,
                        to + lead * kPanel, kPanel, meanwhile);
       };
-      multiply(work.query, args.size, work.keys + index * work.key_panel, scores[panel.slot]);
+      multiply(work.query, args.size, work.keys + index * work.key_panel, row_scores(panel, 0));
       multiply(work.grad, args.value_size, work.values + index * work.value_panel,
                work.slopes[panel.slot]);
       finish_pending();
@@ -253,7 +255,7 @@ class BackwardBlock : Scores {
     if (by_block || (sums_->by_column && pending_.count == kPanel)) {
       float* to = by_block ? block_sums_ : sums_->place(block_mask.first + i, pending_.start);
       TF_UNROLL for (int u = 0; u < 2; ++u) {
-        _mm_prefetch(reinterpret_cast<const char*>(to + kPanel + u * kLanes), _MM_HINT_T1);
+        prefetch_l2(to + kPanel + u * kLanes);
         store(to + u * kLanes, load(to + u * kLanes) + ds[u]);
       }
       return;
@@ -296,12 +298,12 @@ class BackwardBlock : Scores {
       p[0] = p[1] = ds[0] = ds[1] = zero();
       return;
     }
-    const float* s = scores[panel.slot] + i * kPanel;
-    Vec x[2];
+    const float* s = row_scores(panel, i);
+    Vec x[2], mask[2];
     if (panel.unmasked) {
       TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = scaled(s + u * kLanes);
     } else {
-      apply_mask(panel, i, shared, x);
+      apply_mask(panel, i, shared, mask, x);
     }
     const Vec neg_max = set1(work.neg_max[i]), norm = set1(work.p_norm[i]);
     const Vec delta = set1(work.delta[i]);

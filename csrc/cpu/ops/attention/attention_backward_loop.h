@@ -225,8 +225,7 @@ class RowsAhead {
   TF_INLINE void fetch(long shares) {
     for (long left = (total_ + shares - 1) / shares; left > 0 && at_ < count_; --left) {
       Range& range = ranges_[at_];
-      for (long byte = 0; byte < range.bytes; byte += kLine)
-        _mm_prefetch(range.row + byte, _MM_HINT_T1);
+      for (long byte = 0; byte < range.bytes; byte += kLine) prefetch_l2(range.row + byte);
       range.row += range.stride;
       if (--range.rows == 0) ++at_;
     }

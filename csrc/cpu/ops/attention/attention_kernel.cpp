@@ -262,6 +262,7 @@ struct Block {
       if (!strip.started) prefetch_output(strip);
       for (long j = 0; j < keys.count; j += kPanel) {
         next_head.prefetch_some();
+        mask.prefetch(keys.start + j);
         const float* panel = work.keys + (keys.start + j) * args.size;
         panel_rows<Form::packed>(work.query + strip.index * work.query_stride, work.query_stride,
                                  mask.rows, panel, args.size, scores + j, work.score_stride,

@@ -18,15 +18,21 @@ namespace {
 // multiples of it.
 template <class T>
 constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
-// Whether a block is one tile of gemm.h against a group of keys at a time: a block computes scores
-// up to its last row's limit, so with causal masking small ones save work. Other blocks hold two
-// panels of scores: the matrix unit computes one while the vector unit works on the other.
+// Whether a block is one tile of gemm.h against a group of keys at a time. A block computes all
+// scores that one of its rows needs, so with masks that differ by row small ones save work; and
+// each row reads its mask, and its returned weights fit in cache. Other blocks compute one panel of
+// scores while the vector unit works on the other.
 template <class T>
-bool one_tile(const AttentionShape& args) {
-  return args.causal && Product<T>::kBlockRows % kTileRows == 0;
+bool one_tile(const AttentionArgs& args) {
+  const bool rows_differ = args.causal || (args.mask != nullptr && args.mask_stride[2] != 0);
+  return (rows_differ || args.weights != nullptr) && Product<T>::kBlockRows % kTileRows == 0;
 }
+// Panels of scores that a block keeps: all if they are returned.
 template <class T>
-constexpr long kSlots = kGroupKeys<T> / kPanel;
+long slots(const AttentionArgs& args) {
+  if (args.weights != nullptr) return round_up(args.keys, kPanel) / kPanel;
+  return one_tile<T>(args) ? kGroupKeys<T> / kPanel : 2;
+}
 template <class T>
 struct Workspace {
   using P = Product<T>;
@@ -34,7 +40,7 @@ struct Workspace {
 
   long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel, slot;
   Operand *keys, *values, *query, *weights;
-  float *scores[kSlots<T>], *sums;
+  float *scores, *sums;
   // Per row, kLanes partial sums of the probabilities: rounded as in the product with the values,
   // and unrounded, for the backward and the returned probabilities.
   float *total, *exact;
@@ -60,10 +66,8 @@ struct Workspace {
     take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
     take(query, P::block_size(rows, args.size));
     take(weights, P::block_size(rows, kGroupKeys<T>));
-    slot = one_tile<T>(args) ? round_up(kTileRows, 16) * kPanel : rows * kPanel;
-    take(scores[0], max(2 * rows * kPanel, one_tile<T>(args) ? kSlots<T> * slot : 0));
-    for (long i = 1; i < kSlots<T>; ++i)
-      scores[i] = scores[0] + (one_tile<T>(args) ? i : i % 2) * slot;
+    slot = (one_tile<T>(args) ? round_up(kTileRows, 16) : rows) * kPanel;
+    take(scores, slots<T>(args) * slot);
     take(sums, rows * sum_stride);
     take(total, rows * kLanes);
     if (P::kRounds && (args.row_max != nullptr || args.weights != nullptr)) {
@@ -135,7 +139,7 @@ class Block : Scores {
  public:
   Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, long key_head,
         HeadPrefetcher<T>& next)
-      : Scores(call, mask, place.scores),
+      : Scores(call, mask, place.scores, place.slot),
         args(call),
         work(place),
         key_head_(key_head),
@@ -176,6 +180,10 @@ class Block : Scores {
   }
 
   TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    add(i, e);
+    put(panel, i, P::chunk(work.weights, kWidth, i, column(panel)), row_scores(panel, i), e);
+  }
+  TF_INLINE void add(long i, const Vec (&e)[2]) const {
     // Sums the rounded probabilities, so that O is a weighted mean of the values: a key with all of
     // a row's probability gives exactly its value.
     float* total = work.total + i * kLanes;
@@ -184,9 +192,13 @@ class Block : Scores {
       float* exact = work.exact + i * kLanes;
       store(exact, load(exact) + (e[0] + e[1]));
     }
+  }
+  // After dropout, to the chunk, and over the scores if they are returned.
+  TF_INLINE void put(const Panel& panel, long i, typename P::Operand* chunk, float* s,
+                     Vec (&e)[2]) const {
     if (args.dropout.on) drop_row(panel, i, e);
+    if (args.weights != nullptr) TF_UNROLL for (int u = 0; u < 2; ++u) store(s + u * kLanes, e[u]);
     // Infinities are detected in their sums.
-    auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
     if constexpr (P::kIsBf16x3) {
       P::put_finite(chunk, e[0], e[1]);
     } else {
@@ -205,7 +217,7 @@ class Block : Scores {
   template <class Meanwhile>
   void score(const Panel& panel, const Meanwhile& meanwhile) const {
     P::multiply_to(work.query, args.size, rows, args.size,
-                   work.keys + panel.start / kPanel * work.key_panel, false, scores[panel.slot],
+                   work.keys + panel.start / kPanel * work.key_panel, false, row_scores(panel, 0),
                    kPanel, meanwhile);
     if constexpr (P::kIsBf16x3)
       if (exact_max_) score_fp32(panel);
@@ -220,59 +232,106 @@ class Block : Scores {
       };
       Vec low, high;
       P::fp32_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
-      float* s = scores[panel.slot] + i * kPanel;
+      float* s = row_scores(panel, i);
       store(s, low);
       store(s + kLanes, high);
     }
   }
 
-  // Scores minus the row max as exponents of 2. Results must not depend on which rows form a block,
-  // so the arithmetic is that of unmasked panels. Its order of multiplications differs from
-  // apply_mask(), so scores of about 1e9 differ from their own maximum by more than the exponent
-  // range; recomputed rows get exactly 0 for their largest score, and so do all rows if the
-  // backward will recompute them.
-  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+  // Scores minus the row max as exponents of 2, -inf where the mask is. Results must not depend on
+  // which rows form a block, so the arithmetic is that of exp_simple(). Without an additive mask it
+  // multiplies in another order than apply_mask(), so scores of about 1e9 differ from their own
+  // maximum by more than the exponent range; recomputed rows get exactly 0 for their largest score,
+  // and so do all rows if the backward will recompute them.
+  TF_INLINE void exponents(const Panel& panel, long i, const Vec (&mask)[2], Vec (&x)[2]) const {
     const Vec neg_max = set1(work.neg_max[i]);
-    if (args.mask != nullptr || for_backward() || work.recomputed[i]) {
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], neg_max);
-      return;
+    const float* s = row_scores(panel, i);
+    const bool exact = additive() || for_backward() || work.recomputed[i];
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      x[u] = exact ? exponent(x[u], neg_max)
+                   : select(equal(mask[u], set1(-kInf)), mask[u],
+                            scaled_exponent(s + u * kLanes, neg_max));
     }
-    const float* s = scores[panel.slot] + i * kPanel;
-    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-        fma(load(s + u * kLanes), set1(args.scale * kLog2E), neg_max * set1(kLog2E));
-    mask_out_of_range(panel, i, x);
+  }
+  TF_INLINE Vec scaled_exponent(const float* s, Vec neg_max) const {
+    return fma(load(s), set1(args.scale * kLog2E), neg_max * set1(kLog2E));
   }
 
   // With bf16x3, the backward computes probabilities from scores in the same steps.
   bool for_backward() const { return P::kIsBf16x3 && args.row_max != nullptr; }
+  bool additive() const { return args.mask != nullptr && args.mask_type != Element::boolean; }
 
-  // Whether exp_simple() computes the probabilities of a panel.
-  bool is_simple(const Panel& panel) const {
-    return panel.unmasked && rows_without_max_ == 0 && args.mask == nullptr && !exact_max_ &&
-           !for_backward();
+  // How exp_simple() masks a panel, if it can: not at all, by bytes, by an additive mask, or by
+  // causality and length.
+  enum class Masking { none, bytes, additive, range, other };
+  Masking masking(const Panel& panel) const {
+    if (exact_max_ || for_backward()) return Masking::other;
+    if (additive()) return panel.direct ? Masking::additive : Masking::other;
+    if (panel.unmasked) return Masking::none;
+    if (panel.direct) return Masking::bytes;
+    return args.mask == nullptr ? Masking::range : Masking::other;
   }
 
-  // The probabilities of adjacent panels, all of them simple, row by row.
-  void exp_simple(const Panel* from, const Panel* to) const {
-    const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+  // A vector of a row's scores and mask.
+  struct Place {
+    const Panel& panel;
+    long row;
+    int u;
+    const float* scores;
+    const char* mask;  // if it is read in place
+    Vec neg_max;
+  };
+
+  // The probabilities of adjacent panels whose row maxima are set, row by row. exponent(Place)
+  // returns exponents of 2.
+  template <class Exponent>
+  TF_INLINE void exp_panels(const Panel* from, const Panel* to, const Exponent& exponent) const {
     const bool keeps_exact = P::kRounds && work.exact != work.total;
+    const long step = kLanes * element_bytes(args.mask_type);
     for (long i = 0; i < rows; ++i) {
-      const Vec neg_max = set1(work.neg_max[i]) * base;
+      const Vec neg_max = set1(work.neg_max[i]);
       Vec total = load(work.total + i * kLanes);
       Vec exact = keeps_exact ? load(work.exact + i * kLanes) : zero();
-      const float* s = scores[from->slot] + i * kPanel;
+      float* s = row_scores(*from, i);
+      const char* mask = from->direct ? block_mask.mask_at(i, from->start) : nullptr;
       auto* chunk = P::chunk(work.weights, kWidth, i, column(*from));
       for (const Panel* panel = from; panel < to; ++panel, s += work.slot, chunk += kPanel) {
         Vec e[2];
-        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
-            exp2(fma(load(s + u * kLanes), factor, neg_max), T{});
+        TF_UNROLL for (int u = 0; u < 2; ++u, mask += step) e[u] =
+            exp2(exponent(Place{*panel, i, u, s + u * kLanes, mask, neg_max}), T{});
         total = P::add(total, e[0], e[1]);
         if (keeps_exact) exact = exact + (e[0] + e[1]);
-        if (args.dropout.on) drop_row(*panel, i, e);
-        P::put(chunk, e[0], e[1]);
+        put(*panel, i, chunk, s, e);
       }
       store(work.total + i * kLanes, total);
       if (keeps_exact) store(work.exact + i * kLanes, exact);
+    }
+  }
+  void exp_simple(const Panel* from, const Panel* to) const {
+    const auto unmasked = [&](const Place& at) __attribute__((always_inline)) {
+      return scaled_exponent(at.scores, at.neg_max);
+    };
+    const auto by_bytes = [&](const Place& at) __attribute__((always_inline)) {
+      const auto* bytes = reinterpret_cast<const uint8_t*>(at.mask);
+      return select(bytes_nonzero(bytes), unmasked(at), set1(-kInf));
+    };
+    const auto in_range = [&](const Place& at) __attribute__((always_inline)) {
+      return select(this->in_range(at.panel, at.row, at.u), unmasked(at), set1(-kInf));
+    };
+    switch (masking(*from)) {
+      case Masking::none:
+        return exp_panels(from, to, unmasked);
+      case Masking::bytes:
+        return exp_panels(from, to, by_bytes);
+      case Masking::additive:
+        return dispatch_element(args.mask_type, [&](auto type) {
+          exp_panels(from, to, [&](const Place& at) __attribute__((always_inline)) {
+            const Vec add = load(reinterpret_cast<const decltype(type)*>(at.mask));
+            return exponent(masked(at.scores, add), at.neg_max);
+          });
+        });
+      default:
+        return exp_panels(from, to, in_range);
     }
   }
 
@@ -281,14 +340,29 @@ class Block : Scores {
     const Panel* end = group.panel + group.count;
     for (const Panel *from = group.panel, *to; from < end; from = to) {
       to = from + 1;
-      if (!is_simple(*from)) {
+      if (rows_without_max_ > 0) set_maxima(*from);
+      const Masking how = masking(*from);
+      if (how == Masking::other) {
         pending_ = *from;
         done_ = 0;
         exp_rows(rows);
         continue;
       }
-      while (to < end && to->start == to[-1].start + kPanel && is_simple(*to)) ++to;
+      while (to < end && rows_without_max_ == 0 && to->start == to[-1].start + kPanel &&
+             masking(*to) == how)
+        ++to;
       exp_simple(from, to);
+    }
+  }
+
+  // Sets the row maxima that are not set, from this panel.
+  void set_maxima(const Panel& panel) {
+    const float* shared = shared_mask(panel);
+    for (long i = 0; i < rows; ++i) {
+      if (work.has_max[i]) continue;
+      Vec x[2], mask[2];
+      apply_mask(panel, i, shared, mask, x);
+      set_row_max(i, x);
     }
   }
 
@@ -298,34 +372,22 @@ class Block : Scores {
     const long from = done_;
     if (until <= from) return;
     done_ = until;
-    const float* s = work.scores[pending_.slot] + from * kPanel;
-    if (is_simple(pending_)) {
-      const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+    if (rows_without_max_ == 0 && masking(pending_) == Masking::none) {
+      const float* s = row_scores(pending_, from);
       for (long i = from; i < until; ++i, s += kPanel) {
-        const Vec neg_max = set1(work.neg_max[i]) * base;
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
-            exp2(fma(load(s + u * kLanes), factor, neg_max), T{});
-        put(pending_, i, e);
-      }
-      return;
-    }
-    if (pending_.unmasked && rows_without_max_ == 0) {
-      for (long i = from; i < until; ++i, s += kPanel) {
-        Vec e[2];
-        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
-        exponents(pending_, i, e);
-        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = exp2(e[u], T{});
+            exp2(scaled_exponent(s + u * kLanes, set1(work.neg_max[i])), T{});
         put(pending_, i, e);
       }
       return;
     }
     const float* shared = shared_mask(pending_);
     for (long i = from; i < until; ++i) {
-      Vec x[2];
-      apply_mask(pending_, i, shared, x);
+      Vec x[2], mask[2];
+      apply_mask(pending_, i, shared, mask, x);
       if (!work.has_max[i]) set_row_max(i, x);
-      exponents(pending_, i, x);
+      exponents(pending_, i, mask, x);
       TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
       put(pending_, i, x);
     }
@@ -436,8 +498,8 @@ class Block : Scores {
       const float* shared = shared_mask(panel);
       for (long i = 0; i < rows; ++i) {
         if (work.has_max[i]) continue;
-        Vec x[2];
-        apply_mask(panel, i, shared, x);
+        Vec x[2], mask[2];
+        apply_mask(panel, i, shared, mask, x);
         f(i, x);
       }
     }
@@ -468,6 +530,11 @@ class Block : Scores {
     rows_without_max_ = 0;
   }
 
+  // The slot of a panel's scores: its own if they are returned.
+  int slot_of(const Panel& panel, long otherwise) const {
+    return static_cast<int>(args.weights != nullptr ? panel.start / kPanel : otherwise);
+  }
+
   // Processes the whole block; returns false if a row max did not suffice.
   bool pass() {
     if (one_tile<T>(args)) return pass_groups();
@@ -477,6 +544,7 @@ class Block : Scores {
     pending_.count = 0;
     done_ = rows;
     for (Panel panel = panel_from(0, 0); panel.count > 0;) {
+      panel.slot = slot_of(panel, panel.slot);
       next_.prefetch_some();
       score(panel, [&]() __attribute__((always_inline)) { exp_rows(min(rows, done_ + share)); });
       exp_rows(rows);
@@ -488,7 +556,7 @@ class Block : Scores {
       panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
       pending_ = panel;
       done_ = 0;
-      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot % 2);
     }
     exp_rows(rows);
     accumulate_pv(group);
@@ -499,7 +567,9 @@ class Block : Scores {
   bool pass_groups() {
     Group group;
     for (Panel panel = panel_from(0, 0), last{}; panel.count > 0;) {
+      panel.slot = slot_of(panel, group.count);
       next_.prefetch_some();
+      block_mask.prefetch(panel.start);
       score(panel, [] {});
       panel.draws = last.count == 0 || panel.start / kDraw != last.start / kDraw;
       last = panel;
@@ -510,7 +580,6 @@ class Block : Scores {
         accumulate_pv(group);
         group.count = 0;
       }
-      panel.slot = static_cast<int>(group.count);
     }
     return finish();
   }
@@ -547,35 +616,24 @@ class Block : Scores {
     return did;
   }
 
-  // Writes the probabilities, once row max and row sums are known.
+  // Writes the probabilities, which stand in place of the scores, once row sums are known.
   void write_weights() {
-    rows_without_max_ = 0;
     for (long i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.exact + i * kLanes));
       work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
     }
     T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
     for (long start = 0; start < args.keys; start += kPanel) {
-      const Panel panel = start < block_mask.limit ? panel_from(start, 0) : Panel{};
-      const long count = min(kPanel, args.keys - start);
-      if (panel.count == 0 || panel.start != start) {
-        for (long i = 0; i < rows; ++i)
-          for (long j = 0; j < count; j += kLanes)
-            store_some(first + i * args.keys + start + j, zero(), count - j);
-        continue;
-      }
-      score(panel, [] {});
-      const float* shared = shared_mask(panel);
+      Panel panel = start < block_mask.limit ? panel_from(start, 0) : Panel{};
+      const bool visible = panel.count > 0 && panel.start == start;
+      panel.slot = static_cast<int>(start / kPanel);
       for (long i = 0; i < rows; ++i) {
-        Vec x[2];
-        apply_mask(panel, i, shared, x);
-        exponents(panel, i, x);
         const Vec by = set1(work.exact[i * kLanes]);
-        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
-        if (args.dropout.on) drop_row(panel, i, x);
-        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = x[u] * by;
-        TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
-            store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
+        for (long u = 0; u < kPanel; u += kLanes)
+          if (start + u < args.keys)
+            store_some(first + i * args.keys + start + u,
+                       visible ? load(row_scores(panel, i) + u) * by : zero(),
+                       args.keys - start - u);
       }
     }
   }

@@ -5,32 +5,10 @@
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/simd/convert.h"
+#include "cpu/simd/words.h"
 
 namespace tf::TF_ISA {
 namespace {
-
-// Whether all of n mask bytes, `step` apart, are zero.
-inline bool all_zero(const char* place, long step, long n) {
-  long j = 0;
-  if (step == 1) {
-    const __m128i zeros = _mm_setzero_si128();
-    const auto load = [&](long i) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + i));
-    };
-    for (; j + 32 <= n; j += 32) {
-      const __m128i either = _mm_or_si128(load(j), load(j + 16));
-      if (_mm_movemask_epi8(_mm_cmpeq_epi8(either, zeros)) != 0xffff) return false;
-    }
-    uint64_t eight;
-    for (; j + 8 <= n; j += 8) {
-      std::memcpy(&eight, place + j, 8);
-      if (eight != 0) return false;
-    }
-  }
-  for (; j < n; ++j)
-    if (place[j * step] != 0) return false;
-  return true;
-}
 
 // Whether all of n values of an additive mask, `step` apart, are -inf.
 template <class T>
@@ -76,6 +54,17 @@ struct BlockMask {
     const long offset = b * shape.mask_stride[0] + head * shape.mask_stride[1] +
                         (first + row) * shape.mask_stride[2] + s * shape.mask_stride[3];
     return static_cast<const char*>(shape.mask) + offset * element_bytes(shape.mask_type);
+  }
+
+  // Prefetches a panel of the mask, unless it is broadcast. Its rows are a stride apart that
+  // hardware does not predict.
+  void prefetch(long start) const {
+    if (shape.mask == nullptr || shape.mask_stride[2] == 0 || shape.mask_stride[3] != 1) return;
+    const char* place = mask_at(0, start);
+    const long bytes = element_bytes(shape.mask_type);
+    for (long i = 0; i < rows; ++i, place += shape.mask_stride[2] * bytes)
+      for (long j = 0; j < kPanel * bytes; j += kLine) prefetch_l2(place + j);
+    asm volatile("");  // GCC removes calls of functions that only prefetch
   }
 
   // A row whose mask begins at `place`.
