@@ -308,7 +308,7 @@ def test_small_losses_of_low_precision_are_pytorchs(
     loss, expected = functional.cross_entropy(ours, target), F.cross_entropy(theirs, target)
     assert _ours(lambda: functional.cross_entropy(ours, target)) == []
     assert torch.equal(loss, expected.to(dtype))
-    for leaf, result in ((ours, loss), (theirs, expected)):
+    for result in (loss, expected):
         result.backward()
     assert torch.equal(ours.grad, theirs.grad.to(dtype))  # type: ignore[union-attr, arg-type]
 

@@ -349,17 +349,6 @@ def test_positions_show_the_table_and_curves() -> None:
     assert_legible(figure)
 
 
-def test_positions_of_models() -> None:
-    model = models.LanguageModel(9, 16, 2, 1, 24, positions="learned", max_len=12)
-    figure = viz.positional_encoding(model)
-    expected = model.encoder.embedding.positions.table.detach()
-    torch.testing.assert_close(shown(maps(figure)[0])[0].float(), expected.T)
-    low, high = maps(figure)[0].images[0].get_clim()
-    assert low == -high == -float(expected.abs().max())
-    assert figure.get_suptitle() == "Learned positions: 12 of 12, d_model = 16"
-    assert_legible(viz.positional_encoding(torch.zeros(1, 2), title="One"))
-
-
 def history(scale: float = 1.0) -> training.History:
     found = training.History()
     found.loss = [8.0 * scale, 4.0 * scale, 6.0 * scale]

@@ -321,12 +321,9 @@ def test_custom_layers_are_recomputed() -> None:
     table, project = torch.nn.Embedding(19, 16), torch.nn.Linear(16, 19)
     memory = torch.randn(3, 4, 16)
     arguments: dict[str, Any] = {
-        "embed": lambda ids, start: table(ids),
-        "project": project,
-        "prefix": START,
-        "end_token": END,
-        "max_new_tokens": 6,
-    }
+        "embed": lambda ids, start: table(ids), "project": project, "prefix": START,
+        "end_token": END, "max_new_tokens": 6,
+    }  # fmt: skip
     found = models.generate(decoder, memory, **arguments)
     decoder.eval()
 
@@ -429,17 +426,6 @@ def test_sampling_follows_the_softmax(temperature: float) -> None:
     expected = (logits / temperature).softmax(-1)
     found = distribution(models.Sampling(temperature), logits)
     assert (found - expected).abs().max() < 2e-4
-
-
-def test_top_k() -> None:
-    logits = torch.randn(12)
-    kept = logits >= logits.topk(3).values[-1]
-    expected = logits.masked_fill(~kept, -torch.inf).div(0.7).softmax(-1)
-    found = distribution(models.Sampling(0.7, top_k=3), logits)
-    assert (found - expected).abs().max() < 2e-4
-    assert torch.equal(found > 0, kept)
-    all_of_them = distribution(models.Sampling(top_k=99), logits)
-    assert (all_of_them - logits.softmax(-1)).abs().max() < 2e-4
 
 
 # With 700 tokens, more than the 256 most probable ones are needed.
@@ -597,15 +583,6 @@ def test_beam_search_with_pre_norm_and_without_cache() -> None:
 def test_beam_search_with_a_large_vocabulary() -> None:
     """The best extensions are found block by block then."""
     check(varied(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
-
-
-def test_one_beam_is_greedy() -> None:
-    model = varied(small(), 1.0)
-    source = tokens(23, [7, 3, 5, 1])
-    greedy = model.generate(source, max_new_tokens=12)
-    beam = model.generate(source, models.BeamSearch(1, early_stop=True), max_new_tokens=12)
-    assert torch.equal(greedy.tokens, beam.tokens)
-    assert torch.equal(greedy.lengths, beam.lengths)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.6, 1.5])

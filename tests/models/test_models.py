@@ -290,21 +290,6 @@ def test_attention_weights_of_selected_layers() -> None:
     assert torch.equal(model(source, target), before)
 
 
-def test_attention_weights_equal_plain_pytorch() -> None:
-    model = small()
-    target, memory = tokens(19, [6, 6]), torch.randn(2, 5, 16)
-    with models.attention_weights(model, "decoder.stack.layers.0.self_attn") as weights:
-        model.decode(target, memory)
-    attention = model.decoder.stack.layers[0].self_attn
-    x = model.decoder.embedding(target)
-    projected = torch.nn.functional.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, _ = (part.view(2, 6, 2, 8).transpose(1, 2) for part in projected.chunk(3, -1))
-    scores = q @ k.transpose(-2, -1) / 8**0.5
-    scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
-    found = weights["decoder.stack.layers.0.self_attn"]
-    torch.testing.assert_close(found, scores.softmax(-1).detach())
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_attention_weights_of_torch_nn_modules(grad: bool) -> None:
     theirs = torch.nn.Transformer(16, 2, 1, 1, 24, batch_first=True).eval()

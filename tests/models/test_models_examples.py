@@ -79,16 +79,6 @@ def test_the_annotated_transformer() -> None:
     )
 
 
-def test_greedy_decode_of_the_annotated_transformer() -> None:
-    ours = tutorials.annotated_transformer(23, 11, N=2, d_model=16, d_ff=24, h=2).eval()
-    varied(randomised(ours))
-    source = tokens(23, [7])
-    start = torch.zeros(1, 1, dtype=torch.int64)
-    ys = recomputed(lambda ys: ours.log_probabilities(source, ys)[:, -1], start, 9)
-    found = ours.generate(source, max_new_tokens=9, end_token=-1, prefix=ys[:, :1])
-    assert torch.equal(found.tokens, ys[:, 1:])
-
-
 @pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3), models.Sampling(seed=1)])
 def test_generation_of_a_hand_written_model(method: Any) -> None:
     """Generates the same tokens as this library's model with the same weights."""
