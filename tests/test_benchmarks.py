@@ -365,27 +365,6 @@ def test_peers_of_attention_match_the_reference(name: str, size: int) -> None:
         assert (peer.name in ran) == (peer.why_not() is None and able[peer.name])
 
 
-@pytest.mark.parametrize("name", ["zentorch", "onnx_runtime"])
-def test_unsupported_attention_of_peers_has_a_reason(name: str) -> None:
-    plain = given()
-    for place, value, said in (
-        (7, 0.1, "no dropout"),
-        (9, True, "no grouped heads"),
-        (10, True, "no weights"),
-    ):
-        arguments = (*plain[:place], value, *plain[place + 1 :])
-        offered = PEERS[name].op("attention", arguments)
-        assert said in offered
-
-
-def test_gpu_peers_give_a_reason_on_the_cpu() -> None:
-    both = peers.load(["liger", "flex_attention"])
-    assert both == [PEERS["flex_attention"], PEERS["liger"]]
-    for found in peers.candidates(both, "op", "attention", given()):
-        assert found.run is None
-        assert found.reason
-
-
 def test_candidates_can_run_in_a_subprocess():
     elsewhere = Remote(functools.partial, os.getpid)
     assert elsewhere() not in (os.getpid(), None)

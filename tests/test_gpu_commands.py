@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import python
 from torch._subclasses import FakeTensorMode
 
@@ -448,31 +447,6 @@ def test_an_ops_process_reports_each_trial(capsys, monkeypatch, a_gpu):
     assert asked == [("linear", False), ("linear", True)]
 
 
-def test_dropout_is_compared_with_sdpa(small_cache, monkeypatch):
-    given = []
-    sdpa = F.scaled_dot_product_attention
-
-    def keeping(query, key, value, mask, dropout_p, *rest, **options):
-        given.append((mask, dropout_p))
-        return sdpa(query, key, value, mask, dropout_p, *rest, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", keeping)
-    one = _attention_case(2, 3, 7, 9, 4, "no mask", 0.5)
-    trial = on_device.Trial(one, torch.float32, False, CPU)
-    trial.torchs()["by hand"](*trial.inputs[0])
-    assert given == [(None, 0.5)]
-    for op, arguments in (
-        ("add_layer_norm", (torch.ones(2, 4), torch.ones(2, 4), (4,), None, None, 1e-5, 1.0, None)),
-        (
-            "feed_forward",
-            (*[torch.ones(4, 4)] * 2, None, torch.ones(4, 4), None, "relu", 1.0, None),
-        ),
-    ):
-        found = OPS[op].pytorch(*arguments)
-        dropped = found[1] - 1 if isinstance(found, tuple) else found
-        assert torch.equal(dropped, torch.zeros_like(dropped))
-
-
 class Device:
     """A GPU on a simulated clock: a queue of launches that are executed in order."""
 
@@ -751,14 +725,6 @@ def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
     assert verdicts_of_file() is None
 
 
-def test_ops_without_a_gpu_kernel_here_are_not_measured(comparing, monkeypatch, triton):
-    monkeypatch.setitem(dispatch._state.kernels, "linear", dispatch.kernels("linear")[2:])
-    options = compare.argparse.Namespace(
-        device=None, backend=None, quick=False, op=["linear", "layer_norm", "transformer"]
-    )
-    assert compare.gpu_ops(options) == ["layer_norm"]
-
-
 def test_compare_measures_the_common_cases():
     for op, classes in COMMON.items():
         cases = on_device.cases_of(op, short=True)
@@ -895,12 +861,6 @@ raise SystemExit(gpu.alone("smoke", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device
         {"problem": "ZeroDivisionError in noisy: division by zero"},
         {"result": 0.25},
     ]
-
-
-def test_the_environment_is_recorded():
-    found = gpu.environment({}, CPU, None)
-    assert found["torch"] == torch.__version__
-    json.dumps(found)
 
 
 def test_every_op_dtype_and_backend_is_checked():
@@ -1051,24 +1011,3 @@ class TestTiles:
         found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, ticks(2e-5, 1e-5))
         assert list(found.items()) == [(json.dumps(tiles[1]), 1e-5), ("null", 2e-5)]
         assert 16 in seen
-
-    def test_only_right_tiles_are_timed(self, processes, tmp_path, monkeypatch):
-        outcomes = {"[1]": {"says": "wrong: x"}, "[3]": {"dies": True}}
-
-        def command(stage, items):
-            told = [
-                {"says": one.get("tiles", "right"), **outcomes.get(str(one.get("tile")), {})}
-                for one in items
-            ]
-            return stand_in(stage, told)
-
-        monkeypatch.setattr(gpu, "_command", command)
-        known = {"op": "linear", "function": "matmul"}
-        tiles = [{**known, "tile": tile} for tile in (None, [1], [2], [3])]
-        monkeypatch.setattr(
-            gpu, "tune_items", lambda: [*tiles, {**known, "op": "attention", "tile": [1]}]
-        )
-        gpu._tune(session(tmp_path, stage="tune"))
-        found = written(tmp_path)["tune"]["results"]
-        assert [one["problem"] for one in found if "problem" in one] == ["signal 11"]
-        assert [one["result"] for one in found if "tiles" in one] == [[None, [2]]]

@@ -211,19 +211,6 @@ def test_probes_of_small_and_large_sizes():
     assert ("bf16" in roof.peaks()) == (_native.module.isa() in ("avx512_bf16", "amx"))
 
 
-def test_text_cases_have_different_sentences():
-    texts = text.paragraphs()
-    assert len(texts) > 1000
-    assert all(len(one) >= 80 for one in texts)
-    assert len({len(one) for one in texts}) > 200
-    batches = text.batches(3, 8, longest=300)
-    assert all(batch.tokens.shape[1] <= 300 for batch in batches)
-    assert all(int(batch.lengths.max()) == batch.tokens.shape[1] for batch in batches)
-    assert all(len(set(batch.lengths.tolist())) > 3 for batch in batches)
-    first = bytes(batches[0].tokens[0, : batches[0].lengths[0]].tolist())
-    assert texts[0].startswith(first)
-
-
 def test_text_has_padding_and_shifted_targets():
     batch = text.batch([b"abc", b"defgh"], 4, begin=True)
     pad, begin = text.PADDING, text.BEGIN
