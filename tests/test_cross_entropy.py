@@ -15,6 +15,7 @@ from functorch.compile import make_boxed_func
 from harness import DTYPES, Operators, Watch, kernel_of
 from module_checks import assert_same_numbers, check_budget, tensors, told
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
@@ -577,6 +578,13 @@ def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
         found = function(*arguments)
     torch.testing.assert_close(found, expected)
     assert alive.elements < 1280 * 70 / 2
+
+
+def test_fake_tensors_have_a_backward():
+    with FakeTensorMode():
+        x, target = torch.randn(20, 8, requires_grad=True), torch.randint(8, (20,))
+    F.cross_entropy(x, target).backward()
+    assert isinstance(x.grad, FakeTensor)
 
 
 def test_data_dependent_numbers_of_rows_compile(monkeypatch):

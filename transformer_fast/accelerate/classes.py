@@ -277,8 +277,8 @@ def _skipped_in_inference(layer: Any) -> str | None:
         ("norm2", fusion.LAYER_NORM),
     ):
         inner = getattr(layer, name)
-        known = any(type(inner).forward is cls.forward for cls in plain)
-        if not known or "forward" in inner.__dict__:
+        is_original = any(type(inner).forward is cls.forward for cls in plain)
+        if not is_original or "forward" in inner.__dict__:
             kind = fusion.a_kind(inner)
             return f"in inference PyTorch never calls its {name} ({kind}), {_WOULD}"
     reads = {1: "relu", 2: "gelu"}[layer.activation_relu_or_gelu]

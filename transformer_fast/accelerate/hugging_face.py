@@ -169,14 +169,14 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
         return reason
     kind = type(module)
     for method in {"forward", "feed_forward_chunk"} & vars(ours).keys():
-        known = getattr(theirs, method, None)
-        if known is None or [*inspect.signature(known).parameters] != [
+        original = getattr(theirs, method, None)
+        if original is None or [*inspect.signature(original).parameters] != [
             *inspect.signature(getattr(ours, method)).parameters
         ]:
             return f"{theirs.__name__}.{method} takes other arguments in this transformers"
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
-        if _unwrapped(getattr(kind, method)) is not _unwrapped(known):
+        if _unwrapped(getattr(kind, method)) is not _unwrapped(original):
             return f"{kind.__name__} has its own {method}"
     made = classes.subclass(kind, (ours, kind))
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
@@ -446,11 +446,11 @@ class _PostNorm(FusedLayer):
         return self._residual(y, x, "final_layer_norm")
 
     def _fused(self) -> list[Op]:
-        known = "activation_fn", self.activation_fn, activation_name
+        activation = "activation_fn", self.activation_fn, activation_name
         linears = parts(self, "fc1 fc2", fusion.LINEAR)
         return [
             Op("add_layer_norm", parts(self, self._norms, fusion.LAYER_NORM), self.dropout),
-            Op("feed_forward", linears, self.activation_dropout, known),
+            Op("feed_forward", linears, self.activation_dropout, activation),
         ]
 
 
@@ -542,14 +542,14 @@ class BertLayer(FusedLayer):
     def _fused(self) -> list[Op]:
         inner: Any = self.intermediate
         output: Any = self.output
-        known = type(inner).__name__ == "BertIntermediate", isinstance(output, Output)
+        matches = type(inner).__name__ == "BertIntermediate", isinstance(output, Output)
         found = [
             Part(name, part, (type(part),) if ok else ())
             for name, part, ok in zip(
-                ("intermediate", "output"), (inner, output), known, strict=True
+                ("intermediate", "output"), (inner, output), matches, strict=True
             )
         ]
-        if not all(known):
+        if not all(matches):
             return [Op("feed_forward", found, 0.0)]
         found += [Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in found]
         activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn, activation_name

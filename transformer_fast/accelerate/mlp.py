@@ -107,8 +107,8 @@ class FeedForward(FusedLayer):
         if one[0].dtype != two[0].dtype:
             return []
         assert op.activation is not None
-        _, value, known = op.activation
-        options = {"activation": known(value), "dropout_p": op.dropout_p if training else 0.0}
+        _, value, name_of = op.activation
+        options = {"activation": name_of(value), "dropout_p": op.dropout_p if training else 0.0}
         rows = x(ROWS, one[0].shape[1])
         return [("feed_forward", (rows, *one, *two), options)]
 
@@ -159,8 +159,8 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     net = cache[key]
     if net is None:
         return None
-    value, known = _activation(module, net)
-    if known is None:
+    value, supported = _activation(module, net)
+    if supported is None:
         if not isinstance(value, torch.nn.Module):
             return None
         return f"its {net.activation} is {fusion.a_kind(value)}, which no kernel supports"
@@ -328,9 +328,9 @@ class _Reader:
                 for name in names[1:]:
                     is_module = isinstance(function, types.ModuleType)
                     function = getattr(function, name, None) if is_module else None
-        known = activation_name(function)
-        if known == "gelu" and options in ({"approximate": "tanh"}, {"approximate": "none"}):
+        activation = activation_name(function)
+        if activation == "gelu" and options in ({"approximate": "tanh"}, {"approximate": "none"}):
             return ".gelu_tanh" if options["approximate"] == "tanh" else ".gelu"
-        if known is None or options not in ({}, {"inplace": True}, {"inplace": False}):
+        if activation is None or options not in ({}, {"inplace": True}, {"inplace": False}):
             raise _UnknownError
-        return "." + known
+        return "." + activation

@@ -36,8 +36,8 @@ class Op(NamedTuple):
         reason = next((r for part in self.parts if (r := part.why_called())), None)
         if reason is not None or self.activation is None:
             return None if reason is None else f"its {reason}"
-        name, value, known = self.activation
-        if known(value) is not None:
+        name, value, name_of = self.activation
+        if name_of(value) is not None:
             return None
         is_module = isinstance(value, torch.nn.Module)
         kind = fusion.a_kind(value) if is_module else getattr(value, "__name__", repr(value))
@@ -50,9 +50,13 @@ class Op(NamedTuple):
             shape, rows = norm.normalized_shape, x(ROWS, *norm.normalized_shape)
             return self.name, (rows, rows, shape, norm.weight, norm.bias), p
         first, second = (part.module for part in self.parts if part.kinds is fusion.LINEAR)
-        _, value, known = self.activation
+        _, value, name_of = self.activation
         weights = first.weight, first.bias, second.weight, second.bias
-        return self.name, (x(ROWS, first.in_features), *weights), {"activation": known(value), **p}
+        return (
+            self.name,
+            (x(ROWS, first.in_features), *weights),
+            {"activation": name_of(value), **p},
+        )
 
 
 #: An op and the arguments of an example call.
@@ -131,14 +135,14 @@ def _fused(module: Any) -> list[Op]:
         norms = "norm1 norm2 norm3" if isinstance(module, _LAYERS[1]) else "norm1 norm2"
         linears = parts(module, "linear1 linear2", fusion.LINEAR)
         linears += parts(module, "dropout", fusion.DROPOUT)
-        known = "activation", module.activation, fusion.activation_name
+        activation = "activation", module.activation, fusion.activation_name
         return [
             Op(
                 "add_layer_norm",
                 parts(module, norms, fusion.LAYER_NORM),
                 dropout_p(module.dropout1),
             ),
-            Op("feed_forward", linears, dropout_p(module.dropout), known),
+            Op("feed_forward", linears, dropout_p(module.dropout), activation),
         ]
     return []
 

@@ -61,15 +61,15 @@ def make_plan(
         if module in read:
             continue
         kind = type(module).__name__
-        known = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
-        if known or classes.is_ours(module):
-            own = None if known else classes.overrides_ours(module)
+        changed = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
+        if changed or classes.is_ours(module):
+            own = None if changed else classes.overrides_ours(module)
             if own is not None:
                 report.entries.append(Entry(name, kind, "left", reason=own))
             else:
-                now = known[0].now if known else class_of_ours(type(module))
+                now = changed[0].now if changed else class_of_ours(type(module))
                 report.entries.append(Entry(name, kind, "already", now))
-                read |= _read_by(module, known[0] if known else None)
+                read |= _read_by(module, changed[0] if changed else None)
             continue
         found = _find(name, module, refused, cache)
         quantised = classes.quantised(module)
@@ -211,12 +211,12 @@ def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
     Only modules that directly hold parameters or linear layers count, as hand-written layers and
     attention do. The model itself counts only if all entries are about linear layers.
     """
-    known = {entry.name for entry in report.entries}
-    layers = [n for n in known if not isinstance(model.get_submodule(n), torch.nn.Linear)]
+    reported = {entry.name for entry in report.entries}
+    layers = [n for n in reported if not isinstance(model.get_submodule(n), torch.nn.Linear)]
     return Counter(
         type(module).__name__
         for name, module in model.named_modules()
-        if not (name in known or _package(module) in _SILENT)
+        if not (name in reported or _package(module) in _SILENT)
         and (name or not layers)
         and (
             any(parameter is not None for parameter in module._parameters.values())
