@@ -21,7 +21,8 @@ import hypothesis
 import pytest
 import torch
 
-from transformer_fast import _context, _native, call_cache, dispatch, fast_path
+from transformer_fast import _context, _native, dispatch, fast_path
+from transformer_fast.backends import call_cache
 from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.ops import operator as _operator

@@ -28,6 +28,7 @@ from harness import (
     check_target,
     check_trained,
     in_use,
+    kernel_of,
     on,
     run,
     same_bits,
@@ -39,7 +40,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_fast import _native
 from transformer_fast import functional as F
-from transformer_fast.backends import cpu
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
 from transformer_fast.ops.attention import TRAINING
@@ -555,7 +555,7 @@ def test_equal_values_give_query_and_key_gradients_near_zero(queries, dtype, isa
     value = integers(60, 120, 1, 2, 1, 16).expand(1, 2, 256, 16).contiguous()
     grad = integers(-9, 9, 1, 2, queries, 16)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    output, _ = cpu.attention(*arrange(*inputs))
+    output, _ = kernel_of("attention").run(*arrange(*inputs))
     torch.testing.assert_close(output, value[:, :, :1].expand_as(output), rtol=0, atol=0)
     dquery, dkey = torch.autograd.grad(output, (query, key), grad)
     # The largest sum of |dO V|, times one unit of rounding for dP and one for delta.
@@ -621,7 +621,7 @@ def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generato
 
 def check_gradients_of(*qkv: Tensor, **options: Any) -> None:
     with nan_memory():
-        check_gradients("attention", cpu.attention, arrange(*qkv, **options))
+        check_gradients("attention", kernel_of("attention").run, arrange(*qkv, **options))
 
 
 def every_broadcast() -> list[tuple[bool, ...]]:
@@ -990,11 +990,11 @@ def test_errors_are_smaller_than_pytorchs(target):
 def test_gradients_have_the_strides_of_their_tensors():
     packed = torch.randn(2, 9, 3, 4, 8)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in packed.unbind(2))
-    output, _ = cpu.attention(*arrange(q, k, v))
+    output, _ = kernel_of("attention").run(*arrange(q, k, v))
     for grad in torch.autograd.grad(output.sum(), (q, k, v)):
         assert grad.transpose(1, 2).is_contiguous()
     q, k, v = (x.requires_grad_() for x in tensors(9, 9, 8, heads=4))
-    output, _ = cpu.attention(*arrange(q, k, v))
+    output, _ = kernel_of("attention").run(*arrange(q, k, v))
     for grad in torch.autograd.grad(output.sum(), (q, k, v)):
         assert grad.is_contiguous()
 
@@ -1039,7 +1039,7 @@ def test_training_does_not_store_the_scores() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(4096, 4096, 8, batch=1, heads=8))
 
     def train() -> None:
-        output, _ = cpu.attention(*arrange(q, k, v, causal=True))
+        output, _ = kernel_of("attention").run(*arrange(q, k, v, causal=True))
         torch.autograd.grad(output.sum(), (q, k, v))
 
     assert grown(train) < 160
@@ -1064,7 +1064,7 @@ def test_no_score_matrix_is_stored(kind: str) -> None:
     arguments = arrange(*tensors(KEYS, KEYS, 8, batch=1, heads=1), **NEEDS_NO_SQUARE[kind])
 
     def attend() -> None:
-        output, _ = cpu.attention(*arguments)
+        output, _ = kernel_of("attention").run(*arguments)
         assert output.isfinite().all()
 
     assert grown(attend) < 24

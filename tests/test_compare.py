@@ -80,7 +80,7 @@ def test_compare_in_low_precision(capsys, dtype):
 def test_wrong_kernels_fail_the_run(capsys, monkeypatch):
     right = kernel_of("layer_norm", "reference")
     wrong = dataclasses.replace(
-        right, backend="cpu", run=lambda *arguments: right.run(*arguments) + 1e-3
+        right, backend="cpu", function=lambda arguments: right.function(arguments) + 1e-3
     )
     before = dispatch.kernels("layer_norm")
     monkeypatch.setitem(dispatch._state.kernels, "layer_norm", before)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import kernel_of, python
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import transformer_fast
@@ -22,23 +24,48 @@ from transformer_fast import (
     functional,
     nn,
     proof,
+    reference,
     strict,
     use_backend,
 )
 from transformer_fast._context import settings
-from transformer_fast.dispatch import Call, Kernel, PreferLater, register, rows, select, why_not
+from transformer_fast.dispatch import (
+    Call,
+    Kernel,
+    PreferLater,
+    make_call,
+    register,
+    rows,
+    select,
+    why_not,
+)
+from transformer_fast.ops.arguments import (
+    RECORDS,
+    AttentionArguments,
+    FeedForwardArguments,
+    LayerNormArguments,
+    LinearArguments,
+)
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOAT = frozenset({torch.float32})
 X = torch.zeros(2, 3)
-CALL = Call("linear", (X,), False)
+
+
+def linear(*tensors: Tensor | None, grad: bool = False, activation: Any = None) -> Call:
+    """Returns a call of linear; tensors are its input, weight, bias and residual."""
+    x, weight, bias, residual = (*tensors, None, None, None)[:4]
+    return make_call(LinearArguments(x, weight, bias, activation, residual), grad)  # type: ignore[arg-type]
+
+
+CALL = linear(X)
 
 
 def runs_as(name):
     """Returns a kernel function that returns the name."""
-    return lambda *arguments: name
+    return lambda arguments: name
 
 
 @pytest.fixture
@@ -46,10 +73,30 @@ def table(monkeypatch):
     """Installs an empty table of kernels; returns a function that adds a kernel for linear."""
     monkeypatch.setattr(dispatch, "_state", dispatch._State(kernels={"linear": ()}))
 
-    def add(backend, **limits):
-        register(Kernel("linear", backend, runs_as(backend), **limits))
+    def add(backend, op="linear", **limits):
+        register(Kernel(op, backend, runs_as(backend), **limits))
 
     return add
+
+
+# Arguments records -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", RECORDS)
+def test_records_have_the_parameters_of_the_reference(op):
+    parameters = list(inspect.signature(getattr(reference, op)).parameters)
+    if op == "attention":  # of the decorator `reference.supports_query_lengths`
+        parameters += ["query_lengths", "longest", "contiguous"]
+    assert list(RECORDS[op]._fields) == parameters
+    assert type(RECORDS[op](*parameters)).op == op
+
+
+def test_records_show_shapes_and_what_is_not_the_default():
+    shown = repr(AttentionArguments(X, X, X, is_causal=True, dropout_p=0.1))
+    assert shown == (
+        "attention(query float32 (2, 3), key float32 (2, 3), value float32 (2, 3), is_causal True, "
+        "dropout_p 0.1)"
+    )
 
 
 # Selection ---------------------------------------------------------------------------------------
@@ -77,8 +124,8 @@ def test_the_first_usable_backend_is_selected(table):
     table("reference")
     table("torch")
     table("cpu", dtypes=frozenset({torch.float64}))
-    assert select(CALL).run() == "torch"
-    assert select(Call("linear", (X.double(),), False)).run() == "cpu"
+    assert select(CALL).function(CALL) == "torch"
+    assert select(linear(X.double())).function(CALL) == "cpu"
 
 
 LIMITS = [
@@ -91,19 +138,29 @@ LIMITS = [
     {"gradients": True, "mask_gradient": True},
     {"dropout": True},
     {"activations": frozenset({None, "relu"})},
-    {"refuses": lambda call: "it is causal" if call.is_causal else None},
+    {"refuses": lambda call: "it is causal" if getattr(call.arguments, "is_causal", 0) else None},
     {"unavailable": "it is not here"},
     {"proven": frozenset()},
 ]
-CALLS = [
-    Call("linear", tensors, grad, p, activation, mask, causal)
-    for tensors in ((X,), (X.double(), None), (X, X.double()), (X.to("meta"), X), (X.half(),))
-    for grad in (False, True)
-    for p in (0.0, 0.5)
-    for activation in (None, "relu", "gelu", torch.sin)
-    for mask in (None, torch.zeros(3), torch.zeros(3, requires_grad=True))
-    for causal in (False, True)
-]
+
+
+def _calls() -> Iterator[Call]:
+    some: list[tuple[Any, ...]] = [
+        (X,), (X.double(), None), (X, X.double()), (X.to("meta"), X), (X.half(),),
+    ]  # fmt: skip
+    for tensors in some:
+        for grad in (False, True):
+            for activation in (None, "relu", "gelu", torch.sin):
+                yield linear(*tensors, grad=grad, activation=activation)
+        query, key = (*tensors, X)[:2]
+        for p in (0.0, 0.5):
+            for mask in (None, torch.zeros(3), torch.zeros(3, requires_grad=True)):
+                for causal in (False, True):
+                    arguments = AttentionArguments(query, key, key, mask, None, causal, None, p)
+                    yield make_call(arguments, mask is not None and mask.requires_grad)
+
+
+CALLS = list(_calls())
 
 
 @pytest.mark.parametrize("one", LIMITS)
@@ -111,9 +168,9 @@ def test_selection_and_explanation_agree(table, one):
     """Compares the fast checks of selection with those that build sentences."""
     for other in LIMITS:
         limits = {"devices": ("cpu",), "gradients": True, **one, **other}
-        table("cpu", **limits)
-        table("reference", gradients=True, mask_gradient=True, dropout=True)
-        [kernel, _] = dispatch.kernels("linear")
+        for op in ("linear", "attention"):
+            table("cpu", op, **limits)
+            table("reference", op, gradients=True, mask_gradient=True, dropout=True)
         chosen = [select(call).backend for call in CALLS]
         told = [
             "cpu" if dispatch.explain_call(call).reasons["cpu"] == [] else "reference"
@@ -123,6 +180,7 @@ def test_selection_and_explanation_agree(table, one):
         assert told == [
             "cpu" if kernel.proven is None and not why_not(kernel, call) else "reference"
             for call in CALLS
+            for kernel in dispatch.kernels(call.op)[:1]
         ]
 
 
@@ -133,14 +191,14 @@ def test_changes_of_the_table_take_effect(table, monkeypatch):
     [_, reference] = dispatch.kernels("linear")
     monkeypatch.setitem(dispatch._state.kernels, "linear", (reference,))
     assert select(CALL).backend == "reference"
-    assert select(Call("linear", (X.to("meta"),), False)).backend == "reference"
+    assert select(linear(X.to("meta"))).backend == "reference"
 
 
 def test_unvalidated_kernels_run_only_if_named(table):
     table("reference")
     table("triton", proven=frozenset())
     assert select(CALL).backend == "reference"
-    assert select(CALL, "triton").run() == "triton"
+    assert select(CALL, "triton").function(CALL) == "triton"
     told = dispatch.explain_call(CALL)
     assert told.reasons["triton"] == ["not validated on a GPU yet, so it runs only if named"]
 
@@ -153,12 +211,12 @@ def test_a_kernel_may_prefer_a_later_backend(table):
     table("torch", gradients=True)
     table("reference", gradients=True)
     [cpu, *_] = dispatch.kernels("linear")
-    yielding = Call("linear", (X,), True)
+    yielding = linear(X, grad=True)
     others = [
-        Call("linear", (X,), False),
-        Call("linear", (X.expand(2, 2, 3),), True),
-        Call("linear", (X.double(),), True),
-        Call("linear", (X[:0],), True),
+        linear(X),
+        linear(X.expand(2, 2, 3), grad=True),
+        linear(X.double(), grad=True),
+        linear(X[:0], grad=True),
     ]
     assert select(yielding).backend == "torch"
     assert [select(call).backend for call in others] == ["cpu"] * 4
@@ -177,7 +235,7 @@ def test_the_reference_is_never_preferred(table):
     table("cpu", gradients=True, prefers_later=(FEW,))
     table("torch", gradients=True, unavailable="it is elsewhere")
     table("reference", gradients=True)
-    yielding = Call("linear", (X,), True)
+    yielding = linear(X, grad=True)
     for strictly in (False, True):
         with strict(strictly):
             assert select(yielding).backend == "cpu"
@@ -188,19 +246,19 @@ def test_preferences_apply_only_under_their_condition(table):
     big = dataclasses.replace(FEW, when=lambda call: call.tensors[1] is not None)
     table("cpu", gradients=True, prefers_later=(big,))
     table("torch", gradients=True)
-    assert select(Call("linear", (X, None), True)).backend == "cpu"
-    assert select(Call("linear", (X, X), True)).backend == "torch"
+    assert select(linear(X, None, grad=True)).backend == "cpu"
+    assert select(linear(X, X, grad=True)).backend == "torch"
 
 
 def test_preferences_are_ignored_while_tracing():
     """The number of rows is dynamic there."""
     kernel = kernel_of("linear")
     one = dataclasses.replace(kernel, prefers_later=(dataclasses.replace(FEW, when=None),))
-    assert dispatch.why_prefers_later(one, Call("linear", (X,), True)) is not None
+    assert dispatch.why_prefers_later(one, linear(X, grad=True)) is not None
 
     @torch.compile(backend="eager", fullgraph=True)
     def asked(x):
-        return x + (dispatch.why_prefers_later(one, Call("linear", (x,), True)) is None)
+        return x + (dispatch.why_prefers_later(one, linear(x, grad=True)) is None)
 
     assert torch.equal(asked(X), X + 1)
 
@@ -209,7 +267,7 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
     table("reference")
     table("triton", proven=frozenset({90, 80}))
     with FakeTensorMode():
-        call = Call("linear", (torch.empty(2, 2, device="cuda"),), False)
+        call = linear(torch.empty(2, 2, device="cuda"))
     for capability, why in {(8, 0): None, (9, 0): None, (10, 3): "sm_103", (8, 9): "sm_89"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         monkeypatch.setattr(proof, "known", lambda device, w=why: (None, f"no file for {w}"))
@@ -229,13 +287,14 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
 
 def test_named_backend_never_falls_back(table):
     table("reference")
-    table("cpu", dtypes=FLOAT, dropout=False)
-    call = Call("linear", (X.double(),), True, dropout_p=0.1)
+    table("cpu", dtypes=FLOAT, activations=frozenset({None}))
+    call = linear(X.double(), grad=True, activation="relu")
     with pytest.raises(NotImplementedError) as error:
         select(call, "cpu")
     assert str(error.value) == (
         "backend 'cpu' does not support this call of linear: it supports float32, and the call has "
-        "float64; it has no backward, and the call needs gradients; it does not support dropout."
+        "float64; it has no backward, and the call needs gradients; it does not support activation "
+        "'relu'."
     )
 
 
@@ -347,7 +406,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
         with strict(False):
             assert select(CALL).backend == "reference"
         assert select(CALL, "reference").backend == "reference"  # a named backend is exempt
-        assert select(Call("linear", (X.double(),), False)).backend == "cpu"
+        assert select(linear(X.double())).backend == "cpu"
     assert select(CALL).backend == "reference"
 
 
@@ -576,12 +635,12 @@ def test_an_unknown_backend_variable_fails_the_import():
 
 
 def test_select_makes_few_function_calls():
-    """Counts Python and C function calls: 13, 13 and 16 today, a few microseconds in all."""
+    """Counts Python and C function calls: 17, 18 and 20 today, a few microseconds in all."""
     x = torch.randn(1, 8, 64, 64)
     for call, most in (
-        (Call("layer_norm", (x, x, x), False), 15),
-        (Call("attention", (x, x, x), False, is_causal=True), 15),
-        (Call("feed_forward", (x, x, x, x, x), False, 0.0, "relu"), 18),
+        (make_call(LayerNormArguments(x, (64,), x, x, 1e-5), False), 18),
+        (make_call(AttentionArguments(x, x, x, is_causal=True), False), 18),
+        (make_call(FeedForwardArguments(x, x, x, x, x, "relu"), False), 20),
     ):
         select(call)  # warms up caches
         called: list[str] = []
@@ -633,8 +692,9 @@ def accepted(kernel: Kernel, **wanted: Any) -> Call:
     """Returns a call of the op table that the kernel supports, apart from the device."""
     here = dataclasses.replace(kernel, devices=(), unavailable=None)
     for _, call in calls_of(kernel, wanted.get("needs_grad", False)):
-        wished = all(getattr(call, name) == value for name, value in wanted.items())
-        if wished and not why_not(here, call):
+        if all(getattr(call, name) == value for name, value in wanted.items()) and not why_not(
+            here, call
+        ):
             return call
     raise AssertionError(f"no case of {kernel.op} is accepted by {kernel.backend} with {wanted}")
 
@@ -656,15 +716,30 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def with_tensors(call: Call, change: Callable[[Tensor], Tensor], count: int = 99) -> Call:
+    """Returns the call with the first ``count`` of the tensors that kernels compute with changed."""
+    before = [tensor for tensor in call.tensors[:count] if tensor is not None]
+    changed = {id(tensor): change(tensor) for tensor in before}
+    return with_arguments(call, [changed.get(id(value), value) for value in call.arguments])
+
+
+def with_arguments(call: Call, values: Iterable[Any]) -> Call:
+    return make_call(call.arguments._make(values), call.needs_grad)
+
+
+def changed(call: Call, needs_grad: bool | None = None, **arguments: Any) -> Call:
+    """Returns the call with other arguments."""
+    grad = call.needs_grad if needs_grad is None else needs_grad
+    return make_call(call.arguments._replace(**arguments), grad)
+
+
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:
-    return call._replace(tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors))
+    return with_tensors(call, lambda tensor: tensor.to(dtype))
 
 
 def learned_mask(call: Call) -> Call:
-    query = call.tensors[0]
-    assert query is not None
-    mask = torch.zeros(1, 1, 1, 1, dtype=query.dtype, requires_grad=True)
-    return call._replace(mask=mask, is_causal=False, key_lengths=None, needs_grad=True)
+    mask = torch.zeros(1, 1, 1, 1, dtype=call.tensors[0].dtype, requires_grad=True)
+    return changed(call, True, attn_mask=mask, is_causal=False, key_lengths=None)
 
 
 def accepts(kernel: Kernel, call: Call) -> bool:
@@ -674,9 +749,7 @@ def accepts(kernel: Kernel, call: Call) -> bool:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_calls_on_other_devices_are_refused(kernel):
     call = accepted(kernel)
-    elsewhere = call._replace(
-        tensors=tuple(None if t is None else t.to("meta") for t in call.tensors)
-    )
+    elsewhere = with_tensors(call, lambda tensor: tensor.to("meta"))
     assert accepts(kernel, elsewhere)
     if kernel.devices:
         told = f"it supports {' and '.join(kernel.devices)} tensors, and these are on meta"
@@ -695,11 +768,10 @@ def test_calls_in_other_dtypes_are_refused(kernel):
         else:
             told = f"it supports {names}, and the call has {name_of(dtype)}"
             check_refusal(kernel, in_dtype(call, dtype), told)
-    places = [i for i, t in enumerate(call.tensors) if t is not None]
-    if len(places) > 1:
-        mixed = list(call.tensors)
-        mixed[places[-1]] = mixed[places[-1]].double()
-        other = call._replace(tensors=tuple(mixed))
+    tensors = [tensor for tensor in call.tensors if tensor is not None]
+    if len(tensors) > 1:
+        last = tensors[-1]
+        other = with_tensors(call, lambda x: x.double() if x is last else x)
         told = "it needs all tensors in one dtype, and the call mixes dtypes"
         if not kernel.dtypes:
             assert accepts(kernel, other)
@@ -713,15 +785,21 @@ def test_calls_in_other_dtypes_are_refused(kernel):
 
 def check_float_weights(kernel: Kernel, call: Call, told: str) -> None:
     """Beside rows of low precision: weight and bias as one, and no bias without a weight."""
-    rows, others = call.tensors[: kernel.same_dtype], call.tensors[kernel.same_dtype :]
-    wide = tuple(t if t is None else t.float() for t in others)
-    assert accepts(kernel, call._replace(tensors=(*rows, *wide)))
-    if len(others) == 2:
-        for wrong in ((wide[0], others[1]), (others[0], wide[1]), (None, wide[1])):
-            check_refusal(kernel, call._replace(tensors=(*rows, *wrong)), told)
+    count = kernel.same_dtype
+    assert count is not None
+    rows, (weight, *bias) = call.tensors[:count], call.tensors[count:]
+    wide = {id(one): one.float() for one in (weight, *bias) if one is not None}
+    values = [wide.get(id(value), value) for value in call.arguments]
+    assert accepts(kernel, with_arguments(call, values))
+    if bias and bias[0] is not None and weight is not None:
+        for wrong in (
+            {"weight": weight.float()},
+            {"bias": bias[0].float()},
+            {"weight": None, "bias": bias[0].float()},
+        ):
+            check_refusal(kernel, changed(call, **wrong), told)
     if len(rows) == 2:
-        wide = call._replace(tensors=(rows[0], rows[1].float(), *others))
-        check_refusal(kernel, wide, told)
+        check_refusal(kernel, changed(call, residual=rows[1].float()), told)
 
 
 CALLABLE = "it supports named activations only, and the call has a callable"
@@ -729,22 +807,23 @@ CALLABLE = "it supports named activations only, and the call has a callable"
 ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
     "gradients": (
         "it has no backward, and the call needs gradients",
-        lambda call: call._replace(needs_grad=True),
+        lambda call: changed(call, needs_grad=True),
     ),
     "mask_gradient": ("its backward does not compute the gradient of attn_mask", learned_mask),
     "query_lengths": (
         "it does not support query_lengths",
-        lambda call: call._replace(query_lengths=torch.tensor([1])),
+        lambda call: changed(call, query_lengths=torch.tensor([1])),
     ),
-    "dropout": ("it does not support dropout", lambda call: call._replace(dropout_p=0.1)),
-    "activations": (CALLABLE, lambda call: call._replace(activation=torch.sin)),
+    "dropout": ("it does not support dropout", lambda call: changed(call, dropout_p=0.1)),
+    "activations": (CALLABLE, lambda call: changed(call, activation=torch.sin)),
 }
 
 
 @pytest.mark.parametrize("limit", ABLE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_optional_features_are_supported_or_refused(kernel, limit):
-    if kernel.op != "attention" and limit in ("mask_gradient", "query_lengths"):
+    field = {"mask_gradient": "attn_mask", "dropout": "dropout_p", "activations": "activation"}
+    if field.get(limit, limit) not in (*RECORDS[kernel.op]._fields, "gradients"):
         return
     learns = limit == "gradients" and kernel.gradients
     call = accepted(kernel, needs_grad=True) if learns else accepted(kernel)
@@ -757,10 +836,10 @@ def test_optional_features_are_supported_or_refused(kernel, limit):
     none = frozenset() if limit == "activations" else False
     check_refusal(dataclasses.replace(kernel, **{limit: none}), change(call), told)
     for name in has if isinstance(has, frozenset) else ():
-        assert not any("activation" in r for r in why_not(kernel, call._replace(activation=name)))
+        assert not any("activation" in r for r in why_not(kernel, changed(call, activation=name)))
     if isinstance(has, frozenset):
         told = "it does not support activation 'mish'"
-        check_refusal(kernel, call._replace(activation="mish"), told)
+        check_refusal(kernel, changed(call, activation="mish"), told)
 
 
 # Kernel.refuses: each sentence, and the call that causes it --------------------------------------
@@ -778,7 +857,7 @@ MASK_DTYPES = "it supports masks in bool, float32 or query's dtype, and this one
 
 
 def training_in(dtype: torch.dtype) -> Change:
-    return lambda call: in_dtype(call, dtype)._replace(needs_grad=True)
+    return lambda call: changed(in_dtype(call, dtype), needs_grad=True)
 
 
 REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
@@ -788,25 +867,25 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
     ],
     ("add_layer_norm", "torch"): [(ROUNDED, training_in(torch.bfloat16))],
     ("attention", "cpu"): [
-        (MASK_DTYPES.format("float64"), lambda call: call._replace(mask=MASK.double())),
-        (MASK_DTYPES.format("float16"), lambda call: call._replace(mask=MASK.half())),
-        (MASK_DTYPES.format("bfloat16"), lambda call: call._replace(mask=MASK.bfloat16())),
+        (MASK_DTYPES.format("float64"), lambda call: changed(call, attn_mask=MASK.double())),
+        (MASK_DTYPES.format("float16"), lambda call: changed(call, attn_mask=MASK.half())),
+        (MASK_DTYPES.format("bfloat16"), lambda call: changed(call, attn_mask=MASK.bfloat16())),
         (
             MASK_DTYPES.format("float16"),
-            lambda call: in_dtype(call, torch.bfloat16)._replace(mask=MASK.half()),
+            lambda call: changed(in_dtype(call, torch.bfloat16), attn_mask=MASK.half()),
         ),
     ],
     ("attention", "torch"): [
-        (MASKED, lambda call: call._replace(mask=MASK)),
-        (MASKED, lambda call: call._replace(is_causal=True)),
-        (MASKED, lambda call: call._replace(key_lengths=torch.tensor([1]))),
+        (MASKED, lambda call: changed(call, attn_mask=MASK)),
+        (MASKED, lambda call: changed(call, is_causal=True)),
+        (MASKED, lambda call: changed(call, key_lengths=torch.tensor([1]))),
         (
             "PyTorch's fused attention returns no weights",
-            lambda call: call._replace(need_weights=True),
+            lambda call: changed(call, need_weights=True),
         ),
         (
             "PyTorch's attention draws another dropout pattern than this package's backends",
-            lambda call: call._replace(dropout_p=0.1),
+            lambda call: changed(call, dropout_p=0.1),
         ),
     ],
 }
@@ -831,7 +910,7 @@ def test_supported_mask_dtypes_on_the_cpu(dtype):
     here = dataclasses.replace(kernel, unavailable=None)
     call = in_dtype(accepted(kernel), dtype)
     for readable in (torch.bool, torch.float32, dtype):
-        assert why_not(here, call._replace(mask=MASK.to(readable))) == []
+        assert why_not(here, changed(call, attn_mask=MASK.to(readable))) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -857,7 +936,7 @@ def test_kernels_accept_calls_within_their_limits(kernel):
 def test_all_reasons_are_given_at_once():
     kernel = kernel_of("linear")
     x = torch.zeros(2, 2, dtype=torch.float64, device="meta")
-    call = Call("linear", (x, x, None, None), False, activation=torch.sin)
+    call = linear(x, x, activation=torch.sin)
     reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
     assert len(reasons) == 3
 
@@ -866,8 +945,9 @@ def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool =
     """Returns a call with two matrices of `count` weights, expanded from one element."""
     x = torch.zeros(rows, 64, dtype=dtype)
     weight = torch.zeros(1, 1, dtype=dtype).expand(count // 64, 64)
-    tensors = (x, weight, None, None) if op == "linear" else (x, weight, None, weight.t(), None)
-    return Call(op, tensors, grad, activation=None if op == "linear" else "relu")
+    if op == "linear":
+        return linear(x, weight, grad=grad)
+    return make_call(FeedForwardArguments(x, weight, None, weight.t(), None, "relu"), grad)
 
 
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
@@ -908,5 +988,5 @@ def test_products_with_an_epilogue_stay_on_the_cpu_kernel(isa):
     """The kernel's epilogue adds an activation or a residual."""
     call = linear_call("linear", 2**22, 1, torch.bfloat16)
     x = call.tensors[0]
-    assert select(call._replace(activation="relu")).backend == "cpu"
-    assert select(call._replace(tensors=(*call.tensors[:3], x))).backend == "cpu"
+    assert select(changed(call, activation="relu")).backend == "cpu"
+    assert select(changed(call, residual=x)).backend == "cpu"

@@ -35,6 +35,7 @@ from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import accuracy, clock
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
+from transformer_fast.ops.arguments import LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
@@ -164,7 +165,7 @@ def test_damaged_and_foreign_files_are_ignored_with_a_sentence(damage):
 
 def kernels_of(op, monkeypatch):
     """Registers kernels of an op that are validated nowhere, and PyTorch's; returns Triton's."""
-    run = OPS[op].reference
+    run = dispatch.unpacked(OPS[op].reference)
     kernels = (
         dispatch.Kernel(op, "cuda", run, gradients=True, proven=frozenset()),
         dispatch.Kernel(op, "triton", run, gradients=True, proven=frozenset()),
@@ -180,9 +181,15 @@ def triton(monkeypatch):
     return kernels_of("linear", monkeypatch)
 
 
+#: Arguments on which no limit or class depends.
+PLAIN = LinearArguments(None, None)
+
+
 def call(rows=32, dtype=torch.bfloat16, needs_grad=False):
     with FakeTensorMode():
-        return Call("linear", (torch.empty(rows, 8, device="cuda", dtype=dtype),), needs_grad)
+        return Call(
+            "linear", (torch.empty(rows, 8, device="cuda", dtype=dtype),), needs_grad, PLAIN
+        )
 
 
 def test_validated_faster_kernels_are_selected(triton):
@@ -302,7 +309,7 @@ def test_cases_cover_the_common_shape_classes():
                 assert len(wanted) == 4 * 2 + 2 + 1
                 assert wanted <= {name for _, name in classes}, wanted
     for rows in (64, 65, 1025, 8193):
-        call = Call("layer_norm", (torch.empty(rows, 512, device="meta"),), False)
+        call = Call("layer_norm", (torch.empty(rows, 512, device="meta"),), False, PLAIN)
         assert ("layer_norm", shape_class(call)) in classes
     trials = sum(len(list(on_device.trials(op))) for op in OPS)
     assert f"{trials:,} trials" in " ".join(
@@ -320,7 +327,7 @@ SOME = Times(1e-5, 2e-5), Times(3e-5, 2e-5), Times(1e-5, 4e-5)
 
 def findings(*runs, gradients=False, times=SOME):
     kernels = [
-        dispatch.Kernel("linear", backend, run, gradients=True)
+        dispatch.Kernel("linear", backend, dispatch.unpacked(run), gradients=True)
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
     found = on_device.checker(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
@@ -425,7 +432,9 @@ def test_the_truth_of_attention_does_not_depend_on_chunks(gradients, seen, monke
 
 
 def test_refused_calls_give_no_verdict(small_cache):
-    kernel = dispatch.Kernel("linear", "triton", reference.linear, refuses=lambda call: "not this")
+    kernel = dispatch.Kernel(
+        "linear", "triton", dispatch.unpacked(reference.linear), refuses=lambda call: "not this"
+    )
     assert on_device.checker(SMALL, torch.float32, False, CPU, fake_clock(()), [kernel]) == []
 
 
@@ -892,15 +901,15 @@ def small(monkeypatch):
         monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
     monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
     kernels = (
-        dispatch.Kernel("linear", "triton", reference.linear, gradients=True),
-        dispatch.Kernel("linear", "torch", reference.linear),
+        dispatch.Kernel("linear", "triton", dispatch.unpacked(reference.linear), gradients=True),
+        dispatch.Kernel("linear", "torch", dispatch.unpacked(reference.linear)),
     )
     monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
     return kernels
 
 
 def change_triton(monkeypatch, small, run):
-    changed = (dataclasses.replace(small[0], run=run), small[1])
+    changed = (dataclasses.replace(small[0], function=dispatch.unpacked(run)), small[1])
     monkeypatch.setitem(dispatch._state.kernels, "linear", changed)
 
 

@@ -340,7 +340,7 @@ def test_unsupported_gpus_are_reported(cuda_build, monkeypatch):
         "it was built for GPUs of compute capability 8.0, 9.0a, 10.0+PTX and this one has 7.5"
     )
     with FakeTensorMode():
-        call = dispatch.Call("linear", (torch.empty(2, 2, device="cuda"),), False)
+        call = dispatch.Call("linear", (torch.empty(2, 2, device="cuda"),), False, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for kernel in cuda.kernels("cuda", None):
         if kernel.op != "attention":

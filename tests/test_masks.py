@@ -12,7 +12,8 @@ from module_cases import CASES, B, M, S, T
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from transformer_fast import call_cache, functional, nn
+from transformer_fast import functional, nn
+from transformer_fast.functional import masks
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 0, 7, 0]])
 
@@ -68,9 +69,9 @@ def _warned(call: Callable[[], object]) -> list[str]:
 
 @pytest.fixture
 def nothing_seen() -> Iterator[None]:
-    call_cache.forget()
+    masks._looked_at.clear()
     yield
-    call_cache.forget()
+    masks._looked_at.clear()
 
 
 #: Function or module -> the names of its mask arguments.
@@ -121,7 +122,7 @@ def test_other_masks_do_not_warn() -> None:
         lower + 0.5 * lower.T,
         lower.clone().requires_grad_(),
     ):
-        call_cache.forget()
+        masks._looked_at.clear()
         assert (
             _warned(lambda mask=mask: functional.scaled_dot_product_attention(x, x, x, mask)) == []
         )

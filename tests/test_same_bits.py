@@ -19,6 +19,7 @@ from harness import (
     drawn,
     in_threads,
     in_use,
+    kernel_of,
     on,
     run,
     same_bits,
@@ -31,7 +32,7 @@ from torch import Tensor
 import transformer_fast
 from transformer_fast import _native, nn
 from transformer_fast import functional as F
-from transformer_fast.backends import cpu, cpu_packing
+from transformer_fast.backends import cpu_packing
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
 from transformer_fast.specs.spec import Draw
@@ -267,9 +268,9 @@ def test_attention_does_not_depend_on_the_number_of_threads(
     for queries, keys, given in (*sizes, *every):
         arguments = arrange(*tensors(queries, keys, 32, dtype=calls.dtype), **given)
         if training:
-            check_threads(lambda: gradients("attention", cpu.attention, arguments))  # noqa: B023
+            check_threads(lambda: gradients("attention", kernel_of("attention").run, arguments))  # noqa: B023
         else:
-            check_threads(lambda: cpu.attention(*arguments))  # noqa: B023
+            check_threads(lambda: kernel_of("attention").run(*arguments))  # noqa: B023
 
 
 def test_the_fallback_of_norms_does_not_depend_on_threads(threads: None, small_calls: None) -> None:

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, SATURATED, OnDevice, Operators, Watch, drawn, name_of
+from harness import DTYPES, SATURATED, OnDevice, Operators, Watch, drawn, kernel_of, name_of
 
 from transformer_fast import dispatch, explain, fast_path, functional, nn, use_backend
-from transformer_fast.backends import torch as backend
 from transformer_fast.functional import _check
 from transformer_fast.nn import transformer_layers
 from transformer_fast.specs import OPS
@@ -59,9 +58,9 @@ def no_fully_masked_rows(monkeypatch):
 def test_attention_is_within_the_budget(no_fully_masked_rows, case, dtype):
     """With every mask: fully masked rows are zero, and NaN in masked keys has no effect."""
     arguments = drawn("attention", case, dtype)
-    check("attention", backend.attention(*arguments), arguments)
+    check("attention", kernel_of("attention", "torch").run(*arguments), arguments)
     if case not in SATURATED:
-        check_gradients("attention", backend.attention, arguments)
+        check_gradients("attention", kernel_of("attention", "torch").run, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -73,10 +72,10 @@ def test_padding_gives_zeros_and_no_gradients(no_fully_masked_rows, dtype, is_ca
     mask = real[:, None, None]
     rows = mask.mT.expand_as(k)
     call = (mask, None, is_causal, None, 0.0, None, False, False)
-    check("attention", backend.attention(q, k, v, *call), (q, k, v, *call))
-    check_gradients("attention", backend.attention, (q, k, v, *call))
+    check("attention", kernel_of("attention", "torch").run(q, k, v, *call), (q, k, v, *call))
+    check_gradients("attention", kernel_of("attention", "torch").run, (q, k, v, *call))
     spoilt = [x.masked_fill(~rows, math.nan).requires_grad_() for x in (k, v)]
-    output, _ = backend.attention(q.requires_grad_(), *spoilt, *call)
+    output, _ = kernel_of("attention", "torch").run(q.requires_grad_(), *spoilt, *call)
     output.sum().backward()
     blind = torch.tensor([2]) if not is_causal else torch.tensor([0, 2])
     assert (output[2] == 0).all()
@@ -90,7 +89,7 @@ def test_padding_gives_zeros_and_no_gradients(no_fully_masked_rows, dtype, is_ca
 def test_only_visible_garbage_has_an_effect():
     """Only garbage in keys that some queries see has an effect, as documented in the guide."""
     arguments = drawn("attention", _VISIBLE_GARBAGE, torch.float32)
-    assert backend.attention(*arguments)[0].isnan().any()
+    assert kernel_of("attention", "torch").run(*arguments)[0].isnan().any()
     names = {case.name for case in ATTENTION.cases if "garbage" in case.name}
     assert names - {_VISIBLE_GARBAGE}
 
@@ -191,7 +190,7 @@ def test_nan_in_ignored_rows_gives_no_gradient(monkeypatch, smoothing):
     x, target = torch.randn(4, 3), torch.tensor([0, -1, 2, 1])
     x[1], x[2, 0] = math.nan, math.nan
     x.requires_grad_()
-    backend.cross_entropy(x, target, -1, smoothing).sum().backward()
+    kernel_of("cross_entropy", "torch").run(x, target, -1, smoothing).sum().backward()
     assert (x.grad[1] == 0).all()
     assert x.grad[2].isnan().all()
     assert x.grad[[0, 3]].isfinite().all()
@@ -253,7 +252,7 @@ def test_relu_saves_only_the_hidden_units():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        backend.feed_forward(x, w1, b1, w2, None, "relu", 0.0, None)
+        kernel_of("feed_forward", "torch").run(x, w1, b1, w2, None, "relu", 0.0, None)
     (hidden,) = saved.values()
     assert (hidden >= 0).all()
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from . import functional
-from .dispatch import OPS, VARIANTS, Explanation, checked_call, explain_call
+from .dispatch import OPS, VARIANTS, Explanation, explain_call
+from .functional._checks import checked_call
 from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 
 _LAYERS = ("encoder_layer", "decoder_layer")

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import Call, select
+from .dispatch import Call, make_call, select
+from .ops.arguments import AttentionArguments
 from .ops.attention import TRAINING
 
 _log = logging.getLogger("transformer_fast")
@@ -88,14 +89,8 @@ class Override:
         mask: Tensor | None,
     ) -> str | None:  # fmt: skip
         """Returns the backend that runs the call; None if PyTorch's kernel does."""
-        call = Call(
-            "attention",
-            (query, key, value),
-            needs_grad=False,  # the backward is PyTorch's
-            dropout_p=dropout_p,
-            mask=mask,
-            is_causal=is_causal,
-        )
+        arguments = AttentionArguments(query, key, value, mask, None, is_causal, None, dropout_p)
+        call = make_call(arguments, needs_grad=False)  # the backward is PyTorch's
         named = dispatch.named_backend()
         if named is None and self.named is not None and runs_on(self.named, query.device.type):
             named = self.named
@@ -183,7 +178,7 @@ def why_not_ours(call: Call, named: str | None) -> str:
             found.append(f"{kernel.backend}: {'; '.join(reasons)}")
     if named is not None and named not in BACKENDS:
         found.insert(0, f"{named!r} is named")
-    if call.dropout_p != 0.0:
+    if call.arguments.dropout_p != 0.0:
         found.insert(0, "it has dropout, which PyTorch's backward has to repeat")
     return ". ".join(found) or "it is empty, or its values are of another size than its queries"
 

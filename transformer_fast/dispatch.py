@@ -18,6 +18,8 @@ from torch import Tensor
 
 from . import _switches, proof
 from ._context import (
+    PLAIN,
+    function_mode_is_active,
     has_transforms,
     is_compiling,
     is_exporting,
@@ -25,8 +27,10 @@ from ._context import (
     is_transformed,
     settings,
 )
+from .ops.arguments import RECORDS, LayerArguments
 from .reference import OPS as OPS
 from .reference import VARIANTS as VARIANTS
+from .reference.dropout import draw_seed
 
 #: In the order in which `select` tries them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
@@ -40,47 +44,33 @@ STATES: dict[str, Callable[[], str]] = {}
 #: pairs of a description and a function that compiles it. Without any it raises NotImplementedError
 #: with the reason.
 AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
+#: By type of device, `lookup` of the call cache of its backends (`backends.call_cache`).
+CALL_CACHES: dict[str, Callable[..., tuple[Any, Any]]] = {}
 #: Names of device types in the sentences of `explain`.
 _PLACES = {"cpu": "the CPU", "cuda": "a GPU"}
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
 class Call(NamedTuple):
-    """The properties of a call on which the limits of kernels depend."""
+    """What the limits of kernels depend on; see `make_call`."""
 
     op: str
-    #: The tensors of the call; the first gives device and dtype.
-    tensors: tuple[Tensor | None, ...]
-    #: Whether autograd records the call.
+    #: The tensors that kernels compute with; the first gives device and dtype.
+    tensors: tuple[Any, ...]
+    #: True if autograd records the call.
     needs_grad: bool
-    dropout_p: float = 0.0
-    #: Name of the activation, None, or the callable the user gave.
-    activation: Any = None
-    mask: Tensor | None = None
-    is_causal: bool = False
-    key_lengths: Tensor | None = None
-    need_weights: bool = False
-    #: Norms only; empty: the last dimension of the first tensor.
-    normalized_shape: tuple[int, ...] = ()
-    query_lengths: Tensor | None = None
-    #: Packed sequences only, whose lengths are offsets: the largest number of queries and of keys.
-    longest: tuple[int, int] | None = None
+    #: The op's record of `ops.arguments`; of a layer-level op a `LayerArguments`.
+    arguments: Any
 
 
-class Probe(Exception):  # noqa: N818 - no error
-    """Raised with the checked call by a public function whose ``backend`` argument is this class."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
+def make_call(arguments: Any, needs_grad: bool) -> Call:
+    """Returns the call of an op's record."""
+    return Call(type(arguments).op, arguments.tensors(), needs_grad, arguments)
 
 
-def checked_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """Returns the `Call` that a public function builds from these arguments. It runs checks only."""
-    try:
-        function(*args, **kwargs, backend=Probe)
-    except Probe as probe:
-        return probe.call
-    raise AssertionError(f"{function} asks no dispatcher")
+def unpacked(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Converts a function with the signature of ``reference.<op>`` into one that takes the record."""
+    return lambda arguments: function(*arguments)
 
 
 @dataclass(frozen=True)
@@ -107,8 +97,16 @@ class PreferLater:
 def rows(call: Call) -> int:
     """Returns the number of rows of the call's first tensor, viewed as (rows, columns)."""
     first = call.tensors[0]
-    assert first is not None
-    return first.numel() // max(1, first.shape[-1])
+    return first.numel() // max(1, first.shape[-1])  # type: ignore[no-any-return]
+
+
+#: Fields of `Kernel`, and the argument that needs the feature.
+_FEATURES = {
+    "mask_gradient": "attn_mask",
+    "query_lengths": "query_lengths",
+    "dropout": "dropout_p",
+    "activations": "activation",
+}
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class Kernel:
 
     op: str
     backend: str
-    #: Has the signature of ``reference.<op>``. For `FUSED` ops the backend defines the signature.
-    run: Callable[..., Any]
+    #: Takes the op's record of `ops.arguments`. For `FUSED` ops the backend defines the signature.
+    function: Callable[..., Any]
     devices: tuple[str, ...] = ()  # empty: any
     dtypes: frozenset[torch.dtype] = ANY_DTYPE
     #: Number of leading tensors that must share a dtype; the others may also be float32. None: all
@@ -142,9 +140,39 @@ class Kernel:
     prefers_later: tuple[PreferLater, ...] = ()
     #: Returns a note for `explain` if the call does not run as the backend's name suggests, or None.
     remark: Callable[[Call], str | None] | None = None
-    #: Converts a function of tensors, which calls ``run`` without gradients and with fixed other
+    #: Converts a function of tensors, which calls ``function`` without gradients and with fixed other
     #: arguments, into one with a shorter launch path; see `call_cache`.
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    #: The features of `_FEATURES` that calls of the op may need and that the kernel lacks or limits.
+    limited: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        has = RECORDS.get(self.op, LayerArguments)._fields
+        names = [name for name, argument in _FEATURES.items() if argument in has]
+        limited = [name for name in names if getattr(self, name) not in (None, True)]
+        object.__setattr__(self, "limited", frozenset(limited))
+
+    def run(self, *arguments: Any) -> Any:
+        """Runs the kernel on the arguments of ``reference.<op>``; of `FUSED` ops on its own."""
+        kind = RECORDS.get(self.op)
+        return self.function(*arguments if kind is None else (kind(*arguments),))
+
+
+def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
+    """True if the tensors have dtypes that the kernel does not support together."""
+    same = kernel.same_dtype
+    dtype = tensors[0].dtype  # type: ignore[union-attr]
+    if same is None:
+        return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
+    others = {tensor.dtype for tensor in tensors[same:] if tensor is not None}
+    # A bias without a weight has the rows' dtype: the weight tells the type of the gradients.
+    if tensors[same] is None:
+        return bool(others - {dtype})
+    return (
+        len(others) > 1
+        or not others <= {dtype, torch.float32}
+        or any(tensor is not None and tensor.dtype != dtype for tensor in tensors[:same])
+    )
 
 
 @dataclass
@@ -200,7 +228,7 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
         return None
     device = torch.device("cuda")
     if call is not None:
-        device = call.tensors[0].device  # type: ignore[union-attr]
+        device = call.tensors[0].device
     if device.type != "cuda" or (call is None and not torch.cuda.is_available()):
         if not kernel.proven:
             return "not validated on a GPU yet, so it runs only if named"
@@ -213,111 +241,89 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
 
 def _gain(kernel: Kernel, call: Call) -> float:
     """Returns the measured speedup of a kernel over PyTorch's op on the call's GPU; 0 if unknown."""
-    device = call.tensors[0].device  # type: ignore[union-attr]
+    device = call.tensors[0].device
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
-def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
-    """True if the tensors have dtypes that the kernel does not support together."""
-    same = kernel.same_dtype
-    dtype = tensors[0].dtype  # type: ignore[union-attr]
-    if same is None:
-        return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
-    others = {tensor.dtype for tensor in tensors[same:] if tensor is not None}
-    # A bias without a weight has the rows' dtype: the weight tells the type of the gradients.
-    if tensors[same] is None:
-        return bool(others - {dtype})
-    return (
-        len(others) > 1
-        or not others <= {dtype, torch.float32}
-        or any(tensor is not None and tensor.dtype != dtype for tensor in tensors[:same])
-    )
+def _is_elsewhere(kernel: Kernel, kind: str) -> bool:
+    """True if the kernel does not support this type of device."""
+    return bool(kernel.devices) and kind not in kernel.devices
 
 
 def why_not(kernel: Kernel, call: Call) -> list[str]:
     """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
-    first = call.tensors[0]
-    assert first is not None
     reasons = []
-    kind = first.device.type
-    if kernel.devices and kind not in kernel.devices:
+    kind = call.tensors[0].device.type
+    if _is_elsewhere(kernel, kind):
         known = " and ".join(kernel.devices)
         reasons.append(f"it supports {known} tensors, and these are on {kind}")
     if kernel.unavailable is not None:
         reasons.append(kernel.unavailable)
-    if kernel.dtypes:
-        dtypes = [tensor.dtype for tensor in call.tensors if tensor is not None]
-        wrong = [dtype for dtype in dtypes if dtype not in kernel.dtypes]
-        if wrong:
-            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
-            reasons.append(f"it supports {names}, and the call has {str(wrong[0])[6:]}")
-        if mixes_dtypes(kernel, call.tensors):
-            reasons.append(
-                "it needs all tensors in one dtype"
-                + (", or weight and bias in float32" if kernel.same_dtype is not None else "")
-                + ", and the call mixes dtypes"
-            )
-    if call.needs_grad:
-        if not kernel.gradients:
-            reasons.append("it has no backward, and the call needs gradients")
-        elif not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
-            reasons.append("its backward does not compute the gradient of attn_mask")
-    if call.query_lengths is not None and not kernel.query_lengths:
-        reasons.append("it does not support query_lengths")
-    if call.dropout_p != 0.0 and not kernel.dropout:
-        reasons.append("it does not support dropout")
-    if kernel.backend != "reference" and is_transformed(*call.tensors, call.mask):
+    if kernel.backend != "reference" and _is_transformed(call):
         reasons.append("it does not support torch.func transforms and forward-mode differentiation")
-    if kernel.activations is not None:
-        activation = call.activation
-        if activation is not None and not isinstance(activation, str):
-            reasons.append("it supports named activations only, and the call has a callable")
-        elif activation not in kernel.activations:
-            reasons.append(f"it does not support activation {activation!r}")
-    if kernel.refuses is not None and (refusal := kernel.refuses(call)) is not None:
-        reasons.append(refusal)
-    return reasons
+    return [*reasons, *_reasons_against(kernel, call)]
 
 
-def _fits(kernel: Kernel, call: Call) -> bool:
-    """Allocation-free equivalent of `not why_not(...)`, for the hot path.
+def _reasons_against(kernel: Kernel, call: Call) -> Iterator[str]:
+    """Yields the limits that a call exceeds, except device and availability.
 
-    Device and availability are not checked: `candidates` does that.
+    Choosing takes the first reason, explaining takes all.
     """
-    tensors = call.tensors
-    dtypes = kernel.dtypes
+    tensors, dtypes = call.tensors, kernel.dtypes
     if dtypes:
-        dtype = tensors[0].dtype  # type: ignore[union-attr]
-        if dtype not in dtypes:
-            return False
+        dtype = tensors[0].dtype
+        supported = dtype in dtypes
         for tensor in tensors:
             if tensor is not None and tensor.dtype != dtype:
-                if kernel.same_dtype is None or mixes_dtypes(kernel, tensors):
-                    return False
+                supported = False
                 break
-    if call.needs_grad:
-        if not kernel.gradients:
-            return False
-        if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
-            return False
-    if call.dropout_p != 0.0 and not kernel.dropout:
+        if not supported:
+            yield from _dtype_reasons(kernel, tensors)
+    if call.needs_grad and not kernel.gradients:
+        yield "it has no backward, and the call needs gradients"
+    limited = kernel.limited
+    if limited:
+        given = call.arguments
+        learns_mask = "mask_gradient" in limited and call.needs_grad and kernel.gradients
+        if learns_mask and given.attn_mask is not None and given.attn_mask.requires_grad:
+            yield "its backward does not compute the gradient of attn_mask"
+        if "query_lengths" in limited and given.query_lengths is not None:
+            yield "it does not support query_lengths"
+        if "dropout" in limited and given.dropout_p != 0.0:
+            yield "it does not support dropout"
+        if "activations" in limited:
+            activation = given.activation
+            if activation is not None and not isinstance(activation, str):
+                yield "it supports named activations only, and the call has a callable"
+            elif activation not in kernel.activations:  # type: ignore[operator]
+                yield f"it does not support activation {activation!r}"
+    if kernel.refuses is not None and (refusal := kernel.refuses(call)) is not None:
+        yield refusal
+
+
+def _supports(kernel: Kernel, call: Call) -> bool:
+    for _ in _reasons_against(kernel, call):
         return False
-    if call.query_lengths is not None and not kernel.query_lengths:
-        return False
-    if kernel.activations is not None:
-        activation = call.activation
-        if activation is not None and not isinstance(activation, str):
-            return False
-        if activation not in kernel.activations:
-            return False
-    return kernel.refuses is None or kernel.refuses(call) is None
+    return True
+
+
+def _dtype_reasons(kernel: Kernel, tensors: Sequence[Tensor | None]) -> Iterator[str]:
+    wrong = [t.dtype for t in tensors if t is not None and t.dtype not in kernel.dtypes]
+    if wrong:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
+        yield f"it supports {names}, and the call has {str(wrong[0])[6:]}"
+    if mixes_dtypes(kernel, tensors):
+        also = ", or weight and bias in float32" if kernel.same_dtype is not None else ""
+        yield f"it needs all tensors in one dtype{also}, and the call mixes dtypes"
+
+
+def _is_transformed(call: Call) -> bool:
+    return is_transformed(*call.tensors, getattr(call.arguments, "attn_mask", None))
 
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     """Returns the kernels that are available for this type of device."""
-    return tuple(
-        k for k in kernels if k.unavailable is None and (not k.devices or kind in k.devices)
-    )
+    return tuple(k for k in kernels if k.unavailable is None and not _is_elsewhere(k, kind))
 
 
 def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
@@ -349,7 +355,7 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     """Returns the reason why a later backend is preferred for a supported call, or None."""
     if is_compiling() or settings.batch_invariant:
         return None
-    needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
+    needs_grad, dtype = call.needs_grad, call.tensors[0].dtype
     for limit in kernel.prefers_later:
         if (
             limit.needs_grad == needs_grad
@@ -362,15 +368,9 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
-def _is_elsewhere(kernel: Kernel, call: Call) -> bool:
-    """True if the kernel does not support the type of the call's device."""
-    kind = call.tensors[0].device.type  # type: ignore[union-attr]
-    return bool(kernel.devices) and kind not in kernel.devices
-
-
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
-    if _is_elsewhere(kernel, call):  # what else speaks against it does not matter
-        kind = call.tensors[0].device.type  # type: ignore[union-attr]
+    kind = call.tensors[0].device.type
+    if _is_elsewhere(kernel, kind):  # other reasons do not matter
         return [f"the tensors are on {_PLACES.get(kind, f'a {kind} device')}"]
     reasons = why_not(kernel, call)
     if (unproven := why_unproven(kernel, call)) is not None:
@@ -382,7 +382,8 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
 
 def _reasons(call: Call) -> dict[str, list[str]]:
     """Returns for each backend the reasons why it is not chosen; those of other devices last."""
-    kernels = sorted(_state.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, call))
+    kind = call.tensors[0].device.type
+    kernels = sorted(_state.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, kind))
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
 
 
@@ -417,9 +418,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
     """
     if backend is None:
         backend = settings.backend
-    elif backend is Probe:
-        raise Probe(call)
-    if has_transforms() and is_transformed(*call.tensors, call.mask):
+    if has_transforms() and _is_transformed(call):
         if backend is not None:
             check_name(backend)
         if settings.strict:
@@ -433,14 +432,14 @@ def select(call: Call, backend: Any = None) -> Kernel:
         most = -1.0
         for kernel in candidates(call.op, call.tensors[0], compiling):
             if kernel.proven is not None:  # these stand before all others
-                if _fits(kernel, call) and why_unproven(kernel, call) is None:
+                if _supports(kernel, call) and why_unproven(kernel, call) is None:
                     gain = _gain(kernel, call)
                     if gain > most:
                         proven, most = kernel, gain
                 continue
             if proven is not None:
                 return proven
-            if _fits(kernel, call):
+            if _supports(kernel, call):
                 if kernel.backend == "reference" and (settings.strict or preferring is not None):
                     break
                 if kernel.prefers_later and why_prefers_later(kernel, call) is not None:
@@ -462,13 +461,63 @@ def select(call: Call, backend: Any = None) -> Kernel:
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
 
 
+def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Looks a call up in the call cache of its device's backends; CPU backends have none.
+
+    Returns (replay, insert). ``replay`` is the cached function of the tensors, None on a miss. ``insert``
+    is an argument of `run`, which fills the cache; None if the call is not cacheable.
+    """
+    first = tensors[0]
+    # A function mode would see which attributes are read.
+    if not CALL_CACHES or type(first) not in PLAIN or function_mode_is_active():
+        return None, None
+    kind = "cuda" if first.is_cuda else "cpu"
+    return CALL_CACHES[kind](op, tensors, others) if kind in CALL_CACHES else (None, None)
+
+
+def run(
+    call: Call,
+    backend: str | None = None,
+    insert: Callable[..., None] | None = None,
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Runs a call on the kernel that `select` returns, with a dropout seed from PyTorch's generator.
+
+    ``insert``: of `lookup`. ``finish``: a function that is applied to the kernel's result.
+    """
+    kernel, arguments = select(call, backend), call.arguments
+    if 0.0 < getattr(arguments, "dropout_p", 0.0) < 1.0 and not (
+        kernel.drops_as_torch is not None and kernel.drops_as_torch(call)
+    ):
+        arguments = arguments._replace(seed=draw_seed(arguments[0].device))
+    if insert is not None:
+        insert(kernel, arguments, call.needs_grad, finish)
+    elif is_compiling():
+        arguments = _distinct(arguments)
+    result = kernel.function(arguments)
+    return result if finish is None else finish(result)
+
+
+def _distinct(arguments: Any) -> Any:
+    """Returns the record with a view in place of each repeated tensor.
+
+    Dynamo does not trace autograd functions that get the same tensor twice.
+    """
+    found: list[Any] = []
+    for value in arguments:
+        if isinstance(value, Tensor) and any(value is one for one in found):
+            value = value.view_as(value)
+        found.append(value)
+    return type(arguments)(*found)
+
+
 def find(call: Call) -> Kernel | None:
     """Returns the kernel that runs a layer-level op, or None if it must be decomposed into ops.
 
     A named backend runs its own kernel for it, or its own ops.
     """
     for kernel in candidates(call.op, call.tensors[0]):
-        if settings.backend in (None, kernel.backend) and _fits(kernel, call):
+        if settings.backend in (None, kernel.backend) and _supports(kernel, call):
             return None if is_transformed(*call.tensors) else kernel
     return None
 

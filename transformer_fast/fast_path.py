@@ -21,6 +21,7 @@ from torch import Tensor
 from . import _native, _switches
 from ._context import settings, values_are_known
 from .dispatch import Call, PreferLater, _state, mixes_dtypes, select
+from .ops.arguments import RECORDS, LayerArguments
 
 _is_autocast_enabled = torch.is_autocast_enabled
 _STRIDED = torch.strided
@@ -91,14 +92,15 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
+_NO_OPTIONS = LayerArguments()
 #: By op, the dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
 def direct_kernel(
-    op: str, first: Tensor, *others: Tensor | None, grad: bool = False
-) -> Callable[..., Any] | None:
-    """Returns the function that runs a call that passed `is_plain_eager` and is not small.
+    op: str, tensors: tuple[Any, ...], grad: bool = False
+) -> Callable[[Any], Any] | None:
+    """Returns the kernel's function for a call that passed `is_plain_eager` and is not small.
 
     That is the CPU kernel's, or in training the one that further limits select. None if the call must
     be dispatched: there is no kernel, autocast is on, or the tensors are not all of one floating dtype,
@@ -108,20 +110,20 @@ def direct_kernel(
     found = usable["cpu"][0]
     if found.backend != "cpu" or kernels is not _state.kernels[op] or _is_autocast_enabled("cpu"):
         return None
-    dtype = first.dtype
-    if dtype not in found.dtypes or first.layout is not _STRIDED:
+    dtype = tensors[0].dtype
+    if dtype not in found.dtypes:
         return None
     mixed = False
-    for tensor in others:
+    for tensor in tensors:
         if tensor is not None:
             if tensor.layout is not _STRIDED or not tensor.is_cpu:
                 return None
             mixed = mixed or tensor.dtype is not dtype
-    if mixed and (found.same_dtype is None or mixes_dtypes(found, (first, *others))):
+    if mixed and (found.same_dtype is None or mixes_dtypes(found, tensors)):
         return None
     if grad and dtype in LIMITED[op]:
-        return select(Call(op, (first, *others), True)).run
-    return found.run
+        return select(Call(op, tensors, True, _NO_OPTIONS)).function
+    return found.function
 
 
 def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
@@ -199,13 +201,14 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
+    drops = "dropout_p" in RECORDS[op]._fields
 
     def when(call: Call) -> bool:
         # With dropout PyTorch's op needs further operators.
-        if not _on or call.dropout_p != 0.0:
+        if not _on or (drops and call.arguments.dropout_p != 0.0):
             return False
         if call.needs_grad and limit.rows < 1 << 62:
-            return rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
+            return rows(call.tensors[0], call.tensors[-2]) <= limit.rows
         return _weights(call) <= limit.weights
 
     return tuple(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _native, call_cache
+from . import _native
 
 __all__ = [
     "forget_calls", "forget_packed", "kept", "limit", "packed", "release", "set_limit",
@@ -33,6 +33,8 @@ _MOST = 1 << 30
 #: For each backend with packed weights: a function that returns their bytes, and one that drops those
 #: of a module, or all.
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
+#: Functions that clear the call caches of backends.
+call_caches: list[Callable[[], None]] = []
 
 
 class Copies(NamedTuple):
@@ -110,7 +112,8 @@ def forget_packed(module: torch.nn.Module | None = None) -> None:
 
 def forget_calls() -> None:
     """Drop cached kernel selections and launch plans of GPU calls (no tensors): up to 4096 per op."""
-    call_cache.forget()
+    for forget in call_caches:
+        forget()
 
 
 def _memory(root: Path = Path("/")) -> int:

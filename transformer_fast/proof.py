@@ -133,25 +133,27 @@ def _up_to(value: int, limits: Iterable[int], what: str) -> str:
 
 def _rows_class(call: Any) -> list[str]:
     first = call.tensors[0]
-    columns = math.prod(call.normalized_shape or first.shape[-1:])
+    columns = math.prod(getattr(call.arguments, "normalized_shape", first.shape[-1:]))
     return [_up_to(first.numel() // max(1, columns), (64, 1024, 8192), "rows")]
 
 
 def _norm_class(call: Any) -> list[str]:
-    columns = math.prod(call.normalized_shape or call.tensors[0].shape[-1:])
+    first = call.tensors[0]
+    columns = math.prod(getattr(call.arguments, "normalized_shape", first.shape[-1:]))
     return [*_rows_class(call), _up_to(columns, (1024, 8192), "columns")]
 
 
 def _attention_class(call: Any) -> list[str]:
-    query, key = call.tensors[:2]
-    queries, keys = call.longest or (query.shape[-2], key.shape[-2])
-    batch = query.shape[0] if call.longest is None else call.key_lengths.shape[0] - 1
-    if call.mask is not None:
-        visible = "bool mask" if call.mask.dtype == torch.bool else "float mask"
-    elif call.key_lengths is not None or call.query_lengths is not None:
+    given = call.arguments
+    query, key = given.query, given.key
+    queries, keys = given.longest or (query.shape[-2], key.shape[-2])
+    batch = query.shape[0] if given.longest is None else given.key_lengths.shape[0] - 1
+    if given.attn_mask is not None:
+        visible = "bool mask" if given.attn_mask.dtype == torch.bool else "float mask"
+    elif given.key_lengths is not None or given.query_lengths is not None:
         visible = "key lengths"
     else:
-        visible = "causal" if call.is_causal else "no mask"
+        visible = "causal" if given.is_causal else "no mask"
     words = [
         _up_to(query.shape[-1], (64, 96, 128), "values a head"),
         "1 query" if queries == 1 else _up_to(queries, (4, 512), "queries"),
@@ -159,11 +161,11 @@ def _attention_class(call: Any) -> list[str]:
         _up_to(batch * query.shape[-3], (64,), "heads in the batch"),
         visible,
     ]
-    return [*words, "weights"] if call.need_weights else words
+    return [*words, "weights"] if given.need_weights else words
 
 
 def _linear_class(call: Any) -> list[str]:
-    after = call.activation is not None or (len(call.tensors) > 3 and call.tensors[3] is not None)
+    after = call.arguments.activation is not None or call.arguments.residual is not None
     return [*_rows_class(call), *(["activation or residual"] if after else [])]
 
 
@@ -184,7 +186,7 @@ _CLASSES: dict[str, Callable[[Any], list[str]]] = {
 def shape_class(call: Any) -> str:
     """Returns the class of a `dispatch.Call`; one verdict covers all calls of a class."""
     words = _CLASSES.get(call.op, _rows_class)(call)
-    return ", ".join([*words, "dropout"] if call.dropout_p else words)
+    return ", ".join([*words, "dropout"] if getattr(call.arguments, "dropout_p", 0.0) else words)
 
 
 def machine_of(device: torch.device | int | None = None) -> Machine:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_fast import call_cache, functional
+from transformer_fast import functional
+from transformer_fast.backends import call_cache
 from transformer_fast.backends.triton.stub import stubbed
 from transformer_fast.measure.accuracy import scores_of
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate

@@ -206,7 +206,7 @@ def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     right = run_time.attend
 
     def attend(*args: Any, **options: Any) -> Any:
-        visited.append(args[3:6])
+        visited.append(args[0][3:6])
         return right(*args, **options)
 
     monkeypatch.setattr(run_time, "attend", attend)

@@ -6,6 +6,7 @@ results of the Triton kernels behind them are tested in tests/triton.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -518,7 +519,7 @@ def test_without_a_gpu_naming_triton_raises(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="PyTorch finds no GPU here"):
         enable_sdpa(backend="triton")
     kernel = kernel_of("attention", "triton")
-    missing = kernel.__class__(**{**kernel.__dict__, "unavailable": "Triton is not installed"})
+    missing = dataclasses.replace(kernel, unavailable="Triton is not installed")
     monkeypatch.setitem(dispatch._state.kernels, "attention", (missing,))
     with pytest.raises(RuntimeError, match="cannot run here: Triton is not installed"):
         enable_sdpa(backend="triton")

@@ -207,14 +207,14 @@ def test_the_gpu_check_covers_the_backend(op, device, monkeypatch):
     item = {"op": op, "case": "small", "backend": "cuda", "dtype": "bfloat16"}
     found = gpu.check(item, torch.device(device), None)
     assert found == {"forward": "right", "gradients": "right"}
-    dispatch.register(replace(kernel, run=doubled(kernel)))
+    dispatch.register(replace(kernel, function=doubled(kernel)))
     found = gpu.check(item, torch.device(device), None)
     assert all(told.startswith("wrong") for told in found.values())
 
 
 def doubled(kernel: dispatch.Kernel) -> Any:
-    def run(*arguments: Any) -> Any:
-        results = kernel.run(*arguments)
+    def run(arguments: Any) -> Any:
+        results = kernel.function(arguments)
         return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
 
     return run

@@ -87,7 +87,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             calls.extend(args[3] for kind in kinds if kind == fusion.Kind.FEED_FORWARD)
             return kernel.run(owner, kinds, *args)
 
-        return replace(kernel, run=run)
+        return replace(kernel, function=run)
 
     monkeypatch.setattr(functional, "feed_forward", feed_forward)
     kernels = [*dispatch.kernels("encoder_layer"), *dispatch.kernels("decoder_layer")]
@@ -635,7 +635,8 @@ def probabilities(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
         right = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append((name, kwargs["dropout_p"]))
+            given = args[0].dropout_p if name == "attend" else kwargs["dropout_p"]
+            calls.append((name, given))
             return right(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)

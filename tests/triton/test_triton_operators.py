@@ -10,35 +10,36 @@ from harness import kernel_of
 
 from transformer_fast import dispatch
 from transformer_fast.backends import triton as backend
+from transformer_fast.testing import call_of
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
-def why_not(op: str, *tensors: torch.Tensor | None, **rest: Any) -> list[str]:
-    kernel = kernel_of(op, "triton")
-    return dispatch.why_not(
-        kernel, dispatch.Call(op, tensors, rest.pop("needs_grad", False), **rest)
-    )
+def why_not(op: str, *arguments: Any, needs_grad: bool = False) -> list[str]:
+    call = call_of(op, arguments)
+    return dispatch.why_not(kernel_of(op, "triton"), call._replace(needs_grad=needs_grad))
 
 
 def test_sizes_beyond_the_limits_are_refused(device):
     def rows(*shape):
         return torch.empty(shape, device=device)
 
-    assert why_not("layer_norm", rows(1, 16384)) == []
-    assert why_not("layer_norm", rows(1, 16385)) == [
+    assert why_not("layer_norm", rows(1, 16384), (16384,), None, None, 1e-5) == []
+    assert why_not("layer_norm", rows(1, 16385), (16385,), None, None, 1e-5) == [
         "it supports up to 16384 columns, and the call has 16385"
     ]
-    assert why_not("layer_norm", rows(1, 8192), needs_grad=True) == []
-    assert why_not(
-        "add_layer_norm", rows(2, 8192), normalized_shape=(2, 8192), needs_grad=True
-    ) == ["it supports up to 8192 columns with gradients, and the call has 16384"]
+    assert why_not("layer_norm", rows(1, 8192), (8192,), None, None, 1e-5, needs_grad=True) == []
+    x = rows(2, 8192)
+    arguments = (x, x, (2, 8192), None, None, 1e-5, 0.0, None)
+    assert why_not("add_layer_norm", *arguments, needs_grad=True) == [
+        "it supports up to 8192 columns with gradients, and the call has 16384"
+    ]
     assert why_not("attention", *[rows(1, 1, 2, 256)] * 3) == []
     assert why_not("attention", *[rows(1, 1, 2, 257)] * 3) == [
         "it supports head sizes up to 256, and the call has 257"
     ]
-    assert why_not("linear", rows(2, 2), rows(2, 2), None, None) == []
-    (reason,) = why_not("linear", rows(2, 2).double(), rows(2, 2).double(), None, None)
+    assert why_not("linear", rows(2, 2), rows(2, 2), None) == []
+    (reason,) = why_not("linear", rows(2, 2).double(), rows(2, 2).double(), None)
     assert "float64" in reason
 
 
@@ -54,7 +55,7 @@ def test_old_gpus_are_refused(monkeypatch):
     class Fake(torch.Tensor):
         is_cuda = True
 
-    call = dispatch.Call("linear", (torch.empty(2, 2).as_subclass(Fake),), False)
+    call = dispatch.Call("linear", (torch.empty(2, 2).as_subclass(Fake),), False, None)
     assert backend._refuse_place(call) == (
         "it needs compute capability 8.0 or higher, and this GPU has 7.5"
     )

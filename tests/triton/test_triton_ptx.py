@@ -232,7 +232,8 @@ def _cases() -> Iterator[tuple[str, Any]]:
     import torch
 
     from transformer_fast.backends.triton import config, operators
-    from transformer_fast.ops.layer_norm import add_norm_on, norm_on
+    from transformer_fast.ops.arguments import RECORDS
+    from transformer_fast.ops.layer_norm import norm_on
     from transformer_fast.specs.attention import _attention, _floats, arrange
     from transformer_fast.specs.cross_entropy import _loss
     from transformer_fast.specs.feed_forward import _feed_forward
@@ -249,7 +250,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
     ) -> Any:
         def make() -> Any:
             draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-            return op, run, build(draw), gradients, settings
+            return op, lambda *given: run(RECORDS[op](*given)), build(draw), gradients, settings
 
         return make
 
@@ -288,8 +289,10 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
     def norm(rows: int, columns: int, dtype: torch.dtype, p: float = 0.0, far: float = 0.0) -> Any:
         if p:
-            return made("add_layer_norm", add_norm_on("triton"), _added(rows, columns, p), dtype)
-        return made("layer_norm", norm_on("triton"), _plain(rows, columns, shift=far), dtype)
+            op, build = "add_layer_norm", _added(rows, columns, p)
+        else:
+            op, build = "layer_norm", _plain(rows, columns, shift=far)
+        return made(op, norm_on("triton", op), build, dtype)
 
     def linear(
         rows: int, k: int, n: int, activation: str | None, dtype: torch.dtype, **settings: Any

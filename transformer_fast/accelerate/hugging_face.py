@@ -26,6 +26,7 @@ from .._context import is_plain_eager
 from ..fast_path import LINEAR
 from ..functional.attention import general_attention
 from ..nn import fusion
+from ..ops.arguments import AttentionArguments
 from . import classes
 from .classes import Change, ClassChange
 from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, is_model, parts
@@ -320,16 +321,17 @@ def attention(
         position_bias = None if position_bias is None else position_bias[..., :length]
     mask = _mask(attention_mask, position_bias, causal, query, key)
     causal = causal and position_bias is None
-    rest = (dropout, causal, scaling, key.shape[1] < query.shape[1])
+    gqa = key.shape[1] < query.shape[1]
     weights = bool(kwargs.get("output_attentions"))
     # With dropout the public function's result is contiguous, and merging its heads would copy it.
     if dropout:
-        found = general_attention(
-            query, key, value, mask, *rest, need_weights=weights, like_query=True
+        arguments = AttentionArguments(
+            query, key, value, mask, None, causal, scaling, dropout, None, gqa, weights
         )
+        found = general_attention(arguments, like_query=True)
     else:
         found = functional.scaled_dot_product_attention(
-            query, key, value, mask, *rest, need_weights=weights
+            query, key, value, mask, dropout, causal, scaling, gqa, need_weights=weights
         )
     output, weights = found if isinstance(found, tuple) else (found, None)
     return output.transpose(1, 2).contiguous(), weights

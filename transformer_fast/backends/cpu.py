@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
+from ..ops.arguments import LinearCrossEntropyArguments
 from ..ops.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, register_losses
-from ..ops.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
+from ..ops.cross_entropy import cross_entropy_on, linear_cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
 from ..ops.linear import CODES, linear_on
 from ..ops.operator import OPERATORS
@@ -25,26 +26,13 @@ attention = attention_on("cpu")
 linear = linear_on("cpu")
 feed_forward = feed_forward_on("cpu")
 cross_entropy = cross_entropy_on("cpu", in_groups=True)
+_linear_cross_entropy_of_floats = linear_cross_entropy_on("cpu")
 
 
-def linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    summed: bool = False,
-) -> Tensor:
-    """An operator makes a part of the logits at a time."""
-    if input.dtype != torch.float32:
-        return chunked_loss(
-            "cpu", input, weight, bias, target, ignore_index, label_smoothing, summed
-        )
-    arguments = (input, weight, bias, target, ignore_index, label_smoothing)
-    if (found := LossFunction.recorded("cpu", *arguments)) is not None:
-        return found  # type: ignore[no-any-return]
-    return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
+def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
+    if arguments.input.dtype != torch.float32:
+        return chunked_loss("cpu", arguments)
+    return _linear_cross_entropy_of_floats(arguments)
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
@@ -53,13 +41,10 @@ def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
 
 
 def _refuse_attention(call: Call) -> str | None:
-    dtype = call.tensors[0].dtype  # type: ignore[union-attr]
-    if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, dtype):
-        return (
-            f"it supports masks in bool, float32 or query's dtype, and this one is "
-            f"{str(call.mask.dtype)[6:]}"
-        )
-    return None
+    mask = call.arguments.attn_mask
+    if mask is None or mask.dtype in (torch.bool, torch.float32, call.arguments.query.dtype):
+        return None
+    return f"it supports masks in bool, float32 or query's dtype, and this one is {str(mask.dtype)[6:]}"
 
 
 def _few(
@@ -72,9 +57,10 @@ def _few(
     """
 
     def when(call: Call) -> bool:
-        if call.op == "linear" and (call.activation is not None or call.tensors[3] is not None):
+        tensors = call.tensors
+        if call.op == "linear" and (call.arguments.activation or tensors[3] is not None):
             return False
-        return call.tensors[1].numel() >= weights and (here is None or here())  # type: ignore[union-attr]
+        return tensors[1].numel() >= weights and (here is None or here())
 
     return PreferLater(
         rows,

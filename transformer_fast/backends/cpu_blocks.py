@@ -34,7 +34,7 @@ def _refuse(call: Call) -> str | None:
 def _refuse_layer(call: Call) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "it does not support autocast"
-    width = call.tensors[0].shape[-1]  # type: ignore[union-attr]
+    width = call.tensors[0].shape[-1]
     if call.op == "decoder_layer" and width % _PANEL:
         return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
     return _refuse(call)

@@ -38,20 +38,20 @@ def define_operators() -> None:
 
 def _refuse_place(call: Call) -> str | None:
     first = call.tensors[0]
-    assert first is not None
     if first.is_cuda:
         return _native.why_no_code(*torch.cuda.get_device_capability(first.device))
     return None
 
 
 def _refuse_attention(call: Call) -> str | None:
-    query, key, value = (tensor for tensor in call.tensors[:3] if tensor is not None)
-    sizes = [tensor.shape[-1] for tensor in (query, key, value)]
+    given = call.arguments
+    query, key = given.query, given.key
+    sizes = [tensor.shape[-1] for tensor in call.tensors]
     if max(sizes) > MAX_HEAD:
         return f"it supports head sizes up to {MAX_HEAD}, and the call has {max(sizes)}"
-    queries, keys = call.longest or (query.shape[-2], key.shape[-2])
+    queries, keys = given.longest or (query.shape[-2], key.shape[-2])
     # One query's keys are shared out among blocks.
-    decodes = queries == 1 and not (call.needs_grad or call.need_weights or call.dropout_p)
+    decodes = queries == 1 and not (call.needs_grad or given.need_weights or given.dropout_p)
     if keys > MAX_KEYS and not decodes:
         return f"it supports up to {MAX_KEYS} keys, and the call has {keys}"
     return _refuse_place(call)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from .. import reference
-from ..dispatch import OPS, VARIANTS, Kernel, register
+from ..dispatch import OPS, VARIANTS, Kernel, register, unpacked
 from ..ops.chunked_loss import chunked_loss, register_losses
 
-register_losses("reference", reference.linear, reference.cross_entropy)
+register_losses("reference", unpacked(reference.linear), unpacked(reference.cross_entropy))
 #: Functions that differ from the specification's in how much memory they need.
 _FUNCTIONS = {"linear_cross_entropy": partial(chunked_loss, "reference")}
 
@@ -17,7 +17,7 @@ for _op in (*OPS, *VARIANTS):
         Kernel(
             _op,
             "reference",
-            _FUNCTIONS.get(_op) or getattr(reference, _op),
+            _FUNCTIONS.get(_op) or unpacked(getattr(reference, _op)),
             gradients=True,
             mask_gradient=True,
             dropout=True,

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from .. import _native, fast_path, reference
 from .._context import is_exporting
-from ..dispatch import VARIANTS, Call, Kernel, register
+from ..dispatch import VARIANTS, Call, Kernel, register, unpacked
+from ..ops.arguments import (
+    AttentionArguments,
+    CrossEntropyArguments,
+    FeedForwardArguments,
+    LinearCrossEntropyArguments,
+)
+from ..ops.attention import with_query_lengths
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..ops.layer_norm import NORMS
@@ -26,36 +33,25 @@ _ALONE = _native.module is None
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The op ``add_<norm>`` of a norm of PyTorch's."""
+def _behind_sum(norm: Callable[..., Tensor]) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """Returns the op ``add_<norm>`` of a norm of PyTorch."""
 
-    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *given, dropout_p, seed = rest
+    def run(arguments: Any) -> tuple[Tensor, Tensor]:
+        input, residual, *given, dropout_p, seed = arguments
         total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
         return norm(total, *given), total
 
     return run
 
 
-@reference.supports_query_lengths
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    enable_gqa: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """Rows with nothing visible are zero, without asking the device whether there are any.
 
     Keys and values beyond ``key_lengths`` and behind a mask that is the same for all queries are
     cleared. NaN in others may reach the queries that they are hidden from, as in PyTorch.
     """
+    query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = arguments
+    need_weights = arguments.need_weights
     hidden = _padding(query, key, attn_mask, key_lengths)
     if hidden is not None:
         rows = hidden.transpose(-2, -1)
@@ -86,7 +82,9 @@ def attention(
                 attn_mask = torch.where(visible, attn_mask, -math.inf)
             mask = attn_mask.masked_fill(blind, 0.0)
         is_causal = False
-    gqa = enable_gqa and bool(key.shape[-3] != query.shape[-3])  # a tensor in torch.jit.trace
+    gqa = arguments.enable_gqa and bool(
+        key.shape[-3] != query.shape[-3]
+    )  # a tensor in torch.jit.trace
     if gqa and is_exporting():  # the TorchScript exporter of ONNX takes no grouped heads
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
@@ -101,6 +99,9 @@ def attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa
     )
     return output if blind is None else output.masked_fill(blind, 0.0), None
+
+
+attention = with_query_lengths(_attention)
 
 
 def _is_padding(mask: Tensor, key: Tensor) -> bool:
@@ -151,16 +152,8 @@ def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
     return reference.dropout(input, p, seed)
 
 
-def feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor],
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
+def feed_forward(arguments: FeedForwardArguments) -> Tensor:
+    input, weight1, bias1, weight2, bias2, activation, dropout_p, seed = arguments
     # Not `torch._addmm_activation`: cuBLASLt selects a kernel by shape and alignment, some versions'
     # ReLU makes 0 of NaN, and the GELU of some kernels is tanh.approx also in float32, so that a check
     # on one input tells nothing about another shape.
@@ -170,16 +163,15 @@ def feed_forward(
     return F.linear(hidden, weight2, bias2)
 
 
-def cross_entropy(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> Tensor:
+def cross_entropy(arguments: CrossEntropyArguments) -> Tensor:
     if is_exporting():
+        input, target, ignore_index, label_smoothing = arguments
         if label_smoothing != 0.0:  # which exporters to ONNX drop, or refuse
-            return reference.cross_entropy(input, target, ignore_index, label_smoothing)
+            return reference.cross_entropy(*arguments)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         wide = wide.movedim(-1, 1)
         return F.cross_entropy(wide, target, ignore_index=ignore_index, reduction="none")
-    return _cross_entropy(input, target, ignore_index, label_smoothing)
+    return _cross_entropy(arguments)
 
 
 def _cross_entropy_forward(
@@ -232,38 +224,31 @@ FORWARD.of["torch"], BACKWARD.of["torch"] = _cross_entropy_forward, _cross_entro
 _cross_entropy = cross_entropy_on("torch")
 
 
-def linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    summed: bool = False,
-) -> Tensor:
+def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
     if is_exporting():
-        return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
-    return chunked_loss("torch", input, weight, bias, target, ignore_index, label_smoothing, summed)
+        logits = F.linear(*arguments[:3])
+        return cross_entropy(CrossEntropyArguments(logits, *arguments[3:6]))
+    return chunked_loss("torch", arguments)
 
 
 def _refuse_attention(call: Call) -> str | None:
-    if _ALONE or not call.tensors[0].is_cpu:  # type: ignore[union-attr]
+    given = call.arguments
+    if _ALONE or not given.query.is_cpu:
         return None
-    if call.mask is not None or call.key_lengths is not None or call.is_causal:
+    if given.attn_mask is not None or given.key_lengths is not None or given.is_causal:
         return (
             "used only for calls without a mask, because PyTorch lets NaNs through masked positions "
             "and treats fully masked rows inconsistently"
         )
-    if call.need_weights:
+    if given.need_weights:
         return "PyTorch's fused attention returns no weights"
-    if call.dropout_p != 0.0:
+    if given.dropout_p != 0.0:
         return "PyTorch's attention draws another dropout pattern than this package's backends"
     return None
 
 
 def _refuse_layer_norm(call: Call) -> str | None:
     x = call.tensors[0]
-    assert x is not None
     if _ALONE:
         return None
     if call.needs_grad and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
@@ -273,7 +258,7 @@ def _refuse_layer_norm(call: Call) -> str | None:
 
 def _drops_as_torch(call: Call) -> bool:
     """Its attention always does; the other ops do but on CPU tensors in programs that stay here."""
-    return call.op == "attention" or not call.tensors[0].is_cpu or is_exporting()  # type: ignore[union-attr]
+    return call.op == "attention" or not call.tensors[0].is_cpu or is_exporting()
 
 
 def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -289,7 +274,7 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 def _norms() -> Iterator[Kernel]:
     for op, norm in NORMS.items():
         refuses = _refuse_layer_norm if norm.pytorch is F.layer_norm else None
-        yield Kernel(op, "torch", norm.pytorch, gradients=True, refuses=refuses)
+        yield Kernel(op, "torch", unpacked(norm.pytorch), gradients=True, refuses=refuses)
         yield Kernel(
             f"add_{op}",
             "torch",
@@ -302,7 +287,7 @@ def _norms() -> Iterator[Kernel]:
     # PyTorch has no op for these: the reference's formula, with PyTorch's dropout where that runs.
     annotated, add_annotated = VARIANTS
     formula = reference.annotated_layer_norm
-    yield Kernel(annotated, "torch", formula, gradients=True)
+    yield Kernel(annotated, "torch", unpacked(formula), gradients=True)
     yield Kernel(
         add_annotated,
         "torch",
@@ -318,7 +303,8 @@ def _register() -> None:
         torch.library.register_autograd(
             torch.ops.transformer_fast.dropout.cpu, _dropout_backward, setup_context=_keep_dropout
         )
-    register_losses("torch", reference.linear, cross_entropy)
+    linear = unpacked(reference.linear)
+    register_losses("torch", linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
         *_norms(),
@@ -334,7 +320,7 @@ def _register() -> None:
             refuses=_refuse_attention,
         ),
         # The reference is made of PyTorch's products and activations already.
-        Kernel("linear", "torch", reference.linear, gradients=True, activations=names),
+        Kernel("linear", "torch", linear, gradients=True, activations=names),
         Kernel(
             "feed_forward",
             "torch",

@@ -20,6 +20,7 @@ from .. import nn
 from .._context import values_are_known
 from ..functional._check import autocast
 from ..functional.attention import attend
+from ..ops.arguments import AttentionArguments
 
 
 class Mask(NamedTuple):
@@ -131,10 +132,11 @@ def attention(
             added = None if added is None else torch.where(hidden.fully_masked, 0.0, added)
         if added is not None:
             mask = added if mask is None else torch.where(mask, added, -math.inf)
-    output, weights = attend(
-        query, key, value, mask, None, is_causal, scale, dropout_p, need_weights,
+    arguments = AttentionArguments(
+        query, key, value, mask, None, is_causal, scale, dropout_p, need_weights=need_weights,
         contiguous=contiguous or None,
     )  # fmt: skip
+    output, weights = attend(arguments)
     if rank < 4:
         dims = (0, 1) if rank == 2 else (1,)
         output = output.squeeze(dims)

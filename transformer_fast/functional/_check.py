@@ -28,12 +28,10 @@ def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoRetu
 def defers_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
     """`only_torch_supports`, ``also``, or a mode of the user's observes PyTorch's functions
     (`_context.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
-
-    A call that is explained goes on to the dispatcher, which has the reasons.
     """
     if backend is None and function_mode_is_active() and is_observed():
         return True
-    if not (also or only_torch_supports(*tensors)) or backend is dispatch.Probe:
+    if not (also or only_torch_supports(*tensors)):
         return False
     backend = dispatch.named_backend() if backend is None else backend
     if backend not in (None, "torch", "reference"):
@@ -60,6 +58,17 @@ def require_tensor(
 ) -> None:
     if not (isinstance(value, Tensor) or (optional and value is None)):
         raise wrong_type(function, name, position, "Tensor", value)
+
+
+def are_tensors(required: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:
+    """True if no `require_tensor` of these would raise, in less time."""
+    for value in required:
+        if not isinstance(value, Tensor):
+            return False
+    for value in optional:  # noqa: SIM110 - faster than `all` of a generator
+        if not (value is None or isinstance(value, Tensor)):
+            return False
+    return True
 
 
 def require_floating(name: str, tensor: Tensor) -> None:

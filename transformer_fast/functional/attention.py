@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache
 from .._context import is_plain_eager
-from ..dispatch import Call
+from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import ATTENTION, FLOAT, direct_kernel
+from ..ops.arguments import AttentionArguments
 from ..ops.autograd import wants_grad
 from ._check import (
     NAME,
+    are_tensors,
     autocast,
     check_flags,
     check_lengths,
@@ -37,72 +38,40 @@ from .masks import warn_of_zeros_and_ones
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
 
-def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
-    return results[0]
-
-
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    need_weights: bool = False,
-    enable_gqa: bool = False,
-    query_lengths: Tensor | None = None,
-    longest: tuple[int, int] | None = None,
-    *,
-    contiguous: bool | None = None,
+    arguments: AttentionArguments,
     backend: str | None = None,
-    cached_by: tuple[Any, Any] = (None, ()),
+    insert: Any = None,
     finish: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Attention on (B, H, T, D) for callers that have checked their arguments; no checks here.
+    """Attention for callers that have checked their arguments; no checks here.
 
-    Unlike the public function it takes a mask together with ``is_causal`` (both hide), so that a
+    Unlike the public function it supports a mask together with ``is_causal`` (both hide), so that a
     padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None), or ``finish`` of
-    it. ``contiguous``: see `reference.attention.empty_output`; None: any memory order will do.
-    ``cached_by``: the call's cache key and its tensors.
+    it. ``insert``: of `dispatch.lookup`.
     """
-    call = Call(
-        "attention", (query, key, value), wants_grad(query, key, value, mask), dropout_p, None, mask,
-        is_causal, key_lengths, need_weights, query_lengths=query_lengths, longest=longest,
-    )  # fmt: skip
-    arguments: tuple[Any, ...] = (
-        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
-        need_weights,
-    )  # fmt: skip
-    if contiguous is not None:
-        arguments += (query_lengths, longest, contiguous)
-    elif query_lengths is not None:
-        arguments += (query_lengths,) if longest is None else (query_lengths, longest)
-    return call_cache.run(*cached_by, call, arguments, backend, finish)
+    return run(make_call(arguments, wants_grad(*arguments[:4])), backend, insert, finish)
 
 
-def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    need_weights: bool,
-    enable_gqa: bool,
-    query_lengths: Tensor | None,
-    longest: tuple[int, int] | None = None,
-) -> tuple[tuple[Any, ...], torch.Size | None]:
-    """The arguments of `attend`, and the leading shape of the result where it is not (B, H)."""
-    require_tensor(NAME, "query", 1, query)
-    require_tensor(NAME, "key", 2, key)
-    require_tensor(NAME, "value", 3, value)
-    require_tensor(NAME, "attn_mask", 4, attn_mask, optional=True)
-    require_tensor(NAME, "key_lengths", None, key_lengths, optional=True)
-    require_tensor(NAME, "query_lengths", None, query_lengths, optional=True)
+def check_attention(given: AttentionArguments, backend: str | None = None) -> Call:
+    arguments, _ = _check(given, False)
+    return make_call(arguments, wants_grad(*arguments[:4]))
+
+
+def _check(
+    given: AttentionArguments, like_query: bool
+) -> tuple[AttentionArguments, torch.Size | None]:
+    """Returns the checked arguments, of (B, H, L, D), and the leading shape of the result if it is not
+    (B, H)."""
+    query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = given
+    enable_gqa, need_weights, query_lengths, longest, _ = given[9:]
+    if not are_tensors((query, key, value), (attn_mask, key_lengths, query_lengths)):
+        require_tensor(NAME, "query", 1, query)
+        require_tensor(NAME, "key", 2, key)
+        require_tensor(NAME, "value", 3, value)
+        require_tensor(NAME, "attn_mask", 4, attn_mask, optional=True)
+        require_tensor(NAME, "key_lengths", None, key_lengths, optional=True)
+        require_tensor(NAME, "query_lengths", None, query_lengths, optional=True)
     p = require_float(NAME, "dropout_p", dropout_p)
     check_flags(is_causal, enable_gqa)
     if scale is not None:
@@ -136,11 +105,15 @@ def _checked(
         check_lengths("key_lengths", key_lengths, query.shape[0], key.shape[2])
     if longest is None and query_lengths is not None:
         check_lengths("query_lengths", query_lengths, query.shape[0], query.shape[2])
-    arguments = (
-        query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa,
-        query_lengths, longest,
+    if lead is not None:
+        contiguous: bool | None = True
+    else:
+        contiguous = None if like_query else _is_unfused(query, value, attn_mask, p)
+    checked = AttentionArguments(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, p, None, enable_gqa, need_weights,
+        query_lengths, longest, contiguous,
     )  # fmt: skip
-    return arguments, lead
+    return checked, lead
 
 
 @overload
@@ -281,16 +254,17 @@ def scaled_dot_product_attention(
                 return F.scaled_dot_product_attention(
                     query, key, value, scale=scale, enable_gqa=enable_gqa
                 )
-            run = direct_kernel("attention", query, key, value)
-            if run is not None:
-                return run(  # type: ignore[no-any-return]
-                    query, key, value, attn_mask, None, is_causal, scale, 0.0, None, enable_gqa,
-                    False,
-                )[0]  # fmt: skip
-    return general_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
-        query_lengths, need_weights, backend,
+            if (function := direct_kernel("attention", (query, key, value))) is not None:
+                return function(  # type: ignore[no-any-return]
+                    AttentionArguments(
+                        query, key, value, attn_mask, None, is_causal, scale, 0.0, None, enable_gqa
+                    )
+                )[0]
+    arguments = AttentionArguments(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
+        need_weights, query_lengths,
     )  # fmt: skip
+    return general_attention(arguments, backend)  # type: ignore[no-any-return]
 
 
 def _is_plain_mask(mask: Tensor, *sizes: int) -> bool:
@@ -305,50 +279,37 @@ def _is_plain_mask(mask: Tensor, *sizes: int) -> bool:
 
 
 def general_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    need_weights: bool = False,
-    backend: str | None = None,
-    like_query: bool = False,
+    arguments: AttentionArguments, backend: str | None = None, like_query: bool = False
 ) -> Any:
     """`scaled_dot_product_attention` without its fast path.
 
-    ``like_query``: kernels' output lies in memory like the query also where PyTorch's is contiguous.
+    ``like_query``: the output of kernels has the query's order in memory also where PyTorch's is
+    contiguous.
     """
-    tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
-    others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend, like_query)
-    cache_key, replay = call_cache.lookup("attention", tensors, others)
+    query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = arguments
+    _, need_weights, query_lengths, *_ = arguments[9:]
+    tensors = (*arguments[:5], query_lengths)
+    others = (*arguments[5:8], *arguments[9:11], backend, like_query)
+    replay, insert = lookup("attention", tensors, others)
     if replay is not None:
         return replay(*tensors)
-    if defers_to_torch("attention", backend, query, key, value, attn_mask):
+    if defers_to_torch("attention", backend, *arguments[:4]):
         if key_lengths is None and query_lengths is None and not need_weights:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                enable_gqa=enable_gqa,
+                enable_gqa=arguments.enable_gqa,
             )  # fmt: skip
         backend = "reference"  # plain PyTorch
-    checked, lead = _checked(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, need_weights,
-        enable_gqa, query_lengths,
-    )  # fmt: skip
+    checked, lead = _check(arguments, like_query)
     if lead is None:
-        finish = None if need_weights else _output
-        return attend(  # type: ignore[no-any-return]
-            *checked,
-            contiguous=None if like_query else _is_unfused(query, value, attn_mask, dropout_p),
-            backend=backend, cached_by=(cache_key, tensors), finish=finish,
-        )  # fmt: skip
-    output, weights = attend(*checked, contiguous=True, backend=backend)
+        return attend(checked, backend, insert, None if need_weights else _output)
+    output, weights = attend(checked, backend)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
+
+
+def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
+    return results[0]
 
 
 def _is_unfused(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
@@ -419,17 +380,19 @@ def varlen_attn(
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
     longest = (max_q, max_k)
     others = (dropout_p, is_causal, scale, enable_gqa, backend, longest)
-    cache_key, replay = call_cache.lookup("attention", tensors, others)
+    replay, insert = lookup("attention", tensors, others)
     if replay is not None:
         return replay(*tensors)  # type: ignore[no-any-return]
     if defers_to_torch("attention", backend, query, key, value):
         backend = "reference"  # plain PyTorch
-    checked, _ = _checked(
-        q, k, v, None, cu_seq_k, is_causal, scale, dropout_p, False, enable_gqa, cu_seq_q, longest
-    )
-    return attend(  # type: ignore[no-any-return]
-        *checked, backend=backend, cached_by=(cache_key, tensors), finish=_rows
-    )
+    checked, _ = _check(
+        AttentionArguments(
+            q, k, v, None, cu_seq_k, is_causal, scale, dropout_p, None, enable_gqa, False, cu_seq_q,
+            longest,
+        ),
+        True,
+    )  # fmt: skip
+    return attend(checked, backend, insert, _rows)  # type: ignore[no-any-return]
 
 
 def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:

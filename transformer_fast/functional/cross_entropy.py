@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import fast_path
 from .._context import is_plain_eager, values_are_known
-from ..dispatch import Call, select
+from ..dispatch import Call, make_call, run
+from ..ops.arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from ..ops.autograd import wants_grad
 from ._check import (
     autocast,
@@ -25,7 +26,20 @@ from .linear import dtype_problem, weight_problem
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
+_PYTORCHS = (
+    "cross_entropy with class weights, with probabilities as target or with size_average or reduce is "
+    "PyTorch's; backend must be None"
+)
+_PYTORCHS_LINEAR = (
+    "linear_cross_entropy with class weights, with probabilities as target, with more than two "
+    "dimensions of weights or with options is that of PyTorch 2.13"
+)
 _REDUCTIONS = ("mean", "sum", "none")
+
+
+def _is_floating(target: Any) -> bool:
+    """True for probabilities as target."""
+    return isinstance(target, Tensor) and target.is_floating_point()
 
 
 def _check_options(reduction: str, label_smoothing: float) -> float:
@@ -56,15 +70,25 @@ def _check_target(target: Tensor, ignore_index: int, classes: int) -> bool:
     return False
 
 
-def _reduce(
-    losses: Tensor, target: Tensor, ignore_index: int, reduction: str, all_count: bool
+def _reduced(
+    call: Call,
+    classes: int,
+    backend: str | None,
+    shape: torch.Size,
+    reduction: str,
+    dtype: torch.dtype,
 ) -> Tensor:
+    """Runs a checked call and reduces its losses; ``shape``: of the target."""
+    target, ignore_index = call.arguments.target, call.arguments.ignore_index
+    all_count = _check_target(target, ignore_index, classes)
+    losses: Tensor = run(call, backend)
     if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    # Not `mean`: the gradient of a sum is one value, expanded.
-    return losses.sum() / (target.numel() if all_count else (target != ignore_index).sum())
+        return losses.to(dtype).view(shape)
+    total = losses.sum()
+    if reduction == "mean":
+        # Not `mean`: the gradient of a sum is one value, expanded.
+        total = total / (target.numel() if all_count else (target != ignore_index).sum())
+    return total.to(dtype)
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
@@ -152,18 +176,34 @@ def cross_entropy(
             target, None, None, ignore_index, None, reduction, label_smoothing,
         )  # fmt: skip
         return loss.to(_result_dtype(input)) if widens else loss
-    probable = isinstance(target, Tensor) and target.is_floating_point()
+    probable = _is_floating(target)
     if defers_to_torch("cross_entropy", backend, input, target):
         others = True
     if others or probable:
         if backend is not None:
-            raise NotImplementedError(
-                "cross_entropy with class weights, with probabilities as target or with "
-                "size_average or reduce is PyTorch's; backend must be None"
-            )
+            raise NotImplementedError(_PYTORCHS)
         return F.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
+    call = check_cross_entropy(
+        input, target, None, None, ignore_index, None, reduction, label_smoothing
+    )
+    classes = call.arguments.input.shape[-1]
+    return _reduced(call, classes, backend, target.shape, reduction, _result_dtype(input))
+
+
+def check_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float,
+) -> Call:
+    if not (weight is size_average is reduce is None) or _is_floating(target):
+        raise NotImplementedError(_PYTORCHS)
     require_tensor("cross_entropy", "input", 1, input)
     require_tensor("cross_entropy", "target", 2, target)
     smoothing = _check_options(reduction, label_smoothing)
@@ -178,11 +218,7 @@ def cross_entropy(
             ),
         )
     rows, flat = _as_rows(input, target)
-    all_count = _check_target(flat, ignore_index, rows.shape[-1])
-    kernel = select(Call("cross_entropy", (rows,), wants_grad(rows)), backend)
-    losses = kernel.run(rows, flat, ignore_index, smoothing)
-    result = _reduce(losses, flat, ignore_index, reduction, all_count).to(_result_dtype(input))
-    return result.view(target.shape) if reduction == "none" else result
+    return make_call(CrossEntropyArguments(rows, flat, ignore_index, smoothing), wants_grad(rows))
 
 
 def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
@@ -203,7 +239,7 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
     return (
         0 < logits < limit.below[grad]
         and weight.numel() <= limit.weights
-        and fast_path.direct_kernel("linear_cross_entropy", input, weight, bias) is not None
+        and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
         and values_are_known(target)
         # PyTorch lets what stands in ignored rows reach gradients.
         and int(target.min()) >= 0
@@ -272,15 +308,12 @@ def linear_cross_entropy(
         return _losses(
             input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
         )
-    probable = isinstance(target, Tensor) and target.is_floating_point()
+    probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:
         theirs = getattr(F, "linear_cross_entropy", None)
         if backend is not None or theirs is None:
-            raise NotImplementedError(
-                "linear_cross_entropy with class weights, with probabilities as target, with more "
-                "than two dimensions of weights or with options is that of PyTorch 2.13"
-            )
+            raise NotImplementedError(_PYTORCHS_LINEAR)
         result: Tensor = theirs(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight,
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
@@ -292,6 +325,28 @@ def linear_cross_entropy(
         return _losses(
             input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
         )
+    call = check_linear_cross_entropy(
+        input, linear_weight, target, linear_bias, None, reduction, ignored, label_smoothing, None
+    )
+    classes = linear_weight.shape[0]
+    return _reduced(call, classes, backend, target.shape, reduction, _result_dtype(input))
+
+
+def check_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int | None,
+    label_smoothing: float,
+    options: Any,
+) -> Call:
+    deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
+    if not (weight is options is None) or _is_floating(target) or deep:
+        raise NotImplementedError(_PYTORCHS_LINEAR)
+    name, ignored = "linear_cross_entropy", -100 if ignore_index is None else ignore_index
     require_tensor(name, "input", 1, input)
     require_tensor(name, "linear_weight", 2, linear_weight)
     require_tensor(name, "target", 3, target)
@@ -321,9 +376,13 @@ def linear_cross_entropy(
         )
     if wrong is not None:
         raise ValueError(wrong)
-    tensors, flat = (x.reshape(-1, x.shape[-1]), w, b), target.reshape(-1)
-    all_count = _check_target(flat, ignored, w.shape[0])
-    kernel = select(Call(name, tensors, wants_grad(*tensors)), backend)
-    losses = kernel.run(*tensors, flat, ignored, smoothing, reduction != "none")
-    total = _reduce(losses, flat, ignored, reduction, all_count).to(_result_dtype(input))
-    return total.view(target.shape) if reduction == "none" else total
+    arguments = LinearCrossEntropyArguments(
+        x.reshape(-1, x.shape[-1]),
+        w,
+        b,
+        target.reshape(-1),
+        ignored,
+        smoothing,
+        reduction != "none",
+    )
+    return make_call(arguments, wants_grad(*arguments.tensors()))

@@ -8,14 +8,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache
 from .._context import is_plain_eager
-from ..dispatch import Call
+from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel
+from ..ops.arguments import FeedForwardArguments
 from ..ops.autograd import wants_grad
 from ..reference.dropout import draw_seed
 from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
+    are_tensors,
     autocast,
     casts_itself,
     defers_to_torch,
@@ -97,22 +98,29 @@ def feed_forward(
                 hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
                 return F.linear(hidden, weight2, bias2)
             given = (input, weight1, bias1, weight2, bias2)
-            if (run := direct_kernel("feed_forward", *given, grad=grad)) is not None:
+            if (function := direct_kernel("feed_forward", given, grad)) is not None:
                 seed = draw_seed(input.device) if dropout_p else None
-                return run(*given, activation, dropout_p, seed)  # type: ignore[no-any-return]
+                return function(FeedForwardArguments(*given, activation, dropout_p, seed))  # type: ignore[no-any-return]
     given = (input, weight1, bias1, weight2, bias2)
-    key, replay = call_cache.lookup("feed_forward", given, (activation, dropout_p, backend))
+    replay, insert = lookup("feed_forward", given, (activation, dropout_p, backend))
     if replay is not None:
         return replay(*given)  # type: ignore[no-any-return]
     if defers_to_torch("feed_forward", backend, *given):
         require_activation(activation)
         hidden = activate(F.linear(input, weight1, bias1), activation)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
-    require_tensor("feed_forward", "input", 1, input)
-    require_tensor("feed_forward", "weight1", 2, weight1)
-    require_tensor("feed_forward", "bias1", 3, bias1, optional=True)
-    require_tensor("feed_forward", "weight2", 4, weight2)
-    require_tensor("feed_forward", "bias2", 5, bias2, optional=True)
+    arguments = FeedForwardArguments(*given, activation, dropout_p)
+    return run(check_feed_forward(arguments, backend), backend, insert)  # type: ignore[no-any-return]
+
+
+def check_feed_forward(given: FeedForwardArguments, backend: str | None = None) -> Call:
+    input, weight1, bias1, weight2, bias2, activation, dropout_p, _ = given
+    if not are_tensors((input, weight1, weight2), (bias1, bias2)):
+        require_tensor("feed_forward", "input", 1, input)
+        require_tensor("feed_forward", "weight1", 2, weight1)
+        require_tensor("feed_forward", "bias1", 3, bias1, optional=True)
+        require_tensor("feed_forward", "weight2", 4, weight2)
+        require_tensor("feed_forward", "bias2", 5, bias2, optional=True)
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
     require_activation(activation)
@@ -127,12 +135,12 @@ def feed_forward(
     if wrong is not None:
         raise ValueError(wrong)
     require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
-    tensors: tuple[Any, ...] = given
+    tensors: tuple[Any, ...] = given.tensors()
     if not casts_itself("feed_forward", input, backend):
-        tensors = x, w1, b1, w2, b2 = autocast(*given)
+        tensors = x, w1, b1, w2, b2 = autocast(*tensors)
         wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
         if wrong is not None:
             raise ValueError(wrong)
-    activation = named_activation(activation)  # type: ignore[assignment]
-    call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
-    return call_cache.run(key, given, call, (*tensors, activation, p, None), backend)  # type: ignore[no-any-return]
+    rest: tuple[Any, ...] = (named_activation(activation), p)
+    arguments = FeedForwardArguments._make((*tensors, *rest, None))
+    return make_call(arguments, wants_grad(*tensors))

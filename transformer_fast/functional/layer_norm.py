@@ -11,14 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, reference
+from .. import reference
 from .._context import is_plain_eager
-from ..dispatch import Call
+from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, rows
+from ..ops.arguments import (
+    AddAnnotatedLayerNormArguments,
+    AddLayerNormArguments,
+    AddRMSNormArguments,
+    AnnotatedLayerNormArguments,
+    LayerNormArguments,
+    RMSNormArguments,
+)
 from ..ops.autograd import wants_grad
-from ..ops.layer_norm import NORMS
 from ..reference.dropout import draw_seed
 from ._check import (
+    are_tensors,
     casts_itself,
     defers_to_torch,
     require_float,
@@ -48,44 +56,26 @@ def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int,
     return tuple(normalized_shape)
 
 
-def _run(
-    op: str,
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    affine: tuple[Tensor | None, ...],
-    eps: float | None,
-    dropout_p: float,
-    backend: str | None,
-) -> Any:
-    """A norm, or one behind a residual connection, on the dispatcher's road."""
-    adds = op not in NORMS
-    tensors = given = (input, residual, *affine) if adds else (input, *affine)
-    key, replay = call_cache.lookup(op, given, (normalized_shape, eps, dropout_p, backend))
-    if replay is not None:
-        return replay(*given)
-    norm, position = (NORMS[op[4:]], 3) if adds else (NORMS[op], 2)
-    is_complex = not norm.has_bias and isinstance(input, Tensor) and input.is_complex()
-    if defers_to_torch(op, backend, *given, also=is_complex and not adds):
-        shape = list(_as_sizes(op, position, normalized_shape))
-        if not adds:
-            return norm.pytorch(input, shape, *affine, eps)
-        total = residual + F.dropout(input, dropout_p)  # type: ignore[operator]
-        return norm.pytorch(total, shape, *affine, eps), total
-    require_tensor(op, "input", 1, input)
-    if adds:
-        require_tensor(op, "residual", 2, residual)
+def _check_norm(given: Any, position: int) -> tuple[tuple[int, ...], float]:
+    """Checks the arguments that all norms have; returns normalized_shape and eps.
+
+    Args:
+        given: the record of any norm.
+        position: that of normalized_shape among the arguments of the public function.
+    """
+    op, input, weight, eps = type(given).op, given.input, given.weight, given.eps
+    bias = getattr(given, "bias", None)
     if eps is None:
-        wide = input.dtype is torch.float64 or (adds and residual.dtype is torch.float64)  # type: ignore[union-attr]
+        summands = (input, getattr(given, "residual", None))
+        wide = any(getattr(one, "dtype", None) is torch.float64 for one in summands)
         eps = _EPS[torch.float64 if wide else torch.float32]
-    weight, bias = (*affine, None)[:2]
-    if weight is not None:
-        require_tensor(op, "weight", position + 1, weight)
-    if bias is not None:
-        require_tensor(op, "bias", position + 2, bias)
+    if not are_tensors((input,), (weight, bias)):
+        require_tensor(op, "input", 1, input)
+        require_tensor(op, "weight", position + 1, weight, optional=True)
+        require_tensor(op, "bias", position + 2, bias, optional=True)
     if type(eps) is not float:
         eps = require_float(op, "eps", eps, position + 3)
-    sizes: Any = normalized_shape
+    sizes = given.normalized_shape
     if type(sizes) is not tuple or len(sizes) != 1 or type(sizes[0]) is not int:
         sizes = _as_sizes(op, position, sizes)
     if not sizes:
@@ -93,13 +83,17 @@ def _run(
             "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
             "one element, but got normalized_shape = []"
         )
-    for tensor in affine:
-        if tensor is not None and tensor.shape != sizes:
-            name = "weight" if tensor is weight else "bias"
+    device = input.device
+    elsewhere = False
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.shape != sizes:
             raise RuntimeError(
                 f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
                 f"{list(tensor.shape)} and normalized_shape = {list(sizes)}"
             )
+        elsewhere = elsewhere or tensor.device != device
     if input.shape[-len(sizes) :] != sizes:
         expected = ", ".join(str(s) for s in sizes)
         raise RuntimeError(
@@ -107,18 +101,18 @@ def _run(
             f"got input of size{list(input.shape)}"
         )
     wrong: Exception | None = None
-    device = input.device
-    if (weight is not None and weight.device != device) or (
-        bias is not None and bias.device != device
-    ):
+    if elsewhere:
         wrong = RuntimeError(f"weight and bias must be on the device of input, {device}")
     elif not input.is_floating_point():
         wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
     if wrong is not None:
         same_error_as(partial(F.layer_norm, input, sizes, weight, bias, eps), wrong)
-    if residual is None:
-        call = Call(op, tensors, wants_grad(*tensors), normalized_shape=sizes)
-        return call_cache.run(key, given, call, (input, sizes, *affine, eps), backend)
+    return sizes, eps
+
+
+def _check_sum(given: Any, backend: str | None) -> tuple[Tensor, Tensor, float]:
+    """Checks the sum before a norm; returns input and residual in one dtype, and dropout_p."""
+    op, input, residual = type(given).op, given.input, given.residual
     if residual.shape != input.shape:
         raise ValueError(
             f"residual must have the shape of input, {list(input.shape)}, not "
@@ -129,11 +123,42 @@ def _run(
     if input.dtype != residual.dtype and not casts_itself(op, input, backend):
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
-    p = require_probability(op, "dropout_p", dropout_p)
-    tensors = (input, residual, *affine)
-    call = Call(op, tensors, wants_grad(*tensors), p, normalized_shape=sizes)
-    arguments = (input, residual, sizes, *affine, eps, p, None)
-    return call_cache.run(key, given, call, arguments, backend)
+    return input, residual, require_probability(op, "dropout_p", given.dropout_p)
+
+
+def check_layer_norm(given: LayerNormArguments, backend: str | None = None) -> Call:
+    sizes, eps = _check_norm(given, 2)
+    if sizes is not given.normalized_shape or eps is not given.eps:
+        given = given._replace(normalized_shape=sizes, eps=eps)
+    return make_call(given, wants_grad(given.input, given.weight, given.bias))
+
+
+def check_add_layer_norm(given: AddLayerNormArguments, backend: str | None = None) -> Call:
+    require_tensor("add_layer_norm", "residual", 2, given.residual)
+    sizes, eps = _check_norm(given, 3)
+    input, residual, p = _check_sum(given, backend)
+    arguments = AddLayerNormArguments(input, residual, sizes, given.weight, given.bias, eps, p)
+    return make_call(arguments, wants_grad(*given.tensors()))
+
+
+def check_rms_norm(given: RMSNormArguments, backend: str | None = None) -> Call:
+    sizes, eps = _check_norm(given, 2)
+    if sizes is not given.normalized_shape or eps is not given.eps:
+        given = RMSNormArguments(given.input, sizes, given.weight, eps)
+    return make_call(given, wants_grad(given.input, given.weight))
+
+
+def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -> Call:
+    require_tensor("add_rms_norm", "residual", 2, given.residual)
+    sizes, eps = _check_norm(given, 3)
+    input, residual, p = _check_sum(given, backend)
+    arguments = AddRMSNormArguments(input, residual, sizes, given.weight, eps, p)
+    return make_call(arguments, wants_grad(*given.tensors()))
+
+
+def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
+    """Returns the call of an annotated norm, alone or behind a sum; its caller checks the arguments."""
+    return make_call(given, wants_grad(*given.tensors()))
 
 
 #: PyTorch's default ``eps`` of RMS norms: the machine epsilon of the type that statistics have.
@@ -194,12 +219,18 @@ def layer_norm(
             ):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)
             if _is_row(input, normalized_shape, weight, bias) and (
-                run := direct_kernel("layer_norm", input, weight, bias)
+                function := direct_kernel("layer_norm", (input, weight, bias))
             ):
-                return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
-    return _run(  # type: ignore[no-any-return]
-        "layer_norm", input, None, normalized_shape, (weight, bias), eps, 0.0, backend
-    )
+                return function(LayerNormArguments(input, normalized_shape, weight, bias, eps))  # type: ignore[no-any-return]
+    tensors = (input, weight, bias)
+    replay, insert = lookup("layer_norm", tensors, (normalized_shape, eps, backend))
+    if replay is not None:
+        return replay(*tensors)  # type: ignore[no-any-return]
+    if defers_to_torch("layer_norm", backend, *tensors):
+        shape = _as_sizes("layer_norm", 2, normalized_shape)
+        return F.layer_norm(input, list(shape), weight, bias, eps)
+    arguments = LayerNormArguments(input, normalized_shape, weight, bias, eps)
+    return run(check_layer_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def add_layer_norm(
@@ -249,13 +280,26 @@ def add_layer_norm(
             total = residual + input
             return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
         if _is_row(input, normalized_shape, weight, bias) and (
-            run := direct_kernel("add_layer_norm", input, residual, weight, bias)
+            function := direct_kernel("add_layer_norm", (input, residual, weight, bias))
         ):
             seed = draw_seed(input.device) if dropout_p else None
-            return run(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)  # type: ignore[no-any-return]
-    return _run(  # type: ignore[no-any-return]
-        "add_layer_norm", input, residual, normalized_shape, (weight, bias), eps, dropout_p, backend
+            return function(  # type: ignore[no-any-return]
+                AddLayerNormArguments(
+                    input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
+                )
+            )
+    tensors = (input, residual, weight, bias)
+    replay, insert = lookup("add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend))
+    if replay is not None:
+        return replay(*tensors)  # type: ignore[no-any-return]
+    if defers_to_torch("add_layer_norm", backend, *tensors):
+        shape = _as_sizes("add_layer_norm", 3, normalized_shape)
+        total = residual + F.dropout(input, dropout_p)
+        return F.layer_norm(total, list(shape), weight, bias, eps), total
+    arguments = AddLayerNormArguments(
+        input, residual, normalized_shape, weight, bias, eps, dropout_p
     )
+    return run(check_add_layer_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def rms_norm(
@@ -289,10 +333,19 @@ def rms_norm(
         and type(normalized_shape) is tuple
         and is_plain_eager(input, weight) is not None
         and _is_row(input, normalized_shape, weight, None)
-        and (run := direct_kernel("rms_norm", input, weight))
+        and (function := direct_kernel("rms_norm", (input, weight)))
     ):
-        return run(input, normalized_shape, weight, _EPS[input.dtype] if eps is None else eps)  # type: ignore[no-any-return]
-    return _run("rms_norm", input, None, normalized_shape, (weight,), eps, 0.0, backend)  # type: ignore[no-any-return]
+        epsilon = _EPS[input.dtype] if eps is None else eps
+        return function(RMSNormArguments(input, normalized_shape, weight, epsilon))  # type: ignore[no-any-return]
+    tensors = (input, weight)
+    replay, insert = lookup("rms_norm", tensors, (normalized_shape, eps, backend))
+    if replay is not None:
+        return replay(*tensors)  # type: ignore[no-any-return]
+    is_complex = isinstance(input, Tensor) and input.is_complex()
+    if defers_to_torch("rms_norm", backend, *tensors, also=is_complex):
+        return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
+    arguments = RMSNormArguments(input, normalized_shape, weight, eps)
+    return run(check_rms_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -330,14 +383,23 @@ def add_rms_norm(
         and residual is not None
         and input.shape == residual.shape
         and _is_row(input, normalized_shape, weight, None)
-        and (run := direct_kernel("add_rms_norm", input, residual, weight))
+        and (function := direct_kernel("add_rms_norm", (input, residual, weight)))
     ):
         seed = draw_seed(input.device) if dropout_p else None
-        eps = _EPS[input.dtype] if eps is None else eps
-        return run(input, residual, normalized_shape, weight, eps, dropout_p, seed)  # type: ignore[no-any-return]
-    return _run(  # type: ignore[no-any-return]
-        "add_rms_norm", input, residual, normalized_shape, (weight,), eps, dropout_p, backend
-    )
+        epsilon = _EPS[input.dtype] if eps is None else eps
+        return function(  # type: ignore[no-any-return]
+            AddRMSNormArguments(input, residual, normalized_shape, weight, epsilon, dropout_p, seed)
+        )
+    tensors = (input, residual, weight)
+    replay, insert = lookup("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
+    if replay is not None:
+        return replay(*tensors)  # type: ignore[no-any-return]
+    if defers_to_torch("add_rms_norm", backend, *tensors):
+        shape = _as_sizes("add_rms_norm", 3, normalized_shape)
+        total = residual + F.dropout(input, dropout_p)
+        return F.rms_norm(total, list(shape), weight, eps), total
+    arguments = AddRMSNormArguments(input, residual, normalized_shape, weight, eps, dropout_p)
+    return run(check_add_rms_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def annotated_layer_norm(
@@ -355,14 +417,10 @@ def annotated_layer_norm(
 
     Source: "The Annotated Transformer" (Rush 2018).
     """
-    tensors = (input, weight, bias)
-    if defers_to_torch("annotated_layer_norm", backend, *tensors):
+    if defers_to_torch("annotated_layer_norm", backend, input, weight, bias):
         return reference.annotated_layer_norm(input, weight, bias, eps, unbiased)
-    call = Call(
-        "annotated_layer_norm", tensors, wants_grad(*tensors),
-        normalized_shape=tuple(input.shape[-1:]),
-    )  # fmt: skip
-    return call_cache.run(None, tensors, call, (*tensors, eps, unbiased), backend)  # type: ignore[no-any-return]
+    arguments = AnnotatedLayerNormArguments(input, weight, bias, eps, unbiased)
+    return run(check_annotated_layer_norm(arguments), backend)  # type: ignore[no-any-return]
 
 
 def add_annotated_layer_norm(
@@ -381,9 +439,5 @@ def add_annotated_layer_norm(
     if defers_to_torch("add_annotated_layer_norm", backend, *tensors):
         total = residual + F.dropout(input, dropout_p)
         return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
-    call = Call(
-        "add_annotated_layer_norm", tensors, wants_grad(*tensors), dropout_p,
-        normalized_shape=tuple(input.shape[-1:]),
-    )  # fmt: skip
-    arguments = (*tensors, eps, unbiased, dropout_p, None)
-    return call_cache.run(None, tensors, call, arguments, backend)  # type: ignore[no-any-return]
+    arguments = AddAnnotatedLayerNormArguments(*tensors, eps, unbiased, dropout_p)
+    return run(check_annotated_layer_norm(arguments), backend)  # type: ignore[no-any-return]

@@ -8,12 +8,14 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, reference
+from .. import reference
 from .._context import is_plain_eager
-from ..dispatch import Call
+from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import FLOAT, LINEAR, direct_kernel
+from ..ops.arguments import LinearArguments
 from ..ops.autograd import wants_grad
 from ._check import (
+    are_tensors,
     autocast,
     casts_itself,
     defers_to_torch,
@@ -125,25 +127,32 @@ def linear(
             ):
                 return F.linear(input, weight, bias)
             if _fits(input, weight, bias) and (
-                run := direct_kernel("linear", input, weight, bias, None, grad=grad)
+                function := direct_kernel("linear", (input, weight, bias, None), grad)
             ):
-                return run(input, weight, bias, None, None)  # type: ignore[no-any-return]
-    tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
-    given = tensors
-    key, replay = call_cache.lookup("linear", given, (activation, backend))
+                return function(LinearArguments(input, weight, bias))  # type: ignore[no-any-return]
+    tensors = (input, weight, bias, residual)
+    replay, insert = lookup("linear", tensors, (activation, backend))
     if replay is not None:
-        return replay(*given)  # type: ignore[no-any-return]
-    if defers_to_torch("linear", backend, *given):
+        return replay(*tensors)  # type: ignore[no-any-return]
+    if defers_to_torch("linear", backend, *tensors):
         return reference.linear(input, weight, bias, activation, residual)
+    arguments = LinearArguments(input, weight, bias, activation, residual)
+    result = run(check_linear(arguments, backend), backend, insert)
+    return result.squeeze(-1) if weight.dim() == 1 else result  # type: ignore[no-any-return]
+
+
+def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
+    """A weight of one dimension becomes a matrix of one row."""
+    input, weight, bias, activation, residual = given
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
-        row = weight.unsqueeze(0)
-        column = None if residual is None else residual.unsqueeze(-1)
-        y = linear(input, row, bias, activation=activation, residual=column, backend=backend)
-        return y.squeeze(-1)
-    require_tensor("linear", "input", 1, input)
-    require_tensor("linear", "weight", 2, weight)
-    require_tensor("linear", "bias", 3, bias, optional=True)
-    require_tensor("linear", "residual", None, residual, optional=True)
+        weight = weight.unsqueeze(0)
+        residual = None if residual is None else residual.unsqueeze(-1)
+    tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
+    if not are_tensors((input, weight), (bias, residual)):
+        require_tensor("linear", "input", 1, input)
+        require_tensor("linear", "weight", 2, weight)
+        require_tensor("linear", "bias", 3, bias, optional=True)
+        require_tensor("linear", "residual", None, residual, optional=True)
     if activation is not None:
         require_activation(activation)
         activation = named_activation(activation)
@@ -163,7 +172,7 @@ def linear(
         if cast:
             wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
         if wrong is not None:
-            # No lambda: variables that one holds are slower, for every call.
+            # Not a lambda, whose cell variables would slow down every call.
             same_error_as(partial(F.linear, input, weight, bias), ValueError(wrong))
         if residual is not None:
             shape = (*input.shape[:-1], weight.shape[0])
@@ -175,7 +184,5 @@ def linear(
             wrong = dtype_problem(input, residual=residual) if cast else None
             if wrong is not None:
                 raise ValueError(wrong)
-        tensors = (input, weight, bias, residual)
-    call = Call("linear", tensors, wants_grad(*tensors), 0.0, activation)
-    arguments = (input, weight, bias, activation, residual)
-    return call_cache.run(key, given, call, arguments, backend)  # type: ignore[no-any-return]
+    arguments = LinearArguments(input, weight, bias, activation, residual)
+    return make_call(arguments, wants_grad(input, weight, bias, residual))

@@ -8,7 +8,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from .. import call_cache
 from .._context import no_active_modes, values_are_known
 
 __all__ = ["causal_mask", "padding_mask"]
@@ -64,7 +63,9 @@ def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible")
     return (tokens != pad_token)[:, None, None, :] if visible else tokens == pad_token
 
 
-_looked_at = call_cache.new_store()
+#: (dtype, shape) of masks; cleared at the limit, since every batch may have its own sizes.
+_looked_at: set[tuple[torch.dtype, torch.Size]] = set()
+_MOST_LOOKED_AT = 4096
 
 
 def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
@@ -79,7 +80,9 @@ def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
         return
     if mask.requires_grad or not values_are_known(mask) or not no_active_modes():
         return
-    call_cache.insert(_looked_at, key, None)
+    if len(_looked_at) >= _MOST_LOOKED_AT:
+        _looked_at.clear()
+    _looked_at.add(key)
     if mask.numel() and mask.max() == 1 and bool(((mask == 0) | (mask == 1)).all()):
         warnings.warn(
             f"{name} is a float mask that holds only 0 and 1. Float masks are added to the scores, "

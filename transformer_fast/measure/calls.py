@@ -46,11 +46,11 @@ def record() -> Iterator[Record]:
     def watch(kernel: Kernel) -> Kernel:
         key = kernel.op, kernel.backend
 
-        def run(*arguments: Any) -> Any:
+        def run(arguments: Any) -> Any:
             if key not in found.calls:
                 found.reasons[key] = dispatch.explain_call(call_of(kernel.op, arguments)).reasons
             found.calls[key] += 1
-            return kernel.run(*arguments)
+            return kernel.function(arguments)
 
         def run_layers(*arguments: Any) -> Any:
             _, kinds, _, _, _, _, _, eps, *_ = arguments
@@ -71,7 +71,7 @@ def record() -> Iterator[Record]:
             "decoder_layer": run_layers,
             "decode_step": bind_step,
         }
-        return replace(kernel, run=special.get(kernel.op, run))
+        return replace(kernel, function=special.get(kernel.op, run))
 
     before = [kernel for op in (*OPS, *FUSED[:3]) for kernel in dispatch.kernels(op)]
     for kernel in before:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import dispatch
 from .._context import is_traced
 from ..dispatch import Call, Explanation, Kernel
+from ..ops.arguments import LayerArguments
 from ..ops.autograd import wants_grad
 from . import masks
 from .drop_in import DropIn
@@ -118,7 +119,7 @@ def _prepare(
         tensors = (x, *parameters) if memory is None else (x, memory, *parameters)
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
-        call = Call(op, tensors, grad, p, options[-1])
+        call = Call(op, tensors, grad, LayerArguments(p, options[-1]))
         calls.append((call, (layers[0].module, *options, parameters, eps)))
     if memory is not None:
         batch = 0 if groups[0][0][3] else 1
@@ -184,7 +185,7 @@ def run(
     ``memory_starts`` likewise.
     """
     for kernel, layers, own, cross in found:
-        x = kernel.run(*layers, x, *own, memory, *cross, starts, memory_starts)
+        x = kernel.function(*layers, x, *own, memory, *cross, starts, memory_starts)
     return x
 
 

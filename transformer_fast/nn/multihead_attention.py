@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import fast_path, functional
 from .._context import is_plain_eager, is_traced, only_torch_supports
 from ..functional.attention import attend
+from ..ops.arguments import AttentionArguments
 from ..ops.autograd import savable
 from . import fusion, masks
 from .drop_in import DropIn, by_torch, runs_torch_forward
@@ -178,7 +179,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         if (
             any(parameter is None for parameter in found)
             or is_plain_eager(query, *found) is not False
-            or fast_path.direct_kernel("linear", query, *found) is None
+            or fast_path.direct_kernel("linear", (query, *found)) is None
         ):
             return None
         return found  # type: ignore[return-value]
@@ -205,7 +206,9 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         if not 0.0 <= dropout_p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
         output, weights = attend(
-            q, k, v, mask, is_causal=causal, dropout_p=dropout_p, need_weights=need_weights
+            AttentionArguments(
+                q, k, v, mask, is_causal=causal, dropout_p=dropout_p, need_weights=need_weights
+            )
         )
         # (B, H, T, D) to (B, T, H * D) or (T, B, H * D)
         merged = output.transpose(1, 2) if sequence == 1 else output.permute(2, 0, 1, 3)

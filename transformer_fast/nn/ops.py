@@ -12,6 +12,7 @@ from .._context import is_observed, is_plain_eager, is_traced
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
+from ..ops.arguments import LayerArguments
 from ..ops.autograd import differentiates_again, wants_grad
 from .drop_in import DropIn, by_torch, pytorchs_forward, runs_torch_forward
 
@@ -113,7 +114,7 @@ class _LookUp(torch.autograd.Function):
                 grad, tokens, ctx.rows, ctx.padding, False
             )
         else:
-            found = ctx.kernel.run(grad, tokens, ctx.rows, ctx.padding)
+            found = ctx.kernel.function(grad, tokens, ctx.rows, ctx.padding)
         return None, found, None, None
 
 
@@ -164,7 +165,7 @@ class Embedding(DropIn, torch.nn.Embedding):
             and wants_grad(self.weight)
         ):
             return None
-        return dispatch.find(dispatch.Call("embedding", (self.weight,), True))
+        return dispatch.find(dispatch.Call("embedding", (self.weight,), True, LayerArguments()))
 
 
 class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):

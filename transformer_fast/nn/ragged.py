@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import functional
 from .._context import are_plain_on_cpu, is_traced
 from ..functional.attention import attend as attend_to_heads
+from ..ops.arguments import AttentionArguments
 from . import fused_layers, fusion, masks
 from .fused_layers import Masks
 from .multihead_attention import MultiheadAttention
@@ -99,9 +100,10 @@ def _compose(
         heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         dropout_p = module.dropout if module.training else 0.0
-        output, _ = attend_to_heads(
+        arguments = AttentionArguments(
             query, key, value, mask, key_lengths, is_causal, dropout_p=dropout_p
         )
+        output, _ = attend_to_heads(arguments)
         attended = output.transpose(1, 2).reshape(batch * length, x.shape[1])
         attended = fusion.linear(module.out_proj, attended.index_select(0, places))
         return attended, layer.dropout1

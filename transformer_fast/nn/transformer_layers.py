@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import dispatch
 from .._context import is_traced
 from ..functional._check import autocast
+from ..ops.arguments import AttentionArguments
 from ..ops.autograd import wants_grad
 from . import fused_layers, fusion, masks
 from .drop_in import DropIn, by_torch, runs_torch_forward
@@ -82,7 +83,7 @@ def _defers_attention(attention: Any, x: Tensor) -> bool:
         batch, length = length, batch
     # The call is only described, so its tensors need no memory.
     query = x.as_strided((batch, heads, length, x.shape[-1] // heads), (0, 0, 0, 0))
-    call = dispatch.Call("attention", (query, query, query), False)
+    call = dispatch.make_call(AttentionArguments(query, query, query), False)
     return dispatch.select(call).backend in ("torch", "reference")
 
 

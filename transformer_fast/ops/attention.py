@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .arguments import AttentionArguments
 from .autograd import (
     Function,
     differentiates_again,
     gradients,
+    gradients_of,
     mask_unwanted,
     savable,
     vjp,
@@ -63,49 +65,52 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
+Result = tuple[Tensor, Tensor | None]
+
+
 def attention_on(
     backend: str, query_lengths: bool = False
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What the dispatcher runs for a backend with operators; ``query_lengths``: which take those."""
+) -> Callable[[AttentionArguments], Result]:
+    """Returns the function that the dispatcher runs for a backend with operators.
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        key_lengths: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        dropout_p: float,
-        seed: Tensor | None,
-        enable_gqa: bool,
-        need_weights: bool,
-        query_lengths: Tensor | None = None,
-        longest: tuple[int, int] | None = None,
-        contiguous: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ``query_lengths``: True if the operators support query lengths and packed sequences.
+    """
+
+    def run(arguments: AttentionArguments) -> Result:
+        if by_padding is not None and arguments.query_lengths is not None:
+            return by_padding(*arguments)
+        if torch.is_grad_enabled():
+            found = AttentionFunction.recorded(backend, arguments)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights = arguments[
+            :11
+        ]
         if scale is None:
-            scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-        call = (
-            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights,
-        )  # fmt: skip
-        if query_lengths is not None and by_padding is not None:
-            return by_padding(
-                *call[:-1], enable_gqa, need_weights, query_lengths, longest, contiguous
-            )
-        found = AttentionFunction.recorded(backend, *call, query_lengths, longest, contiguous)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+            scale = 1.0 / math.sqrt(query.shape[-1] or 1)
+        call = (query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights)
         if backend in INFERENCE.of:
-            output, weights = INFERENCE.of[backend](*call, bool(contiguous))
+            output, weights = INFERENCE.of[backend](*call, bool(arguments.contiguous))
         else:
-            rest = _rest(query_lengths, longest, contiguous)
-            output, weights, *_ = TRAINING.of[backend](*call, *rest)
+            output, weights, *_ = TRAINING.of[backend](*call, *_rest(*arguments[11:]))
         return output, weights if need_weights else None
 
-    by_padding = None if query_lengths else reference.supports_query_lengths(run)
+    by_padding = None if query_lengths else _by_padding(run)
     return run
+
+
+def _by_padding(attention: Callable[[AttentionArguments], Result]) -> Callable[..., Result]:
+    return reference.supports_query_lengths(
+        lambda *arguments: attention(AttentionArguments(*arguments))
+    )
+
+
+def with_query_lengths(
+    attention: Callable[[AttentionArguments], Result],
+) -> Callable[[AttentionArguments], Result]:
+    """Adds query lengths, packed sequences and ``contiguous`` to a function without them."""
+    by_padding = _by_padding(attention)
+    return lambda arguments: by_padding(*arguments)
 
 
 def _rest(
@@ -121,40 +126,24 @@ def _rest(
 
 class AttentionFunction(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        key_lengths: Tensor | None,
-        is_causal: bool,
-        scale: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        need_weights: bool,
-        query_lengths: Tensor | None = None,
-        longest: tuple[int, int] | None = None,
-        contiguous: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, backend: str, *given: Any) -> Result:  # type: ignore[override]
+        query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights, *rest = given
+        if scale is None:
+            scale = 1.0 / math.sqrt(query.shape[-1] or 1)
         output, weights, row_max, row_sum = TRAINING.of[backend](
-            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights, *_rest(query_lengths, longest, contiguous),
-        )  # fmt: skip
+            query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights, *_rest(*rest)
+        )
         if not need_weights:
             weights = None
-        ctx.backend, ctx.need_weights = backend, need_weights
-        ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.longest = is_causal, scale, dropout_p, longest
+        ctx.backend, ctx.options, ctx.need_weights = backend, (is_causal, scale, p), need_weights
+        query_lengths, ctx.longest, _ = rest
         ctx.set_materialize_grads(False)
-        if attn_mask is not None:
-            attn_mask = savable(attn_mask)
         ctx.save_for_backward(
-            query, key, value, attn_mask, key_lengths, seed, output, weights, row_max, row_sum,
-            query_lengths,
+            query, key, value, None if mask is None else savable(mask), lengths, seed, output,
+            weights, row_max, row_sum, query_lengths,
         )  # fmt: skip
-        # Some kernels give a view. Autograd lets nobody write into views that were made in a function;
-        # this is the same memory, with the same version.
+        # Some kernels return a view. Autograd forbids writes into views that were made in a function;
+        # the detached tensor has the same memory and the same version.
         return output.detach(), weights
 
     @staticmethod
@@ -162,27 +151,25 @@ class AttentionFunction(Function):
         ctx: Any, grad: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Any, ...]:
         if grad is None and grad_weights is None:
-            return (None,) * 14
-        saved = ctx.saved_tensors
-        query, key, value, mask, lengths, seed, output, weights, *rows, query_lengths = saved
-        row_max, row_sum = rows
+            return gradients_of(ctx)
+        *primals, key_lengths, seed, output, weights, row_max, row_sum, query_lengths = (
+            ctx.saved_tensors
+        )
+        others = key_lengths, *ctx.options, seed
         wants = ctx.needs_input_grad[1:5]
         if differentiates_again():
 
-            def formula(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None) -> Any:
+            def formula(*primals: Tensor | None) -> Any:
                 both = reference.attention(
-                    q, k, v, m, lengths, ctx.is_causal, ctx.scale, ctx.dropout_p, seed, True,
-                    ctx.need_weights, query_lengths, ctx.longest,
-                )  # fmt: skip
+                    *primals, *others, True, ctx.need_weights, query_lengths, ctx.longest
+                )
                 return both if ctx.need_weights else both[0]
 
             grads = (grad, grad_weights) if ctx.need_weights else (grad,)
-            return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 9
+            return gradients_of(ctx, None, *vjp(formula, primals, wants, grads))
         found = gradients(
             BACKWARD.of[ctx.backend], torch.zeros_like(output) if grad is None else grad,
-            grad_weights, query, key, value, mask, lengths, ctx.is_causal, ctx.scale,
-            ctx.dropout_p, seed, output, weights, row_max, row_sum, *wants,
+            grad_weights, *primals, *others, output, weights, row_max, row_sum, *wants,
             *_rest(query_lengths, ctx.longest),
         )  # fmt: skip
-        dquery, dkey, dvalue, dmask = mask_unwanted(wants, found)
-        return None, dquery, dkey, dvalue, dmask, *(None,) * 9
+        return gradients_of(ctx, None, *mask_unwanted(wants, found))

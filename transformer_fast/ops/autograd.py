@@ -33,24 +33,29 @@ class Function(torch.autograd.Function):
     """
 
     @classmethod
-    def recorded(cls, *args: Any) -> Any:
-        """``apply`` of a call that autograd records; None of any other.
+    def recorded(cls, backend: str, arguments: Sequence[Any]) -> Any:
+        """Returns ``apply(backend, *arguments)`` if autograd records the call, else None.
 
-        torch's ``apply`` inspects forward's signature, which takes longer than many an op.
+        ``apply`` of PyTorch inspects the signature of ``forward``, which takes longer than many ops.
         """
         if not torch.is_grad_enabled():
             return None
-        for each in args:
+        for each in arguments:
             if isinstance(each, Tensor) and each.requires_grad:
                 break
         else:
             return None
         if torch.compiler.is_compiling():
-            return cls.apply(*args)  # type: ignore[no-untyped-call]
+            return cls.apply(backend, *arguments)  # type: ignore[no-untyped-call]
         own = []
-        for each in args:  # a comprehension is a function's call
+        for each in arguments:  # a comprehension is a function call
             own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)
-        return super(torch.autograd.Function, cls).apply(*own)  # type: ignore[misc]
+        return super(torch.autograd.Function, cls).apply(backend, *own)  # type: ignore[misc]
+
+
+def gradients_of(ctx: Any, *found: Any) -> tuple[Any, ...]:
+    """Returns ``found``, followed by None for each further argument of ``forward``."""
+    return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
 
 def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:

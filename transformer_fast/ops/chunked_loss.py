@@ -21,7 +21,8 @@ from .._context import (
     is_legacy_batched,
     vmap_size,
 )
-from .autograd import differentiates_again, mask_unwanted, vjp, wants_grad
+from .arguments import CrossEntropyArguments, LinearArguments, LinearCrossEntropyArguments
+from .autograd import differentiates_again, gradients_of, mask_unwanted, vjp, wants_grad
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
 
@@ -30,8 +31,8 @@ __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_l
 MOST_LOGITS = 2**24
 _LEAST_ROWS = 64
 
-#: (input, weight, bias, target, ignore_index, label_smoothing) -> losses (N,)
-Losses = Callable[[Tensor, Tensor, "Tensor | None", Tensor, int, float], Tensor]
+#: Returns losses (N,).
+Losses = Callable[[LinearCrossEntropyArguments], Tensor]
 
 
 class _Backend(NamedTuple):
@@ -45,22 +46,15 @@ _backends: dict[str, _Backend] = {}
 
 def register_losses(
     backend: str,
-    linear: Callable[..., Tensor],
-    cross_entropy: Callable[..., Tensor],
+    linear: Callable[[LinearArguments], Tensor],
+    cross_entropy: Callable[[CrossEntropyArguments], Tensor],
     has_gradients: bool = False,
 ) -> None:
     """Registers the functions by which a backend computes the logits and their losses."""
 
-    def losses(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> Tensor:
-        logits = linear(input, weight, bias, None, None)
-        return cross_entropy(logits, target, ignore_index, label_smoothing)
+    def losses(arguments: LinearCrossEntropyArguments) -> Tensor:
+        logits = linear(LinearArguments(*arguments[:3]))
+        return cross_entropy(CrossEntropyArguments(logits, *arguments[3:6]))
 
     _backends[backend] = _Backend(losses, has_gradients)
 
@@ -69,36 +63,24 @@ def _part_rows(weight: Tensor) -> int:
     return max(_LEAST_ROWS, MOST_LOGITS // max(1, weight.shape[0]))
 
 
-def chunked_loss(
-    backend: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    summed: bool = False,
-) -> Tensor:
-    """Returns the backend's losses (N,), computed in chunks of at most `MOST_LOGITS` logits.
-
-    ``summed``: a hint that the caller will add up the losses, so that all have the same gradient.
-    """
+def chunked_loss(backend: str, arguments: LinearCrossEntropyArguments) -> Tensor:
+    """Returns the backend's losses (N,), computed in chunks of at most `MOST_LOGITS` logits."""
     losses, has_gradients = _backends[backend]
-    arguments = (input, weight, bias, target, ignore_index, label_smoothing)
     compiling = torch.compiler.is_compiling()
     if has_transforms():
-        return losses(*arguments) if compiling else recomputed_losses(*arguments)
+        return losses(arguments) if compiling else recomputed_losses(arguments)
     # Tracers other than Dynamo (make_fx, export) should record PyTorch's operators.
     if compiling and not has_gradients and not torch.compiler.is_dynamo_compiling():
-        return losses(*arguments)
-    rows = _part_rows(weight)
-    if _are_few(input, rows):
-        return losses(*arguments)
-    if not wants_grad(input, weight, bias):
-        return _work(backend, None, *arguments[:4], rows, *arguments[4:], (False,) * 3)[0]
+        return losses(arguments)
+    rows = _part_rows(arguments.weight)
+    if _are_few(arguments.input, rows):
+        return losses(arguments)
+    if not wants_grad(*arguments.tensors()):
+        return _work(backend, None, arguments, rows, (False,) * 3)[0]
     # A gradient of stride 0 shows that all losses count alike. While tracing its strides are not
     # known, so gradients computed along with the losses would be wasted.
-    return _InParts.apply(backend, rows, summed and not compiling, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+    summed = arguments.summed and not compiling
+    return _InParts.apply(backend, rows, summed, *arguments[:6])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _are_few(input: Tensor, rows: int) -> bool:
@@ -109,19 +91,13 @@ def _are_few(input: Tensor, rows: int) -> bool:
     return guard_or_false(input.shape[0] <= rows)  # False for a data-dependent number of rows
 
 
-def recomputed_losses(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
+def recomputed_losses(arguments: LinearCrossEntropyArguments) -> Tensor:
     """Returns the reference's losses; all derivatives, too, hold one chunk of logits at a time."""
     losses = _backends["reference"].losses
+    input, weight, bias, target, *_ = arguments
     rows = _part_rows(weight)
     if input.shape[0] * vmap_size() <= rows:
-        return losses(input, weight, bias, target, ignore_index, label_smoothing)
+        return losses(arguments)
     dtype = weight.dtype
     shared = [weight] if bias is None else [weight, bias]
     # Their gradients are sums over all chunks, so they are accumulated in at least fp32.
@@ -130,7 +106,7 @@ def recomputed_losses(
     def part(x: Tensor, t: Tensor, *shared: Tensor) -> tuple[Tensor]:
         w, b = (*(p.to(dtype) for p in shared), None)[:2]
         assert w is not None
-        return (losses(x, w, b, t, ignore_index, label_smoothing),)
+        return (losses(arguments._replace(input=x, weight=w, bias=b, target=t)),)
 
     logits = min(rows, input.shape[0]) * weight.shape[0]
     function = Recomputed(part, MOST_LOGITS // max(1, logits))
@@ -145,42 +121,31 @@ def recomputed_losses(
 class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        rows: int,
-        summed: bool,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
+        ctx: Any, backend: str, rows: int, summed: bool, *given: Any
     ) -> Tensor:
         wants = ctx.needs_input_grad[3:6] if summed else (False,) * 3
-        result, *found = _work(
-            backend, None, input, weight, bias, target, rows, ignore_index, label_smoothing, wants
-        )
+        result, *found = _work(backend, None, LinearCrossEntropyArguments(*given), rows, wants)
         ctx.backend, ctx.rows, ctx.summed = backend, rows, summed
-        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
+        *tensors, ctx.ignore_index, ctx.label_smoothing = given
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight, bias, target, *found)
+        ctx.save_for_backward(*tensors, *found)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 9
+            return gradients_of(ctx)
         input, weight, bias, target, *found = ctx.saved_tensors
         wants = ctx.needs_input_grad[3:6]
         primals = (input, weight, bias)
-        options = (ctx.ignore_index, ctx.label_smoothing)
+        rest = (target, ctx.ignore_index, ctx.label_smoothing)
         # is_grads_batched=True makes legacy batches.
         is_batched = not torch.compiler.is_compiling() and (
             in_torch_func() or is_legacy_batched(grad)
         )
         if is_batched or differentiates_again():
             found = vjp(
-                lambda x, w, b: recomputed_losses(x, w, b, target, *options),
+                lambda x, w, b: recomputed_losses(LinearCrossEntropyArguments(x, w, b, *rest)),
                 primals,
                 wants,
                 (grad,),
@@ -188,24 +153,20 @@ class _InParts(torch.autograd.Function):
         elif ctx.summed and grad.stride(0) == 0:
             found = _times(grad[0], found, primals, target == ctx.ignore_index)
         else:
-            _, *found = _work(ctx.backend, grad, *primals, target, ctx.rows, *options, wants)
+            arguments = LinearCrossEntropyArguments(*primals, *rest)
+            _, *found = _work(ctx.backend, grad, arguments, ctx.rows, wants)
             found = [
                 None if f is None or p is None else f.to(p.dtype)
                 for f, p in zip(found, primals, strict=True)
             ]
-        return (None, None, None, *found, None, None, None)
+        return gradients_of(ctx, None, None, None, *found)
 
 
 def _work(
     backend: str,
     grad: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
+    arguments: LinearCrossEntropyArguments,
     rows: int,
-    ignore_index: int,
-    label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Computes losses and the gradients of input, weight and bias, ``rows`` rows at a time.
@@ -214,11 +175,10 @@ def _work(
     losses; None stands for ones, which gives the gradients of the losses' sum.
     """
     losses, has_gradients = _backends[backend]
-    arguments = (grad, input, weight, bias, target, rows, ignore_index, label_smoothing)
     if not has_gradients and not torch.compiler.is_compiling():
-        return _gradients(losses, *arguments, wants)
+        return _gradients(losses, grad, arguments, rows, wants)
     operator = getattr(torch.ops.transformer_fast.linear_cross_entropy_gradients, backend)
-    result, *found = operator(*arguments, *wants)
+    result, *found = operator(grad, *arguments[:4], rows, *arguments[4:6], *wants)
     return (result, *mask_unwanted(wants, found))  # type: ignore[return-value]
 
 
@@ -236,16 +196,12 @@ def _leaves(
 def _gradients(
     losses: Losses,
     grad: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
+    arguments: LinearCrossEntropyArguments,
     rows: int,
-    ignore_index: int,
-    label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """`_work` for any ``losses`` function, by autograd."""
+    input, weight, bias, target, *_ = arguments
     (w, b), shared = _leaves((weight, bias), wants[1:])
     assert w is not None
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -257,7 +213,7 @@ def _gradients(
         (x,), own = _leaves((input[part],), wants[:1])
         assert x is not None
         with torch.set_grad_enabled(any(wants)):
-            result = losses(x, w, b, target[part], ignore_index, label_smoothing)
+            result = losses(arguments._replace(input=x, weight=w, bias=b, target=target[part]))
         results.append(result.detach())
         if not any(wants):
             continue
@@ -275,13 +231,13 @@ def _gradients(
     )
 
 
-def chunked_gradients(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
+def chunked_gradients(backend: str, grad: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     """The operator ``linear_cross_entropy_gradients`` for backends that have no kernels for it."""
-    given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
+    *tensors, rows, ignore_index, label_smoothing = given[:-3]
+    arguments = LinearCrossEntropyArguments._make((*tensors, ignore_index, label_smoothing, True))
     with autograd_below_modes():
-        results = _gradients(_backends[backend].losses, *given)
-    input = given[1]
-    return tuple(input.new_empty((0,)) if r is None else r for r in results)
+        results = _gradients(_backends[backend].losses, grad, arguments, rows, given[-3:])
+    return tuple(arguments.input.new_empty((0,)) if r is None else r for r in results)
 
 
 def _times(

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from .autograd import (
     Function,
     differentiates_again,
     gradients,
+    gradients_of,
     mask_unwanted,
     vjp,
 )
@@ -65,24 +67,38 @@ for _backend in ("reference", "torch", "triton"):
     )
 
 
-def cross_entropy_on(backend: str, in_groups: bool = False) -> Callable[..., Tensor]:
-    """`cross_entropy` of a backend with operators.
+def cross_entropy_on(
+    backend: str, in_groups: bool = False
+) -> Callable[[CrossEntropyArguments], Tensor]:
+    """Returns the function that the dispatcher runs for a backend with operators.
 
     Args:
-        in_groups: whether these take logits (N, I, C); else they get (rows, C).
+        in_groups: True if these support logits (N, I, C); else they get (rows, C).
     """
 
-    def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    def run(arguments: CrossEntropyArguments) -> Tensor:
+        input, target = arguments[:2]
+        options: tuple[Any, ...] = arguments[2:]
         if input.dim() > 2 and not in_groups:
             rows = input.reshape(-1, input.shape[-1])
-            losses = run(rows, target.reshape(-1), ignore_index, label_smoothing)
+            losses = run(CrossEntropyArguments(rows, target.reshape(-1), *options))
             return losses.view(target.shape)
-        found = LossFunction.recorded(
-            backend, input, None, None, target, ignore_index, label_smoothing
-        )
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        return FORWARD.of[backend](input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            found = LossFunction.recorded(backend, (input, None, None, target, *options))
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        return FORWARD.of[backend](*arguments)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def linear_cross_entropy_on(backend: str) -> Callable[[LinearCrossEntropyArguments], Tensor]:
+    """Returns the function for a backend whose operators compute a chunk of the logits at a time."""
+
+    def run(arguments: LinearCrossEntropyArguments) -> Tensor:
+        given = arguments[:6]
+        found = LossFunction.recorded(backend, given)
+        return LINEAR_FORWARD.of[backend](*given)[0] if found is None else found  # type: ignore[no-any-return]
 
     return run
 
@@ -116,7 +132,7 @@ class LossFunction(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 7
+            return gradients_of(ctx)
         input, weight, bias, target, known = ctx.saved_tensors
         wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
         if differentiates_again():
@@ -124,7 +140,7 @@ class LossFunction(Function):
             def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
                 if w is None:
                     return reference.cross_entropy(x, target, *options)
-                return recomputed_losses(x, w, b, target, *options)
+                return recomputed_losses(LinearCrossEntropyArguments(x, w, b, target, *options))
 
             found = vjp(formula, (input, weight, bias), wants, (grad,))
         elif weight is None:
@@ -135,4 +151,4 @@ class LossFunction(Function):
                 LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,
                 *options, *wants,
             )  # fmt: skip
-        return None, *mask_unwanted(wants, found), None, None, None
+        return gradients_of(ctx, None, *mask_unwanted(wants, found))

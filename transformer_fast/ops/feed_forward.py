@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ..reference.dropout import dropout
 from ..reference.linear import activate
+from .arguments import FeedForwardArguments
 from .autograd import (
     Function,
     differentiates_again,
     gradients,
+    gradients_of,
     mask_unwanted,
     placeholder,
     vjp,
@@ -61,48 +63,27 @@ BACKWARD = Operator(
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 
-def feed_forward_on(backend: str) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `feed_forward` for a backend with operators."""
+def feed_forward_on(backend: str) -> Callable[[FeedForwardArguments], Tensor]:
+    """Returns the function that the dispatcher runs for a backend with operators."""
 
-    def run(
-        input: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
-        bias2: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> Tensor:
-        found = FeedForwardFunction.recorded(
-            backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
-        )
-        if found is not None:
-            return found[0]  # type: ignore[no-any-return]
+    def run(arguments: FeedForwardArguments) -> Tensor:
+        if torch.is_grad_enabled():
+            found = FeedForwardFunction.recorded(backend, arguments)
+            if found is not None:
+                return found[0]  # type: ignore[no-any-return]
+        *tensors, activation, dropout_p, seed = arguments
         code = CODES[activation]
         if dropout_p == 0.0 and backend in INFERENCE.of:
-            return INFERENCE.of[backend](input, weight1, bias1, weight2, bias2, code)  # type: ignore[no-any-return]
-        return TRAINING.of[backend](  # type: ignore[no-any-return]
-            input, weight1, bias1, weight2, bias2, code, dropout_p, seed, False
-        )[0]
+            return INFERENCE.of[backend](*tensors, code)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](*tensors, code, dropout_p, seed, False)[0]  # type: ignore[no-any-return]
 
     return run
 
 
 class FeedForwardFunction(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        input: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
-        bias2: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, backend: str, *given: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        input, weight1, bias1, weight2, bias2, activation, dropout_p, seed = given
         output, kept = TRAINING.of[backend](
             input, weight1, bias1, weight2, bias2, CODES[activation], dropout_p, seed, True
         )
@@ -133,7 +114,7 @@ class FeedForwardFunction(Function):
         if grad_kept is not None and torch.compiler.is_compiling():
             grad_kept = None  # zeros
         if grad is None and grad_kept is None:
-            return (None,) * 9
+            return gradients_of(ctx)
         wants = ctx.needs_input_grad[1:6]
         found: Sequence[Tensor | None]
         if grad is None or grad_kept is not None or differentiates_again():
@@ -151,7 +132,7 @@ class FeedForwardFunction(Function):
                 BACKWARD.of[ctx.backend], grad, input, weight1, weight2, kept,
                 CODES[ctx.activation], ctx.dropout_p, seed, *wants,
             )  # fmt: skip
-        return None, *mask_unwanted(wants, found), None, None, None
+        return gradients_of(ctx, None, *mask_unwanted(wants, found))
 
 
 def _by_formula(

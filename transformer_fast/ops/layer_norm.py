@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.dropout import dropout
+from .arguments import RECORDS
 from .autograd import (
     Function,
     differentiates_again,
     gradients,
+    gradients_of,
     mask_unwanted,
     placeholder,
     vjp,
@@ -80,55 +82,33 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 )
 
 
-def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
-    """A norm of this kind by a backend's operators."""
+def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
+    """Returns the function that the dispatcher runs for a norm, alone or behind a sum."""
+    fields = RECORDS[op]._fields
+    adds, has_bias, annotated = ("residual" in fields, "bias" in fields, "unbiased" in fields)
+    kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind
 
-    def run(
-        input: Tensor,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        found = NormFunction.recorded(
-            backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
-        )
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        dims = len(normalized_shape)
-        if backend in INFERENCE.of:
-            return INFERENCE.of[backend](input, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
-        found = TRAINING.of[backend](input, None, weight, bias, dims, eps, kind, 0.0, None)
-        return found[0]  # type: ignore[no-any-return]
-
-    return run
-
-
-def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The same of a sum, which is a result, too."""
-
-    def run(
-        input: Tensor,
-        residual: Tensor,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        found = NormFunction.recorded(
-            backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
-        )
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        dims = len(normalized_shape)
-        if dropout_p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
-        found = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
-        )
-        return found[:2]  # type: ignore[no-any-return]
+    def run(arguments: Any) -> Any:
+        input, residual, p, seed = arguments.input, None, 0.0, None
+        if adds:
+            residual, p, seed = arguments.residual, arguments.dropout_p, arguments.seed
+        weight, eps = arguments.weight, arguments.eps
+        bias = arguments.bias if has_bias else None
+        dims, own = (1, kind) if annotated else (len(arguments.normalized_shape), kind)
+        if annotated and not arguments.unbiased:
+            own = ANNOTATED_BIASED
+        given = (input, residual, weight, bias, dims, eps, own, p, seed)
+        if torch.is_grad_enabled():
+            found = NormFunction.recorded(backend, given)
+            if found is not None:
+                return found
+        if residual is None:
+            if backend in INFERENCE.of:
+                return INFERENCE.of[backend](input, weight, bias, dims, eps, own)
+        elif p == 0.0 and backend in ADD_INFERENCE.of:
+            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, own)
+        output, sum, *_ = TRAINING.of[backend](*given)
+        return output if residual is None else (output, sum)
 
     return run
 
@@ -138,32 +118,19 @@ class NormFunction(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        input: Tensor,
-        residual: Tensor | None,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        kind: int,
+        ctx: Any, backend: str, input: Tensor, residual: Tensor | None, *rest: Any
     ) -> Any:
-        dims = len(normalized_shape)
-        output, sum, mean, rstd = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
-        )
-        ctx.backend, ctx.dims, ctx.eps, ctx.kind = backend, dims, eps, kind
-        ctx.dropout_p = dropout_p
+        output, sum, mean, rstd = TRAINING.of[backend](input, residual, *rest)
+        weight, _, ctx.dims, ctx.eps, ctx.kind, ctx.dropout_p, seed = rest
+        ctx.backend = backend
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         source = sum
         if residual is None:
-            source = input if needs[1] or needs[4] else None
+            source = input if needs[1] or needs[3] else None
         # The gradients of weight and bias need its dtype only, so that it may change before backward.
         if weight is not None and not (needs[1] or needs[2]):
-            weight = placeholder(weight, *weight.shape) if needs[4] or needs[5] else None
+            weight = placeholder(weight, *weight.shape) if needs[3] or needs[4] else None
         ctx.save_for_backward(source, weight, mean, rstd, seed)
         return output if residual is None else (output, sum)
 
@@ -172,7 +139,7 @@ class NormFunction(Function):
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None
     ) -> tuple[Any, ...]:
         if grad is None and grad_sum is None:
-            return (None,) * 10
+            return gradients_of(ctx)
         source, weight, mean, rstd, seed = ctx.saved_tensors
         if source is None:
             source = grad.detach()  # type: ignore[union-attr] # the bias's gradient needs no more
@@ -180,7 +147,7 @@ class NormFunction(Function):
         if grad is None:
             grad = torch.zeros_like(source)
         drops = ctx.dropout_p > 0.0
-        wants = needs[1] or needs[2], needs[4], needs[5]
+        wants = needs[1] or needs[2], needs[3], needs[4]
         if differentiates_again():
             dsource, dweight, dbias = _by_formula(ctx, grad, source, weight, wants)
             if dsource is not None and grad_sum is not None:
@@ -193,15 +160,14 @@ class NormFunction(Function):
             dsource, dinput, dweight, dbias = gradients(
                 BACKWARD.of[ctx.backend], grad, grad_sum, source, weight, mean, rstd, ctx.dims,
                 ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
-                needs[4], needs[5],
+                *needs[3:5],
             )  # fmt: skip
             dsource, dweight, dbias = mask_unwanted(wants, (dsource, dweight, dbias))
             if not drops:
                 dinput = dsource
-        return (
-            None, dinput if needs[1] else None, dsource if needs[2] else None, None, dweight, dbias,
-            None, None, None, None,
-        )  # fmt: skip
+        return gradients_of(
+            ctx, None, dinput if needs[1] else None, dsource if needs[2] else None, dweight, dbias
+        )
 
 
 def _by_formula(

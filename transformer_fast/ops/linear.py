@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..reference.linear import activate
+from .arguments import LinearArguments
 from .autograd import (
     Function,
     differentiates_again,
@@ -52,19 +53,15 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
-def linear_on(backend: str) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `linear` for a backend with operators."""
+def linear_on(backend: str) -> Callable[[LinearArguments], Tensor]:
+    """Returns the function that the dispatcher runs for a backend with operators."""
 
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        residual: Tensor | None,
-    ) -> Tensor:
-        found = LinearFunction.recorded(backend, input, weight, bias, activation, residual)
-        if found is not None:
-            return found[0]  # type: ignore[no-any-return]
+    def run(arguments: LinearArguments) -> Tensor:
+        if torch.is_grad_enabled():
+            found = LinearFunction.recorded(backend, arguments)
+            if found is not None:
+                return found[0]  # type: ignore[no-any-return]
+        input, weight, bias, activation, residual = arguments
         code = CODES[activation]
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight, bias, residual, code)  # type: ignore[no-any-return]

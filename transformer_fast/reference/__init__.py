@@ -1,6 +1,6 @@
 """The reference implementation: one short eager function per op, which defines every edge case.
 
-A backend implements an op by a function with the name and the signature that it has here.
+A backend implements an op by a function of the record with the same arguments (`ops.arguments`).
 """
 
 from .attention import *

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..dispatch import Call
+from ..dispatch import Call, make_call
+from ..ops.arguments import RECORDS
 from ..ops.autograd import wants_grad
 from ..specs import OPS
 
@@ -113,16 +114,8 @@ def oracle(op: str, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
 
 def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
     """Returns the `Call` by which the dispatcher checks a kernel's limits."""
-    spec = OPS[op]
-    named = spec.named(arguments)
-    tensors = tuple(named[name] for name in spec.gradients_of if name != "attn_mask")
-    mask = named.get("attn_mask")
-    return Call(
-        op, tensors, wants_grad(*tensors, mask), named.get("dropout_p", 0.0),
-        named.get("activation"), mask, named.get("is_causal", False), named.get("key_lengths"),
-        named.get("need_weights", False), named.get("normalized_shape", ()),
-        named.get("query_lengths"), named.get("longest"),
-    )  # fmt: skip
+    record = RECORDS[op](*arguments)
+    return make_call(record, wants_grad(*record.tensors(), getattr(record, "attn_mask", None)))
 
 
 def require_grad(

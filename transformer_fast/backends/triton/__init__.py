@@ -59,7 +59,6 @@ def table_for(capability: int) -> int:
 
 def _refuse_place(call: Call) -> str | None:
     first = call.tensors[0]
-    assert first is not None
     if first.is_cuda:
         if torch.version.hip is not None:
             return "its tile sizes are for NVIDIA GPUs"
@@ -71,9 +70,8 @@ def _refuse_place(call: Call) -> str | None:
 
 
 def _refuse_norm(call: Call) -> str | None:
-    first = call.tensors[0]
-    assert first is not None
-    columns = math.prod(call.normalized_shape or first.shape[-1:])
+    shape = getattr(call.arguments, "normalized_shape", call.tensors[0].shape[-1:])
+    columns = math.prod(shape)
     most = MAX_COLUMNS_BACKWARD if call.needs_grad else MAX_COLUMNS
     if columns > most:
         when = " with gradients" if call.needs_grad else ""
@@ -82,8 +80,7 @@ def _refuse_norm(call: Call) -> str | None:
 
 
 def _refuse_attention(call: Call) -> str | None:
-    for tensor in call.tensors[:3]:
-        assert tensor is not None
+    for tensor in call.tensors:
         if tensor.shape[-1] > MAX_HEAD:
             return f"it supports head sizes up to {MAX_HEAD}, and the call has {tensor.shape[-1]}"
     return _refuse_place(call)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ... import call_cache
 from ...dispatch import compute_capability
+from .. import call_cache
 from . import FEW_ROWS, table_for
 from .runtime import INTERPRETED, next_power_of_2
 

@@ -103,13 +103,13 @@ attention = attention_on("triton", query_lengths=True)
 
 
 def _unless_empty(
-    run: Callable[..., Tensor], reference: Callable[..., Tensor], *places: int
-) -> Callable[..., Tensor]:
+    run: Callable[[Any], Tensor], reference: Callable[..., Tensor], *places: int
+) -> Callable[[Any], Tensor]:
     """Wraps ``run`` so that it calls the reference if an argument at ``places`` is empty."""
 
-    def either(*arguments: Any) -> Tensor:
+    def either(arguments: Any) -> Tensor:
         empty = 0 in [arguments[place].numel() for place in places]
-        return (reference if empty else run)(*arguments)
+        return reference(*arguments) if empty else run(arguments)
 
     return either
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import call_cache
+from .. import call_cache
 
 aten = torch.ops.aten
 _ALLOCATIONS = frozenset(

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ... import call_cache, dispatch
+from ... import dispatch
+from .. import call_cache
 from . import kernels
 
 
@@ -92,7 +93,7 @@ def stubbed() -> Iterator[Machine]:
         raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
     if _installed is None:
         _install(_installed := Machine())
-    state, on_cpu = dispatch._state, call_cache.on_cpu
+    state = dispatch._state
     before = dict(state.kernels), dict(state.usable)
     try:
         if _installed.kernels[0] == before:
@@ -104,10 +105,8 @@ def stubbed() -> Iterator[Machine]:
             for kernel in kernels(interpreted=True):
                 dispatch.register(kernel)
             _installed.kernels = before, (dict(state.kernels), dict(state.usable))
-        call_cache.on_cpu = True
-        with config.use_architecture(90), dispatch.use_backend("triton"):
+        with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
             yield _installed
     finally:
-        call_cache.on_cpu = on_cpu
         state.kernels.update(before[0])
         state.usable.update(before[1])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ... import _native, dispatch, nn
 from ..._context import is_traced
-from ...dispatch import Call, select
+from ...dispatch import Call, make_call, select
 from ...functional import causal_mask
 from ...nn import masks
 from ...nn.fusion import (
@@ -31,6 +31,14 @@ from ...nn.fusion import (
     is_unhooked,
     read_layer,
     read_norm,
+)
+from ...ops.arguments import (
+    AddLayerNormArguments,
+    AttentionArguments,
+    FeedForwardArguments,
+    LayerArguments,
+    LayerNormArguments,
+    LinearArguments,
 )
 from ...ops.autograd import wants_grad
 from ..attention_weights import evaluating
@@ -119,31 +127,28 @@ def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, An
 def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
     dtype, (w, b) = _cast(weight, bias)
     sample = w.new_empty((rows, w.shape[1]))
-    run = select(Call("linear", (sample, w, b, None), False)).run
+    run = select(make_call(LinearArguments(sample, w, b), False)).function
     if dtype is not None:
-        return lambda x: run(x.to(dtype), w, b, None, None)
-    return lambda x: run(x, w, b, None, None)
+        return lambda x: run(LinearArguments(x.to(dtype), w, b))
+    return lambda x: run(LinearArguments(x, w, b))
 
 
 def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
     dtype, (w1, b1, w2, b2) = _cast(f.weight1, f.bias1, f.weight2, f.bias2)
     sample = w1.new_empty((rows, w1.shape[1]))
-    call = Call("feed_forward", (sample, w1, b1, w2, b2), False, activation=activation)
-    run = select(call).run
+    rest = (w1, b1, w2, b2, activation)
+    run = select(make_call(FeedForwardArguments(sample, *rest), False)).function
     if dtype is not None:
-        return lambda x: run(x.to(dtype), w1, b1, w2, b2, activation, 0.0, None)
-    return lambda x: run(x, w1, b1, w2, b2, activation, 0.0, None)
+        return lambda x: run(FeedForwardArguments(x.to(dtype), *rest))
+    return lambda x: run(FeedForwardArguments(x, *rest))
 
 
 def bind_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool
 ) -> Callable[..., Any]:
-    """Returns the kernel's function; its arguments are those of ``reference.attention``."""
-    tensors = (query, key, key)
-    call = Call(
-        "attention", tensors, False, mask=mask, is_causal=is_causal, key_lengths=key_lengths
-    )
-    return select(call).run
+    """Returns the kernel's function; it takes an `AttentionArguments`."""
+    arguments = AttentionArguments(query, key, key, mask, key_lengths, is_causal)
+    return select(make_call(arguments, False)).function
 
 
 def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
@@ -151,8 +156,9 @@ def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
     if norm.module is not None:
         return norm.module
     shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
-    run = select(Call("layer_norm", (sample, weight, bias), False)).run
-    return lambda x: run(x, shape, weight, bias, eps)
+    rest = (shape, weight, bias, eps)
+    run = select(make_call(LayerNormArguments(sample, *rest), False)).function
+    return lambda x: run(LayerNormArguments(x, *rest))
 
 
 def bind_enter(sample: Tensor, norm: Norm, norm_first: bool) -> Linear | None:
@@ -169,10 +175,11 @@ def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
     if module is not None:
         return lambda y, residual: module(y + residual)
     shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
-    run = select(Call("add_layer_norm", (sample, sample, weight, bias), False)).run
+    rest = (shape, weight, bias, eps)
+    run = select(make_call(AddLayerNormArguments(sample, sample, *rest), False)).function
     if casts:
-        return lambda y, x: run(y.to(x.dtype), x, shape, weight, bias, eps, 0.0, None)[0]
-    return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
+        return lambda y, x: run(AddLayerNormArguments(y.to(x.dtype), x, *rest))[0]
+    return lambda y, x: run(AddLayerNormArguments(y, x, *rest))[0]
 
 
 def bind_stack(
@@ -196,11 +203,12 @@ def bind_stack(
             parameters += *first, *one[3:5], *one.norm[:2]
             eps.append(one.norm.eps)
     tensors = (sample, cache, *memories, *parameters)
-    call = Call("decode_step", tensors, wants_grad(*tensors), activation=activation)
+    arguments = LayerArguments(activation=activation)
+    call = Call("decode_step", tensors, wants_grad(*tensors), arguments)
     kernel = dispatch.find(call)
     if kernel is None or sample.shape[0] == 0 or is_traced():
         return None
-    return kernel.run(  # type: ignore[no-any-return]
+    return kernel.function(  # type: ignore[no-any-return]
         parameters, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
     )
 
@@ -269,10 +277,8 @@ class SelfAttention(_Attention):
             attention, lengths, causal = self.attention_at, place.lengths, False
             cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
             keys, values = cache.narrow(3, 0, place.places).unbind(0)
-        y = attention(
-            qkv.select(0, 0), keys, values, None, lengths, causal, self.scale, 0.0, None, False,
-            False,
-        )[0]  # fmt: skip
+        query = qkv.select(0, 0)
+        y, _ = attention(AttentionArguments(query, keys, values, None, lengths, causal, self.scale))
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
         return self.join(y, x)
 
@@ -333,10 +339,10 @@ class CrossAttention(_Attention):
     def step(self, x: Tensor) -> Tensor:
         query = self.project_in(x if self.enter is None else self.enter(x))
         query = query.view(self.shape).transpose(1, 2)
-        y = self.attention(
-            query, self.keys, self.values, self.mask, self.lengths, False, self.scale, 0.0, None,
-            False, False,
-        )[0]  # fmt: skip
+        arguments = AttentionArguments(
+            query, self.keys, self.values, self.mask, self.lengths, False, self.scale
+        )
+        y, _ = self.attention(arguments)
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
         return self.join(y, x)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._context import is_traced
 from ...dispatch import Call, find
+from ...ops.arguments import LayerArguments
 
 
 class Generated(NamedTuple):
@@ -113,8 +114,8 @@ def _in_blocks(logits: Tensor) -> bool:
 
 def bind_best(sample: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns the argmax function for logits like these: (R, V) to (R,), the first of equal maxima."""
-    kernel = None if is_traced() else find(Call("argmax", (sample,), False))
-    return partial(torch.argmax, dim=-1) if kernel is None else kernel.run
+    kernel = None if is_traced() else find(Call("argmax", (sample,), False, LayerArguments()))
+    return partial(torch.argmax, dim=-1) if kernel is None else kernel.function
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -4,35 +4,32 @@ Whether the arguments are valid, which kernel runs and what its arguments are de
 strides, dtypes, devices, flags and a few switches, not on data. On a GPU these checks take longer than
 many kernels run, so the result is cached under exactly that key. The cache holds at most `MOST` calls;
 `forget` clears it. Calls under tracing, modes or transforms and calls on tensor subclasses are not
-cached.
+cached. Calls on CPU tensors never get here: their checks take less time than a key.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import proof, reference
-from ._context import (
+from .. import memory, proof
+from .._context import (
     PLAIN,
     fp32_precision,
-    function_mode_is_active,
     is_compiling,
     no_active_modes,
     settings,
 )
-from .dispatch import OPS, VARIANTS, Call, Kernel, _state, select
-from .reference.dropout import draw_seed
+from ..dispatch import CALL_CACHES, Kernel, _state
+from ..reference.dropout import draw_seed
 
 #: Largest number of cached calls; then the cache is cleared, since every batch may have its own sizes.
 MOST = 4096
-#: Whether calls on CPU tensors are cached too: for tests of GPU kernels without a GPU.
-on_cpu = False
 
 _Parameter = torch.nn.Parameter
 _CONSTANT = frozenset({int, float, str})
@@ -71,6 +68,18 @@ def key_scope(scope: Any) -> Iterator[None]:
         yield
     finally:
         _scope = before
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Context manager in which calls on CPU tensors are cached, too: for tests without a GPU."""
+    before = CALL_CACHES.get("cpu")
+    CALL_CACHES["cpu"] = lookup
+    try:
+        yield
+    finally:
+        if before is None:
+            del CALL_CACHES["cpu"]
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
@@ -131,96 +140,44 @@ _calls = new_store()
 _SEEN = object()
 
 
-def lookup(
-    op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]
-) -> tuple[tuple[Any, ...] | None, Callable[..., Any] | None]:
-    """Returns (key, run): the call's cache key, None if it is not cacheable, and the cached function of
-    its tensors, None on a miss."""
-    first = tensors[0]
-    if (
-        type(first) not in PLAIN
-        or function_mode_is_active()  # which would see what is read of the tensors
-        or (first.is_cpu and not on_cpu)
-        or is_compiling()
-    ):
-        return None, None
-    if not no_active_modes():
+def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Implements `dispatch.lookup`."""
+    if is_compiling() or not no_active_modes():
         return None, None
     for one in others:  # the value of a number given as a tensor may change
         if one.__class__ in PLAIN:
             return None, None  # type: ignore[unreachable]
     key = describe((*tensors, *others), (op, settings.backend, settings.strict, proof.epoch))
-    known = None if key is None else _calls.get(key)
+    if key is None:
+        return None, None
+    known = _calls.get(key)
     if known is None or known is _SEEN or known[0] is not _state.kernels[op]:
-        return key, None
-    return key, known[1]
+        return None, partial(_insert, key, tensors)
+    return known[1], None
 
 
-#: By op, the index of the seed in the reference's arguments.
-_SEED = {
-    op: list(parameters).index("seed")
-    for op in (*OPS, *VARIANTS)
-    if "seed" in (parameters := inspect.signature(getattr(reference, op)).parameters)
-}
-
-
-def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments with a dropout seed from torch's generator, if the kernel takes one."""
-    if not 0.0 < call.dropout_p < 1.0:
-        return arguments
-    if kernel.drops_as_torch is not None and kernel.drops_as_torch(call):
-        return arguments
-    at, first = _SEED[call.op], call.tensors[0]
-    return (*arguments[:at], draw_seed(first.device), *arguments[at + 1 :])  # type: ignore[union-attr]
-
-
-def run(
-    key: tuple[Any, ...] | None,
+def _insert(
+    key: tuple[Any, ...],
     tensors: tuple[Tensor | None, ...],
-    call: Call,
-    arguments: tuple[Any, ...],
-    backend: str | None,
-    finish: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Runs a call on the kernel that `select` returns; caches it the second time it is made.
-
-    ``finish``: a function that is applied to the kernel's result.
-    """
-    kernel = select(call, backend)
-    if call.dropout_p != 0.0:
-        arguments = seeded(kernel, call, arguments)
-    if key is not None:
-        kernels = _state.kernels[call.op]
-        if key not in _calls:
-            insert(_calls, key, _SEEN)
-        else:
-            runs = _remembered(kernel, tensors, call, arguments, finish)
-            if runs is not None:
-                insert(_calls, key, (kernels, runs))
-    if key is None and is_compiling():
-        arguments = _distinct(arguments)
-    result = kernel.run(*arguments)
-    return result if finish is None else finish(result)
+    kernel: Kernel,
+    arguments: Any,
+    needs_grad: bool,
+    finish: Callable[[Any], Any] | None,
+) -> None:
+    """Caches a call the second time it is made."""
+    if key not in _calls:
+        insert(_calls, key, _SEEN)
+        return
+    replay = _replay(kernel, tensors, arguments, needs_grad, finish)
+    if replay is not None:
+        insert(_calls, key, (_state.kernels[kernel.op], replay))
 
 
-def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments with a view in place of each repeated tensor.
-
-    Dynamo does not trace autograd functions that get the same tensor twice.
-    """
-    found: list[Any] = []
-    for value in arguments:
-        if isinstance(value, Tensor) and any(value is one for one in found):
-            value = value.view_as(value)
-        found.append(value)
-    return tuple(found)
-
-
-def _remembered(
+def _replay(
     kernel: Kernel,
     tensors: tuple[Tensor | None, ...],
-    call: Call,
-    arguments: tuple[Any, ...],
+    arguments: Any,
+    needs_grad: bool,
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
     """Returns the call as a function of its tensors, or None if its arguments depend on more."""
@@ -236,14 +193,14 @@ def _remembered(
             # two arguments are the same tensor.
             taken = [n for n in among if n not in places]
             places.append((taken or among)[0])
-        elif 0.0 < call.dropout_p < 1.0 and value.dim() == 0 and value.dtype is torch.int64:
+        elif value is getattr(arguments, "seed", None):
             drawn.append(at)
             places.append(None)
         else:
             return None
     fixed = [None if isinstance(value, Tensor) else value for value in arguments]
     moved = [(at, n) for at, n in enumerate(places) if n is not None]
-    kernel_run = kernel.run
+    function, kind = kernel.function, type(arguments)
 
     def replay(*given: Any) -> Any:
         filled = fixed.copy()
@@ -251,9 +208,14 @@ def _remembered(
             filled[at] = given[n]
         for at in drawn:
             filled[at] = draw_seed(given[0].device)
-        result = kernel_run(*filled)
+        result = function(kind(*filled))
         return result if finish is None else finish(result)
 
-    if kernel.record is not None and not call.needs_grad:
+    if kernel.record is not None and not needs_grad:
         return kernel.record(replay)
     return replay
+
+
+if torch.version.cuda is not None or torch.version.hip is not None:
+    CALL_CACHES["cuda"] = lookup
+memory.call_caches.append(forget)

@@ -1,0 +1,206 @@
+"""The arguments record of each op, a NamedTuple.
+
+Its fields are the parameters of ``reference.<op>``, in order, so that ``reference.<op>(*record)`` runs
+the op. The check of the public function builds it, the dispatcher reads it, kernels receive it, and
+only the call of an operator unpacks it. Dynamo of torch 2.10 traces fields and methods of a NamedTuple,
+but no other attributes: hence ``type(record).op``, and ``tensors`` is a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+#: By op.
+RECORDS: dict[str, Any] = {}
+_Record = TypeVar("_Record", bound="type[Any]")
+
+
+def _record(op: str) -> Callable[[_Record], _Record]:
+    def complete(kind: _Record) -> _Record:
+        kind.op = op
+        setattr(kind, "__repr__", _describe)  # noqa: B010 - mypy
+        RECORDS[op] = kind
+        return kind
+
+    return complete
+
+
+def _describe(record: Any) -> str:
+    """Shapes and dtypes of the tensors, and the other arguments that are not None, False or 0."""
+    parts = []
+    for name, value in zip(record._fields, record, strict=True):
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{name} {dtype} {tuple(value.shape)}")
+        elif value is not None and value is not False and value != 0.0:
+            parts.append(f"{name} {getattr(value, '__name__', value)}")
+    return f"{type(record).op}({', '.join(parts)})"
+
+
+@_record("layer_norm")
+class LayerNormArguments(NamedTuple):
+    input: Tensor
+    normalized_shape: Any  # tuple[int, ...], once checked
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.weight, self.bias
+
+
+@_record("add_layer_norm")
+class AddLayerNormArguments(NamedTuple):
+    input: Tensor
+    residual: Tensor
+    normalized_shape: Any  # tuple[int, ...], once checked
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.residual, self.weight, self.bias
+
+
+@_record("rms_norm")
+class RMSNormArguments(NamedTuple):
+    input: Tensor
+    normalized_shape: Any  # tuple[int, ...], once checked
+    weight: Tensor | None
+    eps: float | None  # a number, once checked
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.weight
+
+
+@_record("add_rms_norm")
+class AddRMSNormArguments(NamedTuple):
+    input: Tensor
+    residual: Tensor
+    normalized_shape: Any  # tuple[int, ...], once checked
+    weight: Tensor | None
+    eps: float | None  # a number, once checked
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.residual, self.weight
+
+
+@_record("annotated_layer_norm")
+class AnnotatedLayerNormArguments(NamedTuple):
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    unbiased: bool = True
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.weight, self.bias
+
+
+@_record("add_annotated_layer_norm")
+class AddAnnotatedLayerNormArguments(NamedTuple):
+    input: Tensor
+    residual: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    unbiased: bool
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.residual, self.weight, self.bias
+
+
+@_record("attention")
+class AttentionArguments(NamedTuple):
+    """See `reference.attention` for shapes and semantics."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    is_causal: bool = False
+    #: None: 1 / sqrt(head size).
+    scale: float | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    enable_gqa: bool = False
+    need_weights: bool = False
+    query_lengths: Tensor | None = None
+    #: Packed sequences only, whose lengths are offsets: the largest number of queries and of keys.
+    longest: tuple[int, int] | None = None
+    #: See `reference.attention.empty_output`; None: any memory order will do.
+    contiguous: bool | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:3]
+
+
+@_record("linear")
+class LinearArguments(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    #: Name of the activation, None, or the callable the user gave.
+    activation: Any = None
+    residual: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.weight, self.bias, self.residual
+
+
+@_record("feed_forward")
+class FeedForwardArguments(NamedTuple):
+    input: Tensor
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    #: Name of the activation, or the callable the user gave.
+    activation: Any
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:5]
+
+
+@_record("cross_entropy")
+class CrossEntropyArguments(NamedTuple):
+    input: Tensor
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.input,)
+
+
+@_record("linear_cross_entropy")
+class LinearCrossEntropyArguments(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    summed: bool = False
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:3]
+
+
+class LayerArguments(NamedTuple):
+    """What limits read of a layer-level op; the kernel defines its arguments itself."""
+
+    dropout_p: float = 0.0
+    activation: Any = None
