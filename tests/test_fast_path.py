@@ -77,6 +77,19 @@ def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
             assert explanation.backend == "cpu"
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("planes", [False, True], ids=["rows", "planes"])
+def test_losses_of_planes_count_less(planes: bool, grad: bool) -> None:
+    count = 140000 if grad else 100000
+    shape = (1, 100, count // 100) if planes else (count // 100, 100)
+    x = torch.zeros(shape, requires_grad=grad)
+    target = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
+    explanation = transformer_fast.explain("cross_entropy", x, target)
+    assert explanation.backend == ("torch" if planes else "cpu")
+    kernels = _ours(lambda: functional.cross_entropy(x, target))
+    assert bool(kernels) == (not planes)
+
+
 @pytest.mark.parametrize("op", _calls(False))
 def test_a_named_backend_overrides_the_fallback(op: str) -> None:
     call = _call(op, _calls(False)[op](20))
