@@ -7,7 +7,7 @@
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
 #                  sanitized part and the small benchmarks; compiles CUDA kernels where nvcc is found
 #   make test-exhaustive   the cases that it leaves out: more of the same on the emulators and on
-#                  the instruction sets in between; half an hour of two cores
+#                  the instruction sets in between; some ten minutes of two cores
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
