@@ -247,14 +247,17 @@ class Block : Scores {
     const Vec neg_max = set1(work.neg_max[i]);
     const float* s = row_scores(panel, i);
     const bool exact = additive() || for_backward() || work.recomputed[i];
+    const Vec factor = exponent_factor();
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       x[u] = exact ? exponent(x[u], neg_max)
                    : select(equal(mask[u], set1(-kInf)), mask[u],
-                            scaled_exponent(s + u * kLanes, neg_max));
+                            scaled_exponent(s + u * kLanes, factor, neg_max));
     }
   }
-  TF_INLINE Vec scaled_exponent(const float* s, Vec neg_max) const {
-    return fma(load(s), set1(args.scale * kLog2E), neg_max * set1(kLog2E));
+  // `factor` is exponent_factor(), computed before a loop: stores inside might change args.
+  Vec exponent_factor() const { return set1(args.scale * kLog2E); }
+  TF_INLINE static Vec scaled_exponent(const float* s, Vec factor, Vec neg_max) {
+    return fma(load(s), factor, neg_max * set1(kLog2E));
   }
 
   // With bf16x3, the backward computes probabilities from scores in the same steps.
@@ -279,7 +282,7 @@ class Block : Scores {
     int u;
     const float* scores;
     const char* mask;  // if it is read in place
-    Vec neg_max;
+    Vec factor, neg_max;
   };
 
   // The probabilities of adjacent panels whose row maxima are set, row by row. exponent(Place)
@@ -288,6 +291,7 @@ class Block : Scores {
   TF_INLINE void exp_panels(const Panel* from, const Panel* to, const Exponent& exponent) const {
     const bool keeps_exact = P::kRounds && work.exact != work.total;
     const long step = kLanes * element_bytes(args.mask_type);
+    const Vec factor = exponent_factor();
     for (long i = 0; i < rows; ++i) {
       const Vec neg_max = set1(work.neg_max[i]);
       Vec total = load(work.total + i * kLanes);
@@ -298,7 +302,7 @@ class Block : Scores {
       for (const Panel* panel = from; panel < to; ++panel, s += work.slot, chunk += kPanel) {
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u, mask += step) e[u] =
-            exp2(exponent(Place{*panel, i, u, s + u * kLanes, mask, neg_max}), T{});
+            exp2(exponent(Place{*panel, i, u, s + u * kLanes, mask, factor, neg_max}), T{});
         total = P::add(total, e[0], e[1]);
         if (keeps_exact) exact = exact + (e[0] + e[1]);
         put(*panel, i, chunk, s, e);
@@ -309,7 +313,7 @@ class Block : Scores {
   }
   void exp_simple(const Panel* from, const Panel* to) const {
     const auto unmasked = [&](const Place& at) __attribute__((always_inline)) {
-      return scaled_exponent(at.scores, at.neg_max);
+      return scaled_exponent(at.scores, at.factor, at.neg_max);
     };
     const auto by_bytes = [&](const Place& at) __attribute__((always_inline)) {
       const auto* bytes = reinterpret_cast<const uint8_t*>(at.mask);
@@ -374,10 +378,11 @@ class Block : Scores {
     done_ = until;
     if (rows_without_max_ == 0 && masking(pending_) == Masking::none) {
       const float* s = row_scores(pending_, from);
+      const Vec factor = exponent_factor();
       for (long i = from; i < until; ++i, s += kPanel) {
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
-            exp2(scaled_exponent(s + u * kLanes, set1(work.neg_max[i])), T{});
+            exp2(scaled_exponent(s + u * kLanes, factor, set1(work.neg_max[i])), T{});
         put(pending_, i, e);
       }
       return;
