@@ -174,6 +174,8 @@ def only_torch_supports(*tensors: Tensor | None) -> bool:
     if getattr(tensors[0], "is_meta", False):
         return True
     for tensor in tensors:
+        if tensor is None:
+            continue
         if isinstance(tensor, Tensor) and (
             (type(tensor) not in PLAIN and _overrides(type(tensor)))
             or tensor.layout is not _STRIDED

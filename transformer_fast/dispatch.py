@@ -105,7 +105,6 @@ _FEATURES = {
     "mask_gradient": "attn_mask",
     "query_lengths": "query_lengths",
     "dropout": "dropout_p",
-    "activations": "activation",
 }
 
 
@@ -143,14 +142,16 @@ class Kernel:
     #: Converts a function of tensors, which calls ``function`` without gradients and with fixed other
     #: arguments, into one with a shorter launch path; see `call_cache`.
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    #: The features of `_FEATURES` that calls of the op may need and that the kernel lacks or limits.
+    #: The features of `_FEATURES` that calls of the op may need and that the kernel lacks.
     limited: frozenset[str] = field(init=False, repr=False, compare=False)
+    has_activation: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         has = RECORDS.get(self.op, LayerArguments)._fields
         names = [name for name, argument in _FEATURES.items() if argument in has]
-        limited = [name for name in names if getattr(self, name) not in (None, True)]
+        limited = [name for name in names if not getattr(self, name)]
         object.__setattr__(self, "limited", frozenset(limited))
+        object.__setattr__(self, "has_activation", "activation" in has)
 
     def run(self, *arguments: Any) -> Any:
         """Runs the kernel on the arguments of ``reference.<op>``; of `FUSED` ops on its own."""
@@ -281,9 +282,8 @@ def _reasons_against(kernel: Kernel, call: Call) -> Iterator[str]:
             yield from _dtype_reasons(kernel, tensors)
     if call.needs_grad and not kernel.gradients:
         yield "it has no backward, and the call needs gradients"
-    limited = kernel.limited
-    if limited:
-        given = call.arguments
+    if kernel.limited:
+        limited, given = kernel.limited, call.arguments
         learns_mask = "mask_gradient" in limited and call.needs_grad and kernel.gradients
         if learns_mask and given.attn_mask is not None and given.attn_mask.requires_grad:
             yield "its backward does not compute the gradient of attn_mask"
@@ -291,12 +291,12 @@ def _reasons_against(kernel: Kernel, call: Call) -> Iterator[str]:
             yield "it does not support query_lengths"
         if "dropout" in limited and given.dropout_p != 0.0:
             yield "it does not support dropout"
-        if "activations" in limited:
-            activation = given.activation
-            if activation is not None and not isinstance(activation, str):
-                yield "it supports named activations only, and the call has a callable"
-            elif activation not in kernel.activations:  # type: ignore[operator]
-                yield f"it does not support activation {activation!r}"
+    if kernel.has_activation and kernel.activations is not None:
+        activation = call.arguments.activation
+        if activation is not None and not isinstance(activation, str):
+            yield "it supports named activations only, and the call has a callable"
+        elif activation not in kernel.activations:
+            yield f"it does not support activation {activation!r}"
     if kernel.refuses is not None and (refusal := kernel.refuses(call)) is not None:
         yield refusal
 

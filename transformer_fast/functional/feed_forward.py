@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._context import is_plain_eager
-from ..dispatch import Call, lookup, make_call, run
+from ..dispatch import Call, lookup, run
 from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel
 from ..ops.arguments import FeedForwardArguments
 from ..ops.autograd import wants_grad
@@ -141,6 +141,5 @@ def check_feed_forward(given: FeedForwardArguments, backend: str | None = None) 
         wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
         if wrong is not None:
             raise ValueError(wrong)
-    rest: tuple[Any, ...] = (named_activation(activation), p)
-    arguments = FeedForwardArguments._make((*tensors, *rest, None))
-    return make_call(arguments, wants_grad(*tensors))
+    arguments = FeedForwardArguments(*tensors, named_activation(activation), p)  # type: ignore[call-arg]
+    return Call("feed_forward", tensors, wants_grad(*tensors), arguments)

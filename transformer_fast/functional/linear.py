@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from .._context import is_plain_eager
-from ..dispatch import Call, lookup, make_call, run
+from ..dispatch import Call, lookup, run
 from ..fast_path import FLOAT, LINEAR, direct_kernel
 from ..ops.arguments import LinearArguments
 from ..ops.autograd import wants_grad
@@ -184,5 +184,6 @@ def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
             wrong = dtype_problem(input, residual=residual) if cast else None
             if wrong is not None:
                 raise ValueError(wrong)
+    tensors = (input, weight, bias, residual)
     arguments = LinearArguments(input, weight, bias, activation, residual)
-    return make_call(arguments, wants_grad(input, weight, bias, residual))
+    return Call("linear", tensors, wants_grad(*tensors), arguments)
