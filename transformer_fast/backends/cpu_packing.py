@@ -36,6 +36,10 @@ from .. import _native, _switches, memory
 from .._context import is_recorded
 from ..ops.feed_forward import INFERENCE as FEED_FORWARD
 from ..ops.feed_forward import PACKED as FEED_FORWARD_PACKED
+from ..ops.int8_linear import FEED_FORWARD as INT8_FEED_FORWARD
+from ..ops.int8_linear import FEED_FORWARD_PACKED as INT8_FEED_FORWARD_PACKED
+from ..ops.int8_linear import LINEAR as INT8_LINEAR
+from ..ops.int8_linear import LINEAR_PACKED as INT8_LINEAR_PACKED
 from ..ops.linear import INFERENCE as LINEAR
 from ..ops.linear import PACKED as LINEAR_PACKED
 
@@ -142,8 +146,10 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     """
     assert _native.module is not None  # or no kernel would ask
     # So few rows are multiplied that reading the weight as it is takes no longer, row by row.
-    if weight.stride(1) == 1 and rows <= _native.module.direct_rows(
-        _NAMES[weight.dtype], weight.numel()
+    if (
+        weight.dtype != torch.int8
+        and weight.stride(1) == 1
+        and rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
     ):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -174,12 +180,38 @@ def _feed_forward(
     )
 
 
+def _int8_linear(
+    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    activation: int,
+) -> Tensor:  # fmt: skip
+    packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
+    return INT8_LINEAR_PACKED.of["cpu"](  # type: ignore[no-any-return]
+        input, weight, scale, packed, bias, residual, activation
+    )
+
+
+def _int8_feed_forward(
+    input: Tensor, weight1: Tensor, scale1: Tensor, bias1: Tensor | None, weight2: Tensor,
+    scale2: Tensor, bias2: Tensor | None, activation: int,
+) -> Tensor:  # fmt: skip
+    rows = input.numel() // max(1, input.shape[-1])
+    packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
+    return INT8_FEED_FORWARD_PACKED.of["cpu"](  # type: ignore[no-any-return]
+        input, weight1, scale1, packed1, bias1, weight2, scale2, packed2, bias2, activation
+    )
+
+
 def implement_packed() -> None:
-    """Implement ``linear.cpu`` and ``feed_forward.cpu``, which look packed copies up when they run.
+    """Implement the operators without packed copies, which look them up when they run.
 
     So a compiled program finds them, too. Calls that are not recorded need no operator for that.
     """
-    for operator, function in ((LINEAR, _linear), (FEED_FORWARD, _feed_forward)):
+    for operator, function in (
+        (LINEAR, _linear),
+        (FEED_FORWARD, _feed_forward),
+        (INT8_LINEAR, _int8_linear),
+        (INT8_FEED_FORWARD, _int8_feed_forward),
+    ):
         operator.of["cpu"] = _unless_recorded(operator.of["cpu"], function)
 
 
@@ -239,7 +271,9 @@ def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> boo
     """Reserves cache space for a packed copy, evicting older ones; False if it does not fit."""
     # Whole panels, whichever instruction set is in use, and what stands behind them.
     n, k = (-(-size // 64) * 64 for size in weight.shape)
-    size = (n * k + 64) * (6 if _in_pieces(weight, rows) else weight.element_size())
+    # Without 8-bit dot products int8 takes 16 bits.
+    element = 2 if weight.dtype == torch.int8 else weight.element_size()
+    size = (n * k + 64) * (6 if _in_pieces(weight, rows) else element)
     if size > _limit:
         return False
     kept = list(_entries.items())

@@ -26,12 +26,13 @@ bool has_avx2(const CpuFeatures& cpu) { return cpu.avx2 && cpu.fma && cpu.f16c; 
 bool has_avx512(const CpuFeatures& cpu) {
   return cpu.avx512f && cpu.avx512bw && cpu.avx512dq && cpu.avx512vl;
 }
-bool has_avx512_bf16(const CpuFeatures& cpu) { return cpu.avx512_bf16; }
+// All CPUs with AVX-512-BF16 have VNNI, and those with AMX-BF16 have AMX-INT8; kernels use both.
+bool has_avx512_bf16(const CpuFeatures& cpu) { return cpu.avx512_bf16 && cpu.avx512_vnni; }
 bool has_amx([[maybe_unused]] const CpuFeatures& cpu) {
 #ifdef TF_EMULATE_AMX
   return true;
 #else
-  return cpu.amx_tile && cpu.amx_bf16;
+  return cpu.amx_tile && cpu.amx_bf16 && cpu.amx_int8;
 #endif
 }
 

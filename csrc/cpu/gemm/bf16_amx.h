@@ -44,7 +44,7 @@ class AmxOperands {
  public:
   using Operand = BFloat16;
   using Element = std::conditional_t<kComponents == 1, BFloat16, float>;
-  static constexpr bool kIsBf16x3 = kComponents == 3, kRounds = !kIsBf16x3;
+  static constexpr bool kIsBf16x3 = kComponents == 3, kRounds = !kIsBf16x3, kQuantizes = false;
   static constexpr long kBytes = kComponents * sizeof(Operand);
   static constexpr long kTile = 16, kTileSize = kTile * kPairDepth;
 

@@ -39,7 +39,7 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
 class DotProduct {
  public:
   using Operand = BFloat16;
-  static constexpr bool kIsBf16x3 = false, kRounds = true;
+  static constexpr bool kIsBf16x3 = false, kRounds = true, kQuantizes = false;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = 4 * kTileRows;
   static constexpr long kKBlock = 256;  // a panel block of half the first-level cache

@@ -5,6 +5,7 @@
 //   Operand, kBytes       type in which A and B are packed; bytes per value
 //   kIsBf16x3             a value takes three operands, and infinity becomes NaN in a product:
 //                         fp32_row recomputes such a row of C
+//   kQuantizes            products of 8 bits, int8.h: only some of the functions below
 //   block_size, fill      a packed block of rows of A, from a tensor
 //   chunk, put            the same from computed values, kPanel at a time
 //   add, kRounds          sums of values as rounded by put(); whether put() rounds fp32
@@ -39,7 +40,7 @@ template <class T, Form kForm = Form::rows>
 class FloatProduct {
  public:
   using Operand = float;
-  static constexpr bool kIsBf16x3 = false, kRounds = false;
+  static constexpr bool kIsBf16x3 = false, kRounds = false, kQuantizes = false;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
   static constexpr long kKBlock = tf::TF_ISA::kKBlock;
@@ -195,11 +196,11 @@ using PackedProduct = typename ProductOf<T, Form::packed>::Type;
 
 // Rows of a block whose operands take `row_bytes` per row, such that the block stays in the
 // second-level cache while the weights are streamed.
-template <class T>
+template <class P>
 long block_rows(long row_bytes) {
   // Products of narrow operands are fast and need tall blocks, so that the weights are streamed
   // less often.
-  constexpr bool kNarrow = sizeof(typename Product<T>::Operand) < sizeof(float);
+  constexpr bool kNarrow = sizeof(typename P::Operand) < sizeof(float);
   constexpr long kMaxRows = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
   constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
   return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));

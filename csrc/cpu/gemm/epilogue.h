@@ -7,17 +7,40 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Epilogue of kPanel columns of a linear layer with n outputs, from `column` on.
+// The product of two floats, rounded: otherwise compilers contract it with an addition.
+TF_INLINE Vec rounded_product(Vec a, Vec b) {
+  Vec product = a * b;
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#else
+  asm("" : "+x"(product));
+#endif
+  return product;
+}
+
+// Epilogue of kPanel columns of a linear layer with n outputs, from `column` on. scale (n): factors
+// of the columns of 8-bit weights, or nullptr.
 template <class T>
 class Epilogue {
  public:
-  TF_INLINE Epilogue(const void* bias, long column, long n, int activation)
+  TF_INLINE Epilogue(const void* bias, long column, long n, int activation,
+                     const float* scale = nullptr)
       : count_(min(kPanel, n - column)),
         min_(set1(activation == kRelu ? 0.0f : -kInf)),
         activation_(activation) {
+    if (scale != nullptr) {
+      scale_low_ = read(scale + column, 0);
+      scale_high_ = read(scale + column, kLanes);
+    }
     if (bias == nullptr) return;
     low_ = read(static_cast<const T*>(bias) + column, 0);
     high_ = read(static_cast<const T*>(bias) + column, kLanes);
+  }
+
+  // Of exact sums, whose row has the scale `row`.
+  TF_INLINE void dequantize(float row, Vec& low, Vec& high) const {
+    low = rounded_product(rounded_product(low, scale_low_), set1(row));
+    high = rounded_product(rounded_product(high, scale_high_), set1(row));
   }
 
   // Adds the bias and applies the activation.
@@ -59,12 +82,13 @@ class Epilogue {
   }
 
  private:
-  TF_INLINE Vec read(const T* row, long from) const {
+  template <class From>
+  TF_INLINE Vec read(const From* row, long from) const {
     return count_ > from ? load_some(row + from, count_ - from) : zero();
   }
 
   long count_;
-  Vec min_, low_ = zero(), high_ = zero();
+  Vec min_, low_ = zero(), high_ = zero(), scale_low_ = zero(), scale_high_ = zero();
   int activation_;
 };
 

@@ -59,6 +59,22 @@ class EmulatedTiles {
       std::memcpy(static_cast<char*>(to) + row * stride, from + row * kRowBytes, kRowBytes);
   }
 
+  // C += A B for groups of four unsigned and signed 8-bit values, without saturation.
+  void multiply_add_bytes(int c, int a, int b) {
+    expect(c != a && c != b && a != b);
+    uint8_t *sums = at(c), *left = at(a), *right = at(b);
+    for (int row = 0; row < kRows; ++row)
+      for (int column = 0; column < kRowBytes / 4; ++column) {
+        uint32_t sum;
+        std::memcpy(&sum, sums + row * kRowBytes + 4 * column, sizeof(sum));
+        for (int k = 0; k < kRowBytes; ++k) {
+          const auto weight = static_cast<int8_t>(right[k / 4 * kRowBytes + 4 * column + k % 4]);
+          sum += static_cast<uint32_t>(left[row * kRowBytes + k] * weight);
+        }
+        std::memcpy(sums + row * kRowBytes + 4 * column, &sum, sizeof(sum));
+      }
+  }
+
   // C += A B for pairs of bfloat16, with B's rows in pairs. As in SDM volume 2, TDPBF16PS: the
   // products of a row are summed first and C is added last, so that it is rounded once.
   void multiply_add(int c, int a, int b) {
@@ -103,6 +119,7 @@ class EmulatedTiles {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #define _tile_loadconfig(from) ::tf::TF_ISA::EmulatedTiles::of_thread().configure(from)
 #define _tile_release() ::tf::TF_ISA::EmulatedTiles::of_thread().release()
 #define _tile_zero(tile) ::tf::TF_ISA::EmulatedTiles::of_thread().clear(tile)
@@ -111,3 +128,4 @@ class EmulatedTiles {
 #define _tile_stored(tile, to, stride) \
   ::tf::TF_ISA::EmulatedTiles::of_thread().store(tile, to, stride)
 #define _tile_dpbf16ps(c, a, b) ::tf::TF_ISA::EmulatedTiles::of_thread().multiply_add(c, a, b)
+#define _tile_dpbusd(c, a, b) ::tf::TF_ISA::EmulatedTiles::of_thread().multiply_add_bytes(c, a, b)

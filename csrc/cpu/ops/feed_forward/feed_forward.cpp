@@ -5,6 +5,7 @@
 
 #include "cpu/core/host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
+#include "cpu/ops/int8_linear/int8_linear.h"
 
 namespace tf {
 namespace {
@@ -38,6 +39,14 @@ struct FeedForwardPlan {
   int64_t blocks = 0;
 };
 
+FeedForwardPlan fused_plan(const FeedForwardKernels* fused, const FeedForwardArgs& args) {
+  const int64_t threads = torch::stable::get_num_threads(), max_rows = fused->row_block(args);
+  const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
+  // Of one or two rows the tiles of gemm.h add in another order, and results must not depend on the
+  // number of threads.
+  return {fused, std::min(wanted, std::max<int64_t>(1, args.m / 4))};
+}
+
 // layouts() returns those of the two packed weights; only many rows of fp32 depend on them. The
 // thresholds were measured.
 template <class Layouts>
@@ -58,18 +67,16 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
       plan.fused = amx::bf16x3_feed_forward_kernels();
 #endif
   }
-  const int64_t max_rows = plan.fused->row_block(args);
-  const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
-  // Of one or two rows the tiles of gemm.h add in another order, and results must not depend on the
-  // number of threads.
-  plan.blocks = std::min(wanted, std::max<int64_t>(1, args.m / 4));
-  return plan;
+  return fused_plan(plan.fused, args);
 }
 
-void run_blocks(const FeedForwardPlan& plan, FeedForwardArgs args, const Panels& panels1,
-                const Panels& panels2) {
-  args.packed1 = panels1.data;
-  args.packed2 = panels2.data;
+// With 8-bit weights. Two linear layers have one type of elements, but hidden units are fp32.
+FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
+  if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
+  return fused_plan(TF_DISPATCH(int8_feed_forward_kernels, args.type), args);
+}
+
+void run_blocks(const FeedForwardPlan& plan, const FeedForwardArgs& args) {
   for_each_item(plan.blocks, [&](int64_t item) {
     const int64_t begin = row_of_part(args.m, item, plan.blocks, plan.fused->row_unit);
     const int64_t end = row_of_part(args.m, item + 1, plan.blocks, plan.fused->row_unit);
@@ -79,7 +86,26 @@ void run_blocks(const FeedForwardPlan& plan, FeedForwardArgs args, const Panels&
   });
 }
 
+FeedForwardArgs with_panels(FeedForwardArgs args, const Panels& panels1, const Panels& panels2) {
+  args.packed1 = panels1.data;
+  args.packed2 = panels2.data;
+  return args;
+}
+
 }  // namespace
+
+void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
+  const FeedForwardPlan plan = choose_int8_feed_forward(args);
+  if (plan.fused != nullptr) return run_blocks(plan, args);
+  const LinearKernels* kernels = TF_DISPATCH(int8_linear_kernels, args.type);
+  const auto run = [&](LinearArgs linear, const float* scale, const void* packed) {
+    linear.scale = scale;
+    run_linear(linear, {kernels, packed});
+  };
+  feed_forward_unfused(
+      args, slot, [&](const LinearArgs& linear) { run(linear, args.scale1, args.packed1); },
+      [&](const LinearArgs& linear) { run(linear, args.scale2, args.packed2); });
+}
 
 void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
@@ -88,8 +114,8 @@ void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
     return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
   });
   if (plan.fused != nullptr)
-    return run_blocks(plan, args, panels_of(weight1, packed1, 0, args.m),
-                      panels_of(weight2, packed2, 1, args.m));
+    return run_blocks(plan, with_panels(args, panels_of(weight1, packed1, 0, args.m),
+                                        panels_of(weight2, packed2, 1, args.m)));
   feed_forward_unfused(
       args, slot, [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
       [&](const LinearArgs& linear) { run_linear(linear, weight2, packed2, 1); });
@@ -277,7 +303,7 @@ void feed_forward_gradients(const Gradients& call) {
       const FeedForwardPlan forward =
           choose_feed_forward(back, [&] { return std::pair(panels2.kernels, panels1.kernels); });
       if (forward.fused != nullptr) {
-        run_blocks(forward, back, panels2, panels1);
+        run_blocks(forward, with_panels(back, panels2, panels1));
       } else {
         feed_forward_unfused(
             back, 3, [&](const LinearArgs& linear) { run_linear(linear, panels2); },

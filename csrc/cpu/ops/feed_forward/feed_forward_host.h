@@ -12,4 +12,7 @@ void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
                       const std::optional<Tensor>& packed2, int slot);
 
+// The same with 8-bit weights, packed.
+void run_int8_feed_forward(const FeedForwardArgs& args, int slot);
+
 }  // namespace tf

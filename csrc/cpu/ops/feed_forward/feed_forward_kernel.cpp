@@ -167,7 +167,7 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
 
 long row_block(const FeedForwardArgs& args) {
   // y is read once per slice, like the weights, so it is not counted.
-  return block_rows<float>((args.k + kSlice) * P::kBytes * 4 / 5);
+  return block_rows<P>((args.k + kSlice) * P::kBytes * 4 / 5);
 }
 
 long scratch_bytes(const FeedForwardArgs& args, long rows) {

@@ -17,7 +17,7 @@ namespace {
 
 template <class T>
 long row_block(const FeedForwardArgs& args) {
-  return block_rows<T>((args.k + args.f) * Product<T>::kBytes);
+  return block_rows<Product<T>>((args.k + args.f) * Product<T>::kBytes);
 }
 
 template <class T>

@@ -86,6 +86,7 @@ Panels given_panels(const Tensor& weight, const Tensor& packed) {
 
 // Packs a weight for products of `rows` rows.
 Tensor pack_weight(Tensor weight, int64_t rows) {
+  if (weight.scalar_type() == ScalarType::Char) return pack_int8_weight(weight);
   check_type("pack_weight", "weight", weight,
              is_reduced_float(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
@@ -136,6 +137,8 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
     plan.row_items = (args.m + max_rows - 1) / max_rows;
     if (args.m >= 64 * threads) {
       plan.row_items = (plan.row_items + threads - 1) / threads * threads;
+    } else if (kernels.quantizes && is_one_block(kernels, args)) {
+      plan.strategy = LinearPlan::by_panel;  // each thread quantises x once
     } else {
       plan.column_items = std::min<int64_t>(count, 2 * threads);
     }

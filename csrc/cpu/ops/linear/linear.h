@@ -22,11 +22,13 @@ struct LinearArgs {
   const void* weight = nullptr;
   long weight_stride = 0;
   bool transposed = false;
+  const float* scale = nullptr;  // of 8-bit weights: (n), factors of the columns
 };
 
 // Kernels for weights in one packed layout. Scratch sizes are in bytes, ranges half open.
 struct LinearKernels {
   bool in_fp32;                   // packed as fp32
+  bool quantizes = false;         // packed in 8 bits; x is quantised for each block
   uint16_t layout = 0;            // id, unique among layouts of the same size
   long panel;                     // columns of a panel
   long row_unit;                  // row ranges start at multiples

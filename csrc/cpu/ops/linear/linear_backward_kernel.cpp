@@ -250,7 +250,7 @@ namespace {
 
 template <class T>
 long panels_bytes(long m, long k) {
-  return packed_bytes<T>(k, m);
+  return packed_bytes<PackedProduct<T>>(k, m);
 }
 
 template <class T>

@@ -154,10 +154,10 @@ constexpr LinearKernels kKernels{.in_fp32 = false,
                                  .layout = kPanel + 2,
                                  .panel = kPanel,
                                  .row_unit = P::kPair,
-                                 .packed_bytes = packed_bytes<float>,
+                                 .packed_bytes = packed_bytes<PackedProduct<float>>,
                                  .pack = pack<float>,
                                  .pack_transposed = pack_transposed_panels,
-                                 .row_block = row_block<float>,
+                                 .row_block = row_block<PackedProduct<float>>,
                                  .scratch = scratch_bytes<float>,
                                  .block = block<float>};
 

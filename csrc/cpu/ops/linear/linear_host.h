@@ -47,6 +47,9 @@ inline int64_t panel_columns() { return TF_DISPATCH(linear_kernels, )->panel; }
 // copy is up to date (Fingerprint).
 Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
 
+// A packed copy of an int8 weight for the operators of ops/int8_linear.
+Tensor pack_int8_weight(const Tensor& weight);
+
 // Panels for products with W instead of W^T, packed now.
 Panels column_panels_of(const Tensor& weight, int slot, int64_t m);
 

@@ -14,16 +14,16 @@ namespace {
 constexpr long kSlab = 512, kSlabColumns = 512;
 constexpr long kSlabStride = kSlabColumns + 16;  // not a power of two
 
-template <class T>
+template <class P>
+constexpr bool kNarrow = P::kBytes < static_cast<long>(sizeof(float));
+template <class P>
 bool in_slabs(long k) {
-  using P = PackedProduct<T>;
-  constexpr bool kNarrow = P::kBytes < static_cast<long>(sizeof(float));
-  return !kNarrow && k > (P::kIsBf16x3 ? 1024 : kLanes == 16 ? 1755 : 4096);
+  return !kNarrow<P> && k > (P::kIsBf16x3 ? 1024 : kLanes == 16 ? 1755 : 4096);
 }
 
-template <class T>
+template <class P>
 long row_block(const LinearArgs& args) {
-  return block_rows<T>((in_slabs<T>(args.k) ? kSlab : args.k) * PackedProduct<T>::kBytes);
+  return block_rows<P>((in_slabs<P>(args.k) ? kSlab : args.k) * P::kBytes);
 }
 
 template <class T>
@@ -55,13 +55,15 @@ void pack_transposed(const void* transposed, long stride, long n, long k, void* 
 }
 
 // Epilogue of the rows from `row` on.
-template <class T>
+template <class T, class P = PackedProduct<T>>
 class RowEpilogue {
-  using P = PackedProduct<T>;
+  using Operand = typename P::Operand;
 
  public:
-  RowEpilogue(const LinearArgs& call, long row)
+  // `block` holds the same rows, packed.
+  RowEpilogue(const LinearArgs& call, long row, const Operand* block = nullptr)
       : args_(call),
+        block_(block),
         x_(static_cast<const T*>(call.x) + row * call.x_stride),
         y_(static_cast<T*>(call.y) + row * call.y_stride),
         residual_(static_cast<const T*>(call.residual)),
@@ -71,17 +73,18 @@ class RowEpilogue {
   }
 
   Epilogue<T> of_panel(long p) const {
-    return Epilogue<T>(args_.bias, p * kPanel, args_.n, args_.activation);
+    return Epilogue<T>(args_.bias, p * kPanel, args_.n, args_.activation,
+                       P::kQuantizes ? args_.scale : nullptr);
   }
 
   TF_INLINE void finish(const Epilogue<T>& epilogue, long i, long p, Vec low, Vec high) const {
     if constexpr (P::kIsBf16x3) {
       if (P::needs_fp32(low, high))
-        P::fp32_row(
-            [&](long k) { return x(i, k); }, args_.k,
-            static_cast<const typename P::Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
-            high);
+        P::fp32_row([&](long k) { return x(i, k); }, args_.k,
+                    static_cast<const Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
+                    high);
     }
+    if constexpr (P::kQuantizes) epilogue.dequantize(P::row_scale(block_, args_.k, i), low, high);
     finish_checked(epilogue, i, p, low, high);
   }
 
@@ -101,6 +104,7 @@ class RowEpilogue {
 
  private:
   const LinearArgs& args_;
+  const Operand* block_;
   const T* x_;
   T* y_;
   const T* residual_;
@@ -108,15 +112,14 @@ class RowEpilogue {
 };
 
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void row_panels(const LinearArgs& args, long row, long rows, long begin, long end, void* scratch) {
-  using P = PackedProduct<T>;
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
   auto* a = static_cast<typename P::Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<T>(args), args.k));
+  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), args.k));
   const long size = P::panel_size(args.k);
   P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
-  const RowEpilogue<T> row_epilogue(args, row);
+  const RowEpilogue<T, P> row_epilogue(args, row, a);
   for (long p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
     const Epilogue<T> epilogue = row_epilogue.of_panel(p);
@@ -129,14 +132,13 @@ void row_panels(const LinearArgs& args, long row, long rows, long begin, long en
 }
 
 // The same in slabs, for at most kSlabColumns.
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin, long end,
                          void* scratch) {
-  using P = PackedProduct<T>;
   using Operand = typename P::Operand;
   const auto* packed = static_cast<const Operand*>(args.packed);
   auto* a = static_cast<Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<T>(args), kSlab));
+  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), kSlab));
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
   const long size = P::panel_size(args.k);
   for (long p = 0; p < args.k; p += kSlab) {
@@ -151,7 +153,7 @@ void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin
           [&]() __attribute__((always_inline)) { fetch(); }, panel + size);
     }
   }
-  const RowEpilogue<T> row_epilogue(args, row);
+  const RowEpilogue<T, P> row_epilogue(args, row);
   for (long j = begin; j < end; ++j) {
     const Epilogue<T> epilogue = row_epilogue.of_panel(j);
     for (long i = 0; i < rows; ++i) {
@@ -161,60 +163,60 @@ void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin
   }
 }
 
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void block(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
            void* scratch) {
-  using P = PackedProduct<T>;
   P::enter();
-  const bool slabs = in_slabs<T>(args.k);
-  const long max_rows = row_block<T>(args), step = slabs ? kSlabColumns / kPanel : panel_end;
+  const bool slabs = in_slabs<P>(args.k);
+  const long max_rows = row_block<P>(args), step = slabs ? kSlabColumns / kPanel : panel_end;
   const long count = (row_end - row_begin + max_rows - 1) / max_rows;
   for (long item = 0, row = row_begin; item < count; ++item) {
     const long rows = (row_end - row + count - item - 1) / (count - item);
-    for (long p = panel_begin; p < panel_end; p += step)
-      (slabs ? row_panels_in_slabs<T> : row_panels<T>)(args, row, rows, p, min(panel_end, p + step),
-                                                       scratch);
+    for (long p = panel_begin; p < panel_end; p += step) {
+      const long end = min(panel_end, p + step);
+      if constexpr (kNarrow<P>) {
+        row_panels<T, P>(args, row, rows, p, end, scratch);
+      } else {
+        (slabs ? row_panels_in_slabs<T, P> : row_panels<T, P>)(args, row, rows, p, end, scratch);
+      }
+    }
     row += rows;
   }
   P::leave();
 }
 
-template <class T>
+template <class T, class P = PackedProduct<T>>
 long scratch_bytes(const LinearArgs& args) {
-  using P = PackedProduct<T>;
-  const long rows = row_block<T>(args);
-  const bool slabs = in_slabs<T>(args.k);
+  const long rows = row_block<P>(args);
+  const bool slabs = in_slabs<P>(args.k);
   return P::block_size(rows, slabs ? kSlab : args.k) *
              static_cast<long>(sizeof(typename P::Operand)) +
          (slabs ? rows * kSlabStride : P::buffer_size(rows)) * static_cast<long>(sizeof(float));
 }
 
-template <class T>
+template <class P>
 long packed_bytes(long n, long k) {
-  using P = PackedProduct<T>;
   return round_up(n, kPanel) / kPanel * P::panel_size(k) *
          static_cast<long>(sizeof(typename P::Operand));
 }
 
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void fill(const LinearArgs& args, void* scratch) {
-  using P = PackedProduct<T>;
   P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
           static_cast<typename P::Operand*>(scratch));
 }
 
 // Without args.packed, packs panels for this product only, in the cache of the thread that
 // multiplies by them.
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void panels(const LinearArgs& args, long begin, long end, void* scratch) {
-  using P = PackedProduct<T>;
   using Operand = typename P::Operand;
   const auto* weight = static_cast<const T*>(args.weight);
   const long k = args.k, stride = args.weight_stride;
   auto* a = static_cast<Operand*>(scratch);
   Operand* place = a + P::block_size(args.m, k);
   float* sums = reinterpret_cast<float*>(place + P::panel_size(k));
-  const RowEpilogue<T> row_epilogue(args, 0);
+  const RowEpilogue<T, P> row_epilogue(args, 0, a);
   // Parts of fp32 panels stay in the first-level cache.
   constexpr bool kInParts = P::kBytes == sizeof(float);
   P::enter();
@@ -222,7 +224,7 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
     const long column = p * kPanel, columns = min(kPanel, args.n - column);
     // Prefetches the next rows of W during the product if they are as long as a panel.
     const Operand* next = place;
-    if constexpr (sizeof(Operand) == sizeof(T))
+    if constexpr (!P::kQuantizes && sizeof(Operand) == sizeof(T))
       if (!args.transposed) next = weight + (column + kPanel) * stride;
     const Epilogue<T> epilogue = row_epilogue.of_panel(p);
     const auto sink = [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
@@ -233,34 +235,35 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
       P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink, columns);
       continue;
     }
-    const auto pack_part = [&](long from, long depth) {
-      if (args.transposed) {
-        P::pack_columns(weight + from * stride + column, stride, columns, depth, place);
+    if constexpr (!P::kQuantizes) {
+      const auto pack_part = [&](long from, long depth) {
+        if (args.transposed) {
+          P::pack_columns(weight + from * stride + column, stride, columns, depth, place);
+        } else {
+          P::pack_rows(weight + column * stride + from, stride, columns, depth, place);
+        }
+      };
+      if (kInParts && columns > kLanes) {
+        for (long from = 0; from < k; from += P::kKBlock) {
+          const long depth = min(P::kKBlock, k - from);
+          pack_part(from, depth);
+          P::multiply_to(
+              P::chunk(a, k, 0, from), k, args.m, depth, place, from > 0, sums, kPanel, [] {},
+              next + from * kPanel);
+        }
+        for (long i = 0; i < args.m; ++i)
+          sink(i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
       } else {
-        P::pack_rows(weight + column * stride + from, stride, columns, depth, place);
+        pack_part(0, k);
+        P::multiply(a, args.m, k, place, next, sums, sink, columns);
       }
-    };
-    if (kInParts && columns > kLanes) {
-      for (long from = 0; from < k; from += P::kKBlock) {
-        const long depth = min(P::kKBlock, k - from);
-        pack_part(from, depth);
-        P::multiply_to(
-            P::chunk(a, k, 0, from), k, args.m, depth, place, from > 0, sums, kPanel, [] {},
-            next + from * kPanel);
-      }
-      for (long i = 0; i < args.m; ++i)
-        sink(i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
-    } else {
-      pack_part(0, k);
-      P::multiply(a, args.m, k, place, next, sums, sink, columns);
     }
   }
   P::leave();
 }
 
-template <class T>
+template <class T, class P = PackedProduct<T>>
 long panels_scratch(const LinearArgs& args) {
-  using P = PackedProduct<T>;
   return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
              static_cast<long>(sizeof(typename P::Operand)) +
          P::buffer_size(args.m) * static_cast<long>(sizeof(float));

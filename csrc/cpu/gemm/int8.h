@@ -1,0 +1,338 @@
+// 8-bit GEMM with exact sums: C (m x kPanel) = A B, with A found from rows of floats while a block
+// is filled: per row, 254 steps from its least to its largest value, 0 included. For kernel files
+// only.
+//
+// vpdpbusd and AMX multiply unsigned by signed 8 bits, so A is stored with its zero point added,
+// and sums start from -zero * (column sum of B). Other sets multiply pairs of 16 bits (pmaddwd),
+// which hold A as it is: vpmaddubsw would saturate its sums of two products.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/gemm/gemm.h"
+#include "cpu/simd/convert.h"
+#if defined(__AMX_BF16__)
+#include "cpu/gemm/bf16_amx.h"
+#endif
+
+namespace tf::TF_ISA {
+namespace {
+
+// CPUs with AVX-512-BF16 have AVX-512-VNNI as well (isa.cpp).
+#if defined(__AVX512BF16__)
+constexpr bool kHasDot8 = true;
+#else
+constexpr bool kHasDot8 = false;
+#endif
+
+// A vector of 32-bit sums.
+#if defined(__AVX512F__)
+using Sums = __m512i;
+TF_INLINE Sums load_sums(const void* p) { return _mm512_loadu_si512(p); }
+TF_INLINE void store_sums(void* p, Sums x) { _mm512_storeu_si512(p, x); }
+TF_INLINE Sums fill_sums(int32_t x) { return _mm512_set1_epi32(x); }
+TF_INLINE Sums add_sums(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+TF_INLINE Vec to_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
+TF_INLINE Sums round_to_integers(Vec x) { return _mm512_cvtps_epi32(x); }
+#elif defined(__AVX2__)
+using Sums = __m256i;
+TF_INLINE Sums load_sums(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+TF_INLINE void store_sums(void* p, Sums x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+TF_INLINE Sums fill_sums(int32_t x) { return _mm256_set1_epi32(x); }
+TF_INLINE Sums add_sums(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
+TF_INLINE Vec to_floats(Sums x) { return _mm256_cvtepi32_ps(x); }
+TF_INLINE Sums round_to_integers(Vec x) { return _mm256_cvtps_epi32(x); }
+#else
+using Sums = __m128i;
+TF_INLINE Sums load_sums(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+TF_INLINE void store_sums(void* p, Sums x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+TF_INLINE Sums fill_sums(int32_t x) { return _mm_set1_epi32(x); }
+TF_INLINE Sums add_sums(Sums a, Sums b) { return _mm_add_epi32(a, b); }
+TF_INLINE Vec to_floats(Sums x) { return _mm_cvtepi32_ps(x); }
+TF_INLINE Sums round_to_integers(Vec x) { return _mm_cvtps_epi32(x); }
+#endif
+
+// sum += the products of a lane's four 8-bit, or two 16-bit, values.
+TF_INLINE void dot(Sums& sum, Sums a, Sums b) {
+#if defined(__AVX512BF16__)
+  // In place: with the intrinsic, GCC 12 copies the sums and runs out of registers.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif defined(__AVX512F__)
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#elif defined(__AVX2__)
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#else
+  sum = _mm_add_epi32(sum, _mm_madd_epi16(a, b));
+#endif
+}
+
+// Stores 2 * kLanes integers as elements of A.
+#if defined(__AVX512BF16__)
+TF_INLINE void store_quantized(uint8_t* to, Sums low, Sums high) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(low));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kLanes), _mm512_cvtepi32_epi8(high));
+}
+#else
+TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(low));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kLanes), _mm512_cvtepi32_epi16(high));
+#elif defined(__AVX2__)
+  // Packs each half of the vectors by itself.
+  store_sums(to, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
+#else
+  store_sums(to, _mm_packs_epi32(low, high));
+#endif
+}
+#endif
+
+// kRows rows of A times `steps` steps of a panel, into sums kPanel apart.
+template <int kRows>
+void int8_tile(const char* a, long a_stride, const char* panel, long steps, int32_t* c,
+               const char* ahead, long ahead_step) {
+  // Few rows give few independent sums, limited by the latency of a step; so each row has several.
+  constexpr int kSums = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+  constexpr int kUnroll = kRows <= 3 ? 4 : 1, kRowBytes = 2 * sizeof(Sums);
+  Sums sums[kSums][kRows][2];
+  TF_UNROLL for (int h = 0; h < kSums; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
+      sums[h][i][0] = sums[h][i][1] = fill_sums(0);
+  // One pointer for three rows, as in gemm.h.
+  const char* row[(kRows + 2) / 3];
+  TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] = a + 3 * i * a_stride;
+  const auto step = [&](int u) __attribute__((always_inline)) {
+    const Sums low = load_sums(panel + u * kRowBytes);
+    const Sums high = load_sums(panel + u * kRowBytes + kRowBytes / 2);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      int32_t values;
+      std::memcpy(&values, row[i / 3] + (i % 3) * a_stride + 4 * u, sizeof(values));
+      const Sums x = fill_sums(values);
+      dot(sums[u % kSums][i][0], x, low);
+      dot(sums[u % kSums][i][1], x, high);
+    }
+  };
+  const auto advance = [&](int count) __attribute__((always_inline)) {
+    TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] += 4 * count;
+    panel += count * kRowBytes;
+  };
+  long p = 0;
+  for (; p + kUnroll <= steps; p += kUnroll) {
+    TF_UNROLL for (int u = 0; u < kUnroll; ++u) {
+      prefetch_l2(ahead + u * ahead_step);
+      if (kRowBytes > kLine) prefetch_l2(ahead + u * ahead_step + kLine);
+    }
+    TF_UNROLL for (int u = 0; u < kUnroll; ++u) step(u);
+    ahead += kUnroll * ahead_step;
+    advance(kUnroll);
+  }
+  for (; p < steps; ++p) {
+    step(0);
+    advance(1);
+  }
+  TF_UNROLL for (int h = kSums / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
+      TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < 2; ++j)
+          sums[g][i][j] = add_sums(sums[g][i][j], sums[g + h][i][j]);
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < 2; ++j)
+      store_sums(c + i * kPanel + j * kLanes, sums[0][i][j]);
+}
+
+// Products of rows of T, quantised on the way, with weights in 8 bits. See engine.h for the
+// interface; multiply() passes float(sum) to the sink, and row_scale() has a row's factor.
+template <class T>
+class Int8Product {
+ public:
+  using Operand = char;  // bytes: a block and a panel also hold what belongs to their rows
+  static constexpr bool kIsBf16x3 = false, kQuantizes = true;
+  static constexpr long kBytes = kHasDot8 ? 1 : 2;  // of a value
+
+  static void enter() {
+#if defined(__AMX_BF16__)
+    _tile_loadconfig(&kAmxTileConfig);
+#endif
+  }
+  static void leave() {
+#if defined(__AMX_BF16__)
+    _tile_release();
+#endif
+  }
+
+  // A panel: kStep rows of B side by side, then the sums of its columns.
+  static long panel_size(long k) { return depth(k) * kBytes * kPanel + kPanel * 4; }
+  // A block: rows, each after its scale and zero point.
+  static long block_size(long rows, long k) { return round_up(rows, kRowUnit) * stride(k); }
+  static float row_scale(const Operand* block, long k, long row) {
+    return header(block, k, row).scale;
+  }
+
+  static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {
+    for (long i = 0; i < rows; ++i) quantize_row(from + i * from_stride, k, block + i * stride(k));
+  }
+
+  // From `count` rows of int8 W = B^T.
+  static void pack_rows(const int8_t* rows, long stride, long count, long k, Operand* panel) {
+    auto* values = reinterpret_cast<Value*>(panel);
+    int32_t sums[kPanel] = {};
+    for (long p = 0; p < depth(k); p += kStep)
+      for (long j = 0; j < kPanel; ++j)
+        for (long u = 0; u < kStep; ++u) {
+          const int8_t value = j < count && p + u < k ? rows[j * stride + p + u] : int8_t{0};
+          *values++ = static_cast<Value>(value);
+          sums[j] += value;
+        }
+    std::memcpy(values, sums, sizeof(sums));
+  }
+
+  template <class Sink>
+  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+                       const Operand* next, float* buffer, const Sink& sink, long = kPanel) {
+    auto* sums = reinterpret_cast<int32_t*>(buffer);
+    product(block, rows, k, panel, next, sums);
+    const Operand* columns = panel + depth(k) * kBytes * kPanel;
+    const Sums low = load_sums(columns), high = load_sums(columns + sizeof(Sums));
+    const Sink mine = sink;  // stays in registers
+    for (long i = 0; i < rows; ++i, sums += kPanel)
+      mine(i, whole(block, k, i, sums, low), whole(block, k, i, sums + kLanes, high));
+  }
+  static long buffer_size(long rows) { return round_up(rows, kRowUnit) * kPanel; }
+
+  static bool needs_fp32(Vec, Vec) { return false; }
+
+ private:
+  using Value = std::conditional_t<kHasDot8, int8_t, int16_t>;
+  using Quantized = std::conditional_t<kHasDot8, uint8_t, int16_t>;
+  static constexpr long kStep = 4 / kBytes;  // values of k per lane
+  // Whole steps of the tiles of AMX, or of the vectors that quantize_row() stores.
+  static constexpr long kDepthUnit = kHasDot8 ? 64 : 2 * kLanes;
+#if defined(__AMX_BF16__)
+  static constexpr long kRowUnit = 32;
+#else
+  static constexpr long kRowUnit = 1;
+#endif
+
+  struct Header {
+    float scale;
+    int32_t zero;
+  };
+  // Not a power of two between rows, which would map the rows of a tile to one cache set.
+  static constexpr long kHeaderBytes = 64;
+  static long depth(long k) { return round_up(k, kDepthUnit); }
+  static long stride(long k) { return kHeaderBytes + depth(k) * kBytes; }
+  static Header header(const Operand* block, long k, long row) {
+    Header found;
+    std::memcpy(&found, block + row * stride(k), sizeof(found));
+    return found;
+  }
+
+  // The sums of a row and some columns, without its zero point.
+  static Vec whole([[maybe_unused]] const Operand* block, [[maybe_unused]] long k,
+                   [[maybe_unused]] long row, const int32_t* sums, [[maybe_unused]] Sums columns) {
+#if defined(__AVX512BF16__)
+    const Sums zero = fill_sums(header(block, k, row).zero);
+    return to_floats(_mm512_sub_epi32(load_sums(sums), _mm512_mullo_epi32(zero, columns)));
+#else
+    return to_floats(load_sums(sums));
+#endif
+  }
+
+  // The least and the largest value, each with 0, tell the scale; NaN or infinity makes it NaN, and
+  // all values 0. Rows narrower than 2^-100 are 0, since the inverse could overflow.
+  static void quantize_row(const T* from, long k, Operand* to) {
+    Vec high[2] = {zero(), zero()}, low[2] = {zero(), zero()}, bad = zero();
+    const auto widen = [&](Vec x, int u) __attribute__((always_inline)) {
+      high[u] = max(x, high[u]);
+      low[u] = max(zero() - x, low[u]);
+      bad = fma(x, zero(), bad);
+    };
+    long p = 0;
+    for (; p + 2 * kLanes <= k; p += 2 * kLanes)
+      TF_UNROLL for (int u = 0; u < 2; ++u) widen(load(from + p + u * kLanes), u);
+    for (; p < k; p += kLanes) widen(load_some(from + p, k - p), 0);
+    const float least = reduce_max(max(low[0], low[1]));  // its magnitude
+    const float width = reduce_max(max(high[0], high[1])) + least + reduce_add(bad);
+    const bool finite = width < kInf, wide = finite && width >= 0x1p-100f;
+    const float inverse = wide ? kSteps / width : 0.0f;
+    const Header found{finite ? wide ? width / kSteps : 0.0f : __builtin_nanf(""),
+                       kHasDot8 ? first_lane(round_to_integers(set1(least * inverse))) : 0};
+    std::memcpy(to, &found, sizeof(found));
+    auto* values = reinterpret_cast<Quantized*>(to + kHeaderBytes);
+    const Vec factor = set1(inverse);
+    const Sums shift = fill_sums(found.zero);
+    // Infinity times 0 is NaN.
+    const auto quantized = [&](Vec x) __attribute__((always_inline)) {
+      return add_sums(shift, round_to_integers(x * factor));
+    };
+    if (!wide) {
+      std::memset(values, 0, static_cast<size_t>(depth(k) * kBytes));
+      return;
+    }
+    for (p = 0; p + 2 * kLanes <= k; p += 2 * kLanes)
+      store_quantized(values + p, quantized(load(from + p)), quantized(load(from + p + kLanes)));
+    for (; p < depth(k); p += 2 * kLanes)
+      store_quantized(
+          values + p, quantized(k > p ? load_some(from + p, k - p) : zero()),
+          quantized(k > p + kLanes ? load_some(from + p + kLanes, k - p - kLanes) : zero()));
+  }
+  static constexpr float kSteps = 254.0f;
+  static int32_t first_lane(Sums x) {
+    int32_t lanes[kLanes];
+    store_sums(lanes, x);
+    return lanes[0];
+  }
+
+#if defined(__AMX_BF16__)
+  // Two by two tiles of sums, of 16 rows and 16 columns.
+  static void product(const Operand* block, long rows, long k, const Operand* panel,
+                      const Operand* next, int32_t* sums) {
+    const long steps = depth(k) / kDepthUnit, line = stride(k);
+    compiler_barrier();
+    for (long i = 0; i < rows; i += kRowUnit) {
+      const char* a = block + i * line + kHeaderBytes;
+      const char* b = panel;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (long p = 0; p < steps; ++p, a += kDepthUnit, b += kDepthUnit * kPanel) {
+        prefetch_l2(next + p * kDepthUnit * kPanel / ((rows + 31) / 32));
+        _tile_loadd(4, a, line);
+        _tile_loadd(5, a + 16 * line, line);
+        _tile_loadd(6, b, 4 * kPanel);
+        _tile_loadd(7, b + 64, 4 * kPanel);
+        _tile_dpbusd(0, 4, 6);
+        _tile_dpbusd(1, 4, 7);
+        _tile_dpbusd(2, 5, 6);
+        _tile_dpbusd(3, 5, 7);
+      }
+      int32_t* c = sums + i * kPanel;
+      _tile_stored(0, c, 4 * kPanel);
+      _tile_stored(1, c + 16, 4 * kPanel);
+      _tile_stored(2, c + 16 * kPanel, 4 * kPanel);
+      _tile_stored(3, c + 16 * kPanel + 16, 4 * kPanel);
+    }
+    compiler_barrier();
+  }
+#else
+  static void product(const Operand* block, long rows, long k, const Operand* panel,
+                      const Operand* next, int32_t* sums) {
+    // Whole steps only; the padding contributes nothing.
+    const long steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
+    const long share = 2 * static_cast<long>(sizeof(Sums)) / count;
+    each_tile(rows, [&](long, long i, long tile_rows) {
+      kTiles[tile_rows - 1](block + i * stride(k) + kHeaderBytes, stride(k), panel, steps,
+                            sums + i * kPanel, next, share);
+      next += steps * share;
+    });
+  }
+  static constexpr decltype(&int8_tile<1>) kTiles[] = {
+      int8_tile<1>,  int8_tile<2>,  int8_tile<3>, int8_tile<4>,  int8_tile<5>,  int8_tile<6>,
+#if defined(__AVX512F__)
+      int8_tile<7>,  int8_tile<8>,  int8_tile<9>, int8_tile<10>, int8_tile<11>, int8_tile<12>,
+      int8_tile<13>, int8_tile<14>,
+#endif
+  };
+#endif
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,169 @@
+// Operators of the linear layer and the feed-forward network with 8-bit products.
+#include "cpu/ops/int8_linear/int8_linear.h"
+
+#include "cpu/core/host.h"
+#include "cpu/ops/feed_forward/feed_forward_host.h"
+
+namespace tf {
+namespace {
+
+constexpr int64_t kPackedTail = 64;  // bytes behind the panels: the layout id, and for prefetching
+
+int64_t packed_size(const Tensor& weight) {
+  return TF_DISPATCH(int8_linear_kernels, Element::float32)
+             ->packed_bytes(weight.size(0), weight.size(1)) +
+         kPackedTail;
+}
+
+uint16_t layout_in_use() { return TF_DISPATCH(int8_linear_kernels, Element::float32)->layout; }
+
+void check_int8_weight(const char* op, const char* name, const Tensor& weight) {
+  STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == ScalarType::Char && weight.dim() == 2,
+                  op, ": ", name, " must be an int8 matrix on the CPU");
+  STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
+  STD_TORCH_CHECK(weight.size(1) <= kMaxInt8Depth, op, ": ", name, " must have at most ",
+                  kMaxInt8Depth, " columns");
+}
+
+// `place` has packed_size() bytes.
+void pack_to(const Tensor& weight, char* place) {
+  const Rows w = as_rows(weight);
+  const int64_t n = weight.size(0), k = weight.size(1), panel = panel_columns();
+  torch::stable::parallel_for(0, (n + panel - 1) / panel,
+                              std::max<int64_t>(1, 32768 / (panel * std::max<int64_t>(1, k))),
+                              [&](int64_t begin, int64_t end) {
+                                TF_DISPATCH(pack_int8, static_cast<const int8_t*>(w.data), w.stride,
+                                            n, k, place, begin, end);
+                              });
+  char* tail = place + packed_size(weight) - kPackedTail;
+  std::memset(tail, 0, kPackedTail);
+  const uint16_t layout = layout_in_use();
+  std::memcpy(tail, &layout, sizeof(layout));
+}
+
+// Of the packed copy, if it has the layout of the instruction set in use, else packed now into
+// shared scratch `slot`.
+const void* int8_panels(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
+  const int64_t size = packed_size(weight);
+  if (packed && packed->is_cpu() && packed->is_contiguous() &&
+      packed->scalar_type() == ScalarType::Char && packed->numel() == size) {
+    const auto* data = static_cast<const char*>(packed->const_data_ptr());
+    uint16_t layout = 0;
+    std::memcpy(&layout, data + size - kPackedTail, sizeof(layout));
+    if (layout == layout_in_use()) return data;
+  }
+  char* place = bytes_of(shared_scratch(slot), size);
+  pack_to(weight, place);
+  return place;
+}
+
+void check_parameters(const char* op, const char* name, const Tensor& input, const Tensor& weight,
+                      const Tensor& scale, const std::optional<Tensor>& bias, int64_t columns) {
+  check_int8_weight(op, name, weight);
+  STD_TORCH_CHECK(weight.size(1) == columns, op, ": ", name, " must be (out, ", columns, ")");
+  STD_TORCH_CHECK(scale.is_cpu() && scale.scalar_type() == ScalarType::Float && scale.dim() == 1 &&
+                      scale.size(0) == weight.size(0),
+                  op, ": the scale must have one float32 value per row of ", name);
+  if (!bias) return;
+  check_type(op, "bias", *bias, input.scalar_type(), "input");
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                  ": bias must have one value per row of ", name);
+}
+
+void check_input(const char* op, const Tensor& input) {
+  check_type(op, "input", input, is_reduced_float(input) ? input.scalar_type() : ScalarType::Float,
+             "input");
+  STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
+}
+
+const float* floats_of(const Tensor& tensor) {
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> packed,
+                   std::optional<Tensor> bias, std::optional<Tensor> residual, int64_t activation) {
+  const char* op = "int8_linear";
+  check_input(op, input);
+  check_parameters(op, "weight", input, weight, scale, bias, input.size(input.dim() - 1));
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  Tensor output = empty_rows(input, n);
+  if (residual) {
+    check_type(op, "residual", *residual, input.scalar_type(), "input");
+    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()), op,
+                    ": residual must have the shape of the result");
+  }
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const std::optional<Tensor> b = as_contiguous(bias);
+  const Tensor s = as_contiguous(scale);
+  const Element type = element_of(input);
+  run_linear({.type = type,
+              .x = x.data,
+              .packed = nullptr,
+              .bias = data_of(b),
+              .residual = r.data,
+              .y = output.mutable_data_ptr(),
+              .m = m,
+              .k = k,
+              .n = n,
+              .x_stride = x.stride,
+              .residual_stride = r.stride,
+              .y_stride = n,
+              .activation = checked_activation(op, activation),
+              .scale = floats_of(s)},
+             {TF_DISPATCH(int8_linear_kernels, type), int8_panels(weight, packed, 0)});
+  trim_shared_scratch();
+  return output;
+}
+
+Tensor int8_feed_forward(Tensor input, Tensor weight1, Tensor scale1, std::optional<Tensor> packed1,
+                         std::optional<Tensor> bias1, Tensor weight2, Tensor scale2,
+                         std::optional<Tensor> packed2, std::optional<Tensor> bias2,
+                         int64_t activation) {
+  const char* op = "int8_feed_forward";
+  check_input(op, input);
+  check_parameters(op, "weight1", input, weight1, scale1, bias1, input.size(input.dim() - 1));
+  check_parameters(op, "weight2", input, weight2, scale2, bias2, weight1.size(0));
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  Tensor output = empty_rows(input, n);
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
+  const Tensor s1 = as_contiguous(scale1), s2 = as_contiguous(scale2);
+  const Element type = element_of(input);
+  run_int8_feed_forward({.type = type,
+                         .x = x.data,
+                         .packed1 = int8_panels(weight1, packed1, 0),
+                         .bias1 = data_of(b1),
+                         .packed2 = int8_panels(weight2, packed2, 1),
+                         .bias2 = data_of(b2),
+                         .y = output.mutable_data_ptr(),
+                         .m = m,
+                         .k = k,
+                         .f = f,
+                         .n = n,
+                         .x_stride = x.stride,
+                         .activation = checked_activation(op, activation),
+                         .scale1 = floats_of(s1),
+                         .scale2 = floats_of(s2)},
+                        2);
+  trim_shared_scratch();
+  return output;
+}
+
+}  // namespace
+
+Tensor pack_int8_weight(const Tensor& weight) {
+  check_int8_weight("pack_weight", "weight", weight);
+  Tensor packed = empty_packed_weight(weight, packed_size(weight));
+  pack_to(weight, static_cast<char*>(packed.mutable_data_ptr()));
+  return packed;
+}
+
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("int8_linear_packed.cpu", TF_BOX(&tf::int8_linear));
+  m.impl("int8_feed_forward_packed.cpu", TF_BOX(&tf::int8_feed_forward));
+}

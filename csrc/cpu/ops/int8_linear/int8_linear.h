@@ -1,0 +1,23 @@
+// Linear layer and feed-forward network with 8-bit products (gemm/int8.h), for inference. The
+// formula is that of transformer_fast/reference/int8_linear.py, and every operation on floats is
+// rounded by itself, so that results before an activation have the same bits.
+#pragma once
+
+#include "cpu/ops/feed_forward/feed_forward.h"
+#include "cpu/ops/linear/linear.h"
+
+namespace tf {
+
+// Packed weights are those of pack_int8(); x, bias, residual and y have the given type.
+TF_KERNEL_AMX(const LinearKernels* int8_linear_kernels(Element type))
+// Hidden units stay in fp32. No dropout, nothing for training.
+TF_KERNEL_AMX(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
+
+// Packs panels [begin, end) of W (n, k), with rows stride apart.
+TF_KERNEL_AMX(void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed,
+                             long begin, long end))
+
+// Sums of more products could overflow 32 bits.
+constexpr long kMaxInt8Depth = 66000;
+
+}  // namespace tf

@@ -1,0 +1,122 @@
+// 8-bit products as an instance of the linear layer's loops, and the feed-forward network.
+#include "cpu/gemm/int8.h"
+#include "cpu/ops/int8_linear/int8_linear.h"
+#include "cpu/ops/linear/linear_product.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AMX_BF16__)
+constexpr long kRowUnit = 32;
+#else
+constexpr long kRowUnit = 1;
+#endif
+
+template <class T, class P = Int8Product<T>>
+constexpr LinearKernels kLinearKernels{.in_fp32 = false,
+                                       .quantizes = true,
+                                       .layout = kHasDot8 ? 8 : 16,
+                                       .panel = kPanel,
+                                       .row_unit = kRowUnit,
+                                       .packed_bytes = packed_bytes<P>,
+                                       .row_block = row_block<P>,
+                                       .scratch = scratch_bytes<T, P>,
+                                       .block = block<T, P>,
+                                       .max_depth = kMaxInt8Depth,
+                                       .panels_scratch = panels_scratch<T, P>,
+                                       .fill = fill<T, P>,
+                                       .panels = panels<T, P>};
+
+// A block of rows: its hidden units are computed in fp32, and quantised once their range is known.
+struct Workspace {
+  char *x, *quantized;
+  float *hidden, *sums;
+  long hidden_stride, bytes;
+
+  template <class First, class Second>
+  Workspace(const FeedForwardArgs& args, long rows, void* scratch, First, Second)
+      : hidden_stride(round_up(args.f, kPanel) + 16) {  // not a power of two
+    constexpr long kFloat = sizeof(float);
+    x = static_cast<char*>(scratch);
+    quantized = x + First::block_size(rows, args.k);
+    sums = reinterpret_cast<float*>(quantized + Second::block_size(rows, args.f));
+    hidden = sums + First::buffer_size(rows);
+    bytes = First::block_size(rows, args.k) + Second::block_size(rows, args.f) +
+            (First::buffer_size(rows) + rows * hidden_stride) * kFloat;
+  }
+};
+
+template <class T>
+long network_row_block(const FeedForwardArgs& args) {
+  return block_rows<Int8Product<T>>(args.k + args.f * (1 + static_cast<long>(sizeof(float))));
+}
+
+template <class T>
+long network_scratch(const FeedForwardArgs& args, long rows) {
+  return Workspace(args, rows, nullptr, Int8Product<T>(), Int8Product<float>()).bytes;
+}
+
+template <class T>
+void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  using First = Int8Product<T>;
+  using Second = Int8Product<float>;
+  const long rows = end - begin;
+  const Workspace work(args, rows, scratch, First(), Second());
+  const auto* w1 = static_cast<const char*>(args.packed1);
+  const auto* w2 = static_cast<const char*>(args.packed2);
+  First::enter();
+  First::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k,
+              work.x);
+  for (long j = 0; j < args.f; j += kPanel, w1 += First::panel_size(args.k)) {
+    const Epilogue<T> epilogue(args.bias1, j, args.f, args.activation, args.scale1);
+    First::multiply(work.x, rows, args.k, w1,
+                    j + kPanel < args.f ? w1 + First::panel_size(args.k) : w2, work.sums,
+                    [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                      epilogue.dequantize(First::row_scale(work.x, args.k, i), low, high);
+                      epilogue.finish(low, high);
+                      float* to = work.hidden + i * work.hidden_stride + j;
+                      store(to, low);
+                      store(to + kLanes, high);
+                    });
+  }
+  Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized);
+  T* y = static_cast<T*>(args.y) + begin * args.n;
+  for (long j = 0; j < args.n; j += kPanel, w2 += Second::panel_size(args.f)) {
+    const Epilogue<T> epilogue(args.bias2, j, args.n, kIdentity, args.scale2);
+    Second::multiply(work.quantized, rows, args.f, w2, w2 + Second::panel_size(args.f), work.sums,
+                     [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                       epilogue.dequantize(Second::row_scale(work.quantized, args.f, i), low, high);
+                       epilogue.finish(low, high);
+                       epilogue.write(y + i * args.n + j, low, high);
+                     });
+  }
+  First::leave();
+}
+
+template <class T>
+constexpr FeedForwardKernels kNetworkKernels{.row_unit = kRowUnit,
+                                             .row_block = network_row_block<T>,
+                                             .scratch = network_scratch<T>,
+                                             .rows = network<T>};
+
+}  // namespace
+
+const LinearKernels* int8_linear_kernels(Element type) {
+  return dispatch_element(
+      type, [](auto t) -> const LinearKernels* { return &kLinearKernels<decltype(t)>; });
+}
+
+const FeedForwardKernels* int8_feed_forward_kernels(Element type) {
+  return dispatch_element(
+      type, [](auto t) -> const FeedForwardKernels* { return &kNetworkKernels<decltype(t)>; });
+}
+
+void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed, long begin,
+               long end) {
+  using P = Int8Product<float>;
+  for (long p = begin; p < end; ++p)
+    P::pack_rows(weight + p * kPanel * stride, stride, min(kPanel, n - p * kPanel), k,
+                 static_cast<char*>(packed) + p * P::panel_size(k));
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,270 @@
+"""Operators of 8-bit products against their reference, on each instruction set."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import DTYPES, check_threads, same_bits
+from torch import Tensor
+
+from transformer_fast import _native, reference
+from transformer_fast.backends import cpu_packing
+from transformer_fast.ops.linear import CODES
+from transformer_fast.testing import nan_memory
+from transformer_fast.testing.oracle import promote
+from transformer_fast.testing.parity import OUTPUT_FACTOR, Parity, compare
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+#: (rows, in_features, out_features): tails of vectors, tiles, panels and steps of k.
+SIZES = (
+    (1, 1, 1), (2, 64, 33), (3, 7, 5), (5, 63, 31), (14, 65, 64), (15, 130, 97), (37, 61, 53),
+    (1, 300, 130), (70, 129, 130), (200, 300, 70), (33, 0, 12), (300, 40, 96), (0, 5, 3), (4, 6, 0),
+)  # fmt: skip
+needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+
+def drawn(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns input, weight, scale and bias. Rows differ in size, sign and offset."""
+    generator = torch.Generator().manual_seed(rows * 1000 + inputs)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = normal(rows, inputs) * normal(rows, 1).exp() + 3.0 * (normal(rows, 1) > 1.0)
+    x[1::7] = x[1::7].abs()
+    x[2::7] = -x[2::7].abs()
+    b = normal(outputs).to(dtype) if bias else None
+    return x.to(dtype), *reference.quantize_weight(normal(outputs, inputs)), b
+
+
+def network(
+    rows: int, inputs: int, hidden: int, outputs: int, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
+    _, weight2, scale2, bias2 = drawn(1, hidden, outputs, dtype)
+    return *drawn(rows, inputs, hidden, dtype), weight2, scale2, bias2
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
+    activation, residual = rest
+    operator = torch.ops.transformer_fast.int8_linear.cpu
+    return operator(x, weight, scale, bias, residual, CODES[activation])  # type: ignore[no-any-return]
+
+
+def int8_feed_forward(*arguments: Any) -> Tensor:
+    *tensors, activation = arguments
+    operator = torch.ops.transformer_fast.int8_feed_forward.cpu
+    return operator(*tensors, CODES[activation])  # type: ignore[no-any-return]
+
+
+def budget(name: str, found: Tensor, arguments: tuple[Any, ...]) -> Parity:
+    """Compares with the reference in fp64, which quantises the same rows to the same integers."""
+    run = getattr(reference, name)
+    return compare(name, found, run(*arguments), run(*promote(arguments)), OUTPUT_FACTOR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_has_the_bits_of_the_reference(isa, dtype):
+    """Without an activation that approximates, in every size, with and without a residual."""
+    for sizes, bias, activation in itertools.product(SIZES, (True, False), (None, "relu")):
+        arguments = (*drawn(*sizes, dtype, bias), activation)
+        residual = torch.ones(sizes[0], sizes[2], dtype=dtype) if bias else None
+        with nan_memory():
+            found = int8_linear(*arguments, residual)
+        assert same_bits(found, reference.int8_linear(*arguments, residual)), sizes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_feed_forward_has_the_bits_of_the_reference_with_relu(isa, dtype):
+    for rows, inputs, hidden in SIZES:
+        arguments = (*network(rows, inputs, hidden, inputs + 3, dtype), "relu")
+        with nan_memory():
+            found = int8_feed_forward(*arguments)
+        assert same_bits(found, reference.int8_feed_forward(*arguments)), (rows, inputs, hidden)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_keeps_the_error_budget(isa, dtype):
+    for activation in ACTIVATIONS:
+        arguments = (*drawn(37, 61, 53, dtype), activation, torch.ones(37, 53, dtype=dtype))
+        found = budget("int8_linear", int8_linear(*arguments), arguments)
+        assert found.ok, found
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[2:])
+def test_feed_forward_differs_from_the_reference_by_single_steps(isa, activation):
+    """The last bits of an activation may move a hidden unit to the next of its row's 254 steps."""
+    arguments = (*network(40, 48, 96, 24), activation)
+    x, weight1, scale1, bias1, weight2, scale2, _, _ = arguments
+    hidden = reference.int8_linear(x, weight1, scale1, bias1, activation, None)
+    steps = (hidden.amax(-1).clamp(min=0) - hidden.amin(-1).clamp(max=0)) / 254
+    difference = int8_feed_forward(*arguments) - reference.int8_feed_forward(*arguments)
+    one = steps[:, None] * weight2.abs().amax(-1) * scale2
+    assert (difference.abs() <= 2.0 * one).all()
+    # Nearly all units keep their step.
+    assert ((difference.abs() > 1e-3 * one).sum(-1) > 0).sum() <= 4
+
+
+def test_results_do_not_depend_on_threads_rows_beside_or_copies(isa, threads):
+    x, weight, scale, bias = drawn(150, 90, 70)
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    alone = int8_linear(x, weight, scale, bias, "silu", None)
+    check_threads(lambda: int8_linear(x, weight, scale, bias, "silu", None))
+    assert same_bits(int8_linear(x, parameter, scale, bias, "silu", None), alone)
+    for rows in (slice(1), slice(3, 5), slice(20, 80)):
+        assert same_bits(int8_linear(x[rows], parameter, scale, bias, "silu", None), alone[rows])
+    garbage = x.clone()
+    garbage[::3] = math.nan
+    kept = torch.arange(150) % 3 != 0
+    assert same_bits(int8_linear(garbage, weight, scale, bias, "silu", None)[kept], alone[kept])
+    whole = (*network(150, 90, 130, 70), "gelu")
+    check_threads(lambda: int8_feed_forward(*whole))
+    found = int8_feed_forward(*whole)
+    assert same_bits(int8_feed_forward(x[20:25], *whole[1:]), found[20:25])
+    found = int8_feed_forward(garbage, *whole[1:])
+    assert found[::3].isnan().all()
+    assert found[kept].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_rows(isa, dtype):
+    """NaN and infinity give NaN in their row; zeros and rows narrower than 2^-100 give the bias."""
+    x, weight, scale, bias = drawn(9, 70, 40, dtype)
+    x[0, 69], x[1, 3], x[2, 20] = math.nan, math.inf, -math.inf
+    x[3] = 0.0
+    if dtype == torch.float32:
+        x[4, :2] = torch.tensor([3e38, -3e38])  # their distance overflows
+        x[5], x[6] = x[5] * 2.0**-110, x[6] * 2.0**-140
+    one = x, weight, scale, bias, "relu", None
+    two = x, weight, scale, bias, *drawn(1, 40, 11, dtype)[1:], "relu"
+    for name, found in (
+        ("int8_linear", int8_linear(*one)),
+        ("int8_feed_forward", int8_feed_forward(*two)),
+    ):
+        expected = getattr(reference, name)(*(one if name == "int8_linear" else two))
+        # Conversions differ in the sign of NaN.
+        assert same_bits(found.isnan(), expected.isnan())
+        assert same_bits(found.nan_to_num(), expected.nan_to_num())
+        assert found[:3].isnan().all()
+        assert found[5:].isfinite().all()
+    assert same_bits(int8_linear(*one)[3], bias.relu())
+
+
+def test_sums_are_exact_at_the_limits_of_8_bits(isa):
+    """Where instructions for two products saturate at 16 bits, and where sums need 31 bits."""
+    for columns, value in ((256, 127), (256, -127), (66000, 127)):
+        weight = torch.full((3, columns), value, dtype=torch.int8)
+        x = torch.full((5, columns), 254.0)
+        x[1] = -254.0
+        x[2, ::2] = 0.0
+        x[3, ::2] = -127.0
+        x[3, 1::2] = 127.0
+        arguments = x, weight, torch.ones(3), None, None, None
+        assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
+
+
+def _shifted(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
+    """A zero point that is off by one: each value differs by a step."""
+    step = (x.amax(-1, keepdim=True).clamp(min=0) - x.amin(-1, keepdim=True).clamp(max=0)) / 254
+    y = reference.int8_linear(x, weight, scale, bias, *rest)
+    return y + step * weight.float().sum(-1) * scale
+
+
+def _saturated(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
+    """Sums of two products that stop at 16 bits."""
+    q, row = reference.int8_linear.__globals__["_quantize_rows"](x)
+    zero = -q.amin(-1, keepdim=True).clamp(max=0)
+    products = (q + zero)[:, None, :] * weight.float()
+    pairs = products.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1)
+    sums = pairs.sum(-1) - zero * weight.float().sum(-1)
+    return sums * scale * row + bias
+
+
+BUGS: dict[str, Callable[..., Tensor]] = {
+    "zero point off by one": _shifted,
+    "scales of the wrong columns": lambda x, weight, scale, bias, *rest: reference.int8_linear(
+        x, weight, scale.roll(1), bias, *rest
+    ),
+    "saturated sums": _saturated,
+    "255 steps": lambda x, *rest: reference.int8_linear(x, *rest) * (255 / 254),
+    "last value dropped": lambda x, weight, *rest: reference.int8_linear(
+        x[:, :-1], weight[:, :-1], *rest
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_budget_finds_planted_bugs(bug):
+    arguments = (*drawn(19, 62, 40), None, None)
+    assert budget("int8_linear", reference.int8_linear(*arguments), arguments).ok
+    assert not budget("int8_linear", BUGS[bug](*arguments), arguments).ok
+
+
+def test_strided_arguments(isa):
+    x, weight, scale, bias = drawn(30, 50, 40)
+    wide = torch.full((3, 10, 120), math.nan)
+    wide[..., 5:105:2] = x.view(3, 10, 50)
+    residual = torch.ones(40, 10, 3).permute(2, 1, 0)
+    turned = weight.t().contiguous().t()
+    arguments = wide[..., 5:105:2], turned, scale.repeat(2, 1).t()[:, 1], bias, None, residual
+    assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
+
+
+@needs_native
+def test_packed_copies_follow_their_weight():
+    x, weight, scale, bias = drawn(20, 60, 50)
+    parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    cpu_packing.forget()
+    first = int8_linear(x, parameter, scale, bias, None, None)
+    assert cpu_packing.held_bytes() > 0
+    with torch.no_grad():
+        parameter.neg_()
+    found = int8_linear(x, parameter, 2 * scale, bias, None, None)
+    assert same_bits(found, reference.int8_linear(x, -weight, 2 * scale, bias, None, None))
+    assert not same_bits(found, first)
+
+
+@needs_native
+def test_operators_pass_opcheck_and_compile_in_one_graph():
+    operators = torch.ops.transformer_fast
+    x, weight, scale, bias = drawn(5, 16, 12)
+    whole = network(5, 16, 12, 7)
+    linear = (x, weight, scale, bias, torch.ones(5, 12), 2)
+    for operator, arguments in (
+        (operators.int8_linear.cpu, linear),
+        (operators.int8_linear_packed.cpu, (*linear[:3], None, *linear[3:])),
+        (operators.int8_feed_forward.cpu, (*whole, 1)),
+    ):
+        torch.library.opcheck(operator, arguments)
+
+    def run(x: Tensor) -> Tensor:
+        return (
+            int8_feed_forward(x, *whole[1:], "relu") + int8_linear(*linear[:4], "gelu", None)[:, :7]
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(x), run(x))
+
+
+@needs_native
+def test_operators_refuse_wrong_arguments():
+    x, weight, scale, bias = drawn(5, 16, 12)
+    deep = torch.zeros(2, 66001, dtype=torch.int8)
+    for message, arguments in (
+        ("int8 matrix", (x, weight.float(), scale, bias)),
+        ("must be .out, 15.", (x[:, :15], weight, scale, bias)),
+        ("one float32 value per row", (x, weight, scale[:5], bias)),
+        ("bias must have one value", (x, weight, scale, bias[:5])),
+        ("bias must be float32", (x, weight, scale, bias.double())),
+        ("at most 66000 columns", (torch.zeros(1, 66001), deep, torch.ones(2), None)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            int8_linear(*arguments, None, None)
+        with pytest.raises(RuntimeError, match=message):
+            int8_feed_forward(*arguments, *network(5, 16, 12, 7)[4:], "relu")
