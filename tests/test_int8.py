@@ -1,10 +1,10 @@
-"""Operators of 8-bit products against their reference, on each instruction set."""
+"""8-bit products: int8_linear and int8_feed_forward against their reference, on each instruction set."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,8 @@ import torch
 from harness import DTYPES, check_threads, same_bits
 from torch import Tensor
 
-from transformer_fast import _native, reference
+from transformer_fast import _native, explain, functional, reference, strict, use_backend
 from transformer_fast.backends import cpu_packing
-from transformer_fast.ops.linear import CODES
 from transformer_fast.testing import nan_memory
 from transformer_fast.testing.oracle import promote
 from transformer_fast.testing.parity import OUTPUT_FACTOR, Parity, compare
@@ -53,14 +52,14 @@ def network(
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
     activation, residual = rest
-    operator = torch.ops.transformer_fast.int8_linear.cpu
-    return operator(x, weight, scale, bias, residual, CODES[activation])  # type: ignore[no-any-return]
+    return functional.int8_linear(
+        x, weight, scale, bias, activation=activation, residual=residual, backend="cpu"
+    )
 
 
 def int8_feed_forward(*arguments: Any) -> Tensor:
     *tensors, activation = arguments
-    operator = torch.ops.transformer_fast.int8_feed_forward.cpu
-    return operator(*tensors, CODES[activation])  # type: ignore[no-any-return]
+    return functional.int8_feed_forward(*tensors, activation=activation, backend="cpu")
 
 
 def budget(name: str, found: Tensor, arguments: tuple[Any, ...]) -> Parity:
@@ -244,17 +243,64 @@ def test_operators_pass_opcheck_and_compile_in_one_graph():
         torch.library.opcheck(operator, arguments)
 
     def run(x: Tensor) -> Tensor:
-        return (
-            int8_feed_forward(x, *whole[1:], "relu") + int8_linear(*linear[:4], "gelu", None)[:, :7]
-        )
+        y = functional.int8_linear(x, weight, scale, bias, activation="gelu")
+        return functional.int8_feed_forward(x, *whole[1:]) + y[:, :7]
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert same_bits(compiled(x), run(x))
 
 
 @needs_native
+def test_dispatch_explains_and_refuses():
+    x, weight, scale, bias = drawn(5, 16, 12)
+    assert explain("int8_linear", x, weight, scale, bias).backend == "cpu"
+    assert explain("int8_feed_forward", *network(5, 16, 12, 7)).backend == "cpu"
+    with strict(), use_backend("cpu"):
+        functional.int8_linear(x, weight, scale)
+    deep = torch.zeros(1, 66001)
+    many = torch.zeros(2, 66001, dtype=torch.int8)
+    with pytest.raises(NotImplementedError, match="at most 66000"):
+        functional.int8_linear(deep, many, torch.ones(2), backend="cpu")
+    assert explain("int8_linear", deep, many, torch.ones(2)).backend == "reference"
+    assert explain("int8_linear", x.double(), weight, scale).backend == "reference"
+    assert functional.int8_linear(x, weight, scale, activation=torch.tanh).abs().max() <= 1.0
+
+
+def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
+    x, weight, scale, bias = drawn(5, 16, 12)
+    call = functional.int8_linear
+    yield "weight must be int8", ValueError, lambda: call(x, weight.float(), scale)
+    yield "takes 16", ValueError, lambda: call(x[:, :15], weight, scale)
+    yield "scale must be float32", ValueError, lambda: call(x, weight, scale.double())
+    yield r"of shape \[12\]", ValueError, lambda: call(x, weight, scale[:5])
+    yield "bias must have shape", ValueError, lambda: call(x, weight, scale, bias[:5])
+    yield "bias must have the dtype", ValueError, lambda: call(x, weight, scale, bias.double())
+    yield "residual must have the shape", ValueError, lambda: call(x, weight, scale, residual=x)
+    yield "activation must be one", ValueError, lambda: call(x, weight, scale, activation="tanh")
+    yield "must be Tensor", TypeError, lambda: call(x, weight, None)
+    yield "floating-point", ValueError, lambda: call(weight, weight, scale)
+    yield "at least one dim", ValueError, lambda: call(x[0, 0], weight, scale)
+    yield "restore", NotImplementedError, lambda: call(x.requires_grad_(), weight, scale)
+    yield "must be finite", ValueError, lambda: functional.quantize_weight(x.detach() / 0.0)
+    yield "must be a matrix", ValueError, lambda: functional.quantize_weight(bias)
+    yield "floating-point", ValueError, lambda: functional.quantize_weight(weight)
+    whole = network(5, 16, 12, 7)
+    feed = functional.int8_feed_forward
+    yield "the hidden block has 12", ValueError, lambda: feed(*whole[:4], weight, *whole[5:])
+    yield "not None", ValueError, lambda: feed(*whole, activation=None)
+    yield "restore", NotImplementedError, lambda: feed(whole[0].requires_grad_(), *whole[1:])
+
+
+@pytest.mark.parametrize(("message", "error", "call"), list(wrong_calls()))
+def test_wrong_calls_name_the_argument(message, error, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@needs_native
 def test_operators_refuse_wrong_arguments():
     x, weight, scale, bias = drawn(5, 16, 12)
+    operators = torch.ops.transformer_fast
     deep = torch.zeros(2, 66001, dtype=torch.int8)
     for message, arguments in (
         ("int8 matrix", (x, weight.float(), scale, bias)),
@@ -265,6 +311,6 @@ def test_operators_refuse_wrong_arguments():
         ("at most 66000 columns", (torch.zeros(1, 66001), deep, torch.ones(2), None)),
     ):
         with pytest.raises(RuntimeError, match=message):
-            int8_linear(*arguments, None, None)
+            operators.int8_linear.cpu(*arguments, None, 0)
         with pytest.raises(RuntimeError, match=message):
-            int8_feed_forward(*arguments, *network(5, 16, 12, 7)[4:], "relu")
+            operators.int8_feed_forward.cpu(*arguments, *network(5, 16, 12, 7)[4:], 1)

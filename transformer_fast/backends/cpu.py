@@ -15,6 +15,7 @@ from ..ops.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import cross_entropy_on, linear_cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
+from ..ops.int8_linear import int8_feed_forward_on, int8_linear_on
 from ..ops.linear import CODES, linear_on
 from ..ops.operator import OPERATORS
 from .cpu_packing import implement_packed
@@ -45,6 +46,20 @@ def _refuse_attention(call: Call) -> str | None:
     if mask is None or mask.dtype in (torch.bool, torch.float32, call.arguments.query.dtype):
         return None
     return f"it supports masks in bool, float32 or query's dtype, and this one is {str(mask.dtype)[6:]}"
+
+
+#: Sums of more products of 8 bits could overflow 32 bits.
+_INT8_DEPTH = 66000
+
+
+def _refuse_int8_depth(call: Call) -> str | None:
+    for name in ("weight", "weight1", "weight2"):
+        weight = getattr(call.arguments, name, None)
+        if weight is not None and weight.shape[1] > _INT8_DEPTH:
+            return (
+                f"it supports at most {_INT8_DEPTH} columns of {name}, which has {weight.shape[1]}"
+            )
+    return None
 
 
 def _few(
@@ -144,6 +159,20 @@ def _register() -> None:
             gradients=True,
             dropout=True,
             activations=activations,
+        ),
+        Kernel(
+            "int8_linear",
+            "cpu",
+            int8_linear_on("cpu"),
+            activations=activations,
+            refuses=_refuse_int8_depth,
+        ),
+        Kernel(
+            "int8_feed_forward",
+            "cpu",
+            int8_feed_forward_on("cpu"),
+            activations=activations,
+            refuses=_refuse_int8_depth,
         ),
         Kernel("cross_entropy", "cpu", cross_entropy, gradients=True),
         Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),

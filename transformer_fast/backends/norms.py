@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..dispatch import VARIANTS, Call, Kernel
+from ..dispatch import Call, Kernel
 from ..ops.layer_norm import NORMS, norm_on
+from ..reference import ANNOTATED
 
 
 def norm_kernels(
@@ -19,7 +20,7 @@ def norm_kernels(
     Args:
         float_weights: True if rows of low precision may have weights and biases in float32.
     """
-    names = [*ops, *VARIANTS[:1]] if "rms_norm" in ops else ops
+    names = [*ops, *ANNOTATED[:1]] if "rms_norm" in ops else ops
     also = limits.pop("refuses", None)
 
     def refuses_annotated(call: Call) -> str | None:
@@ -33,7 +34,7 @@ def norm_kernels(
             gradients=True,
             dropout=bool(adds),
             same_dtype=1 + adds if float_weights else None,
-            refuses=refuses_annotated if op in VARIANTS else also,
+            refuses=refuses_annotated if op in ANNOTATED else also,
             **limits,
         )
         for name in names

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _native, fast_path, reference
 from .._context import is_exporting
-from ..dispatch import VARIANTS, Call, Kernel, register, unpacked
+from ..dispatch import Call, Kernel, register, unpacked
 from ..ops.arguments import (
     AttentionArguments,
     CrossEntropyArguments,
@@ -285,7 +285,7 @@ def _norms() -> Iterator[Kernel]:
             refuses=refuses,
         )
     # PyTorch has no op for these: the reference's formula, with PyTorch's dropout where that runs.
-    annotated, add_annotated = VARIANTS
+    annotated, add_annotated = reference.ANNOTATED
     formula = reference.annotated_layer_norm
     yield Kernel(annotated, "torch", unpacked(formula), gradients=True)
     yield Kernel(

@@ -14,6 +14,7 @@ import torch.nn.functional as _torch_functional
 from .attention import *
 from .cross_entropy import *
 from .feed_forward import *
+from .int8_linear import *
 from .layer_norm import *
 from .linear import *
 from .masks import *

@@ -16,6 +16,12 @@ from .cross_entropy import (
     linear_cross_entropy,
 )
 from .feed_forward import check_feed_forward, feed_forward
+from .int8_linear import (
+    check_int8_feed_forward,
+    check_int8_linear,
+    int8_feed_forward,
+    int8_linear,
+)
 from .layer_norm import (
     add_annotated_layer_norm,
     add_layer_norm,
@@ -42,6 +48,8 @@ _OF_RECORD: dict[Callable[..., Any], tuple[str, Callable[..., Call]]] = {
     add_annotated_layer_norm: ("add_annotated_layer_norm", check_annotated_layer_norm),
     linear: ("linear", check_linear),
     feed_forward: ("feed_forward", check_feed_forward),
+    int8_linear: ("int8_linear", check_int8_linear),
+    int8_feed_forward: ("int8_feed_forward", check_int8_feed_forward),
 }
 #: Functions whose arguments differ from those of the op.
 _OF_ARGUMENTS: dict[Callable[..., Any], Callable[..., Call]] = {

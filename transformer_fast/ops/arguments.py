@@ -199,6 +199,36 @@ class LinearCrossEntropyArguments(NamedTuple):
         return self[:3]
 
 
+@_record("int8_linear")
+class Int8LinearArguments(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    #: Name of the activation, None, or the callable the user gave.
+    activation: Any
+    residual: Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.bias, self.residual
+
+
+@_record("int8_feed_forward")
+class Int8FeedForwardArguments(NamedTuple):
+    input: Tensor
+    weight1: Tensor
+    scale1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    scale2: Tensor
+    bias2: Tensor | None
+    #: Name of the activation, or the callable the user gave.
+    activation: Any
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.input, self.bias1, self.bias2
+
+
 class LayerArguments(NamedTuple):
     """What limits read of a layer-level op; the kernel defines its arguments itself."""
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .arguments import Int8FeedForwardArguments, Int8LinearArguments
+from .linear import CODES
 from .operator import Operator, Rule
 
 # A row's scale depends on all of its values, so inner dimensions cannot be cut. ``packed``: the
@@ -31,3 +37,21 @@ FEED_FORWARD_PACKED = Operator(
     " -> Tensor",
     _FEED_FORWARD,
 )
+
+
+def int8_linear_on(backend: str) -> Callable[[Int8LinearArguments], Tensor]:
+    """Returns the function that the dispatcher runs for a backend with operators."""
+
+    def run(arguments: Int8LinearArguments) -> Tensor:
+        input, weight, scale, bias, activation, residual = arguments
+        return LINEAR.of[backend](input, weight, scale, bias, residual, CODES[activation])  # type: ignore[no-any-return]
+
+    return run
+
+
+def int8_feed_forward_on(backend: str) -> Callable[[Int8FeedForwardArguments], Tensor]:
+    def run(arguments: Int8FeedForwardArguments) -> Tensor:
+        *tensors, activation = arguments
+        return FEED_FORWARD.of[backend](*tensors, CODES[activation])  # type: ignore[no-any-return]
+
+    return run

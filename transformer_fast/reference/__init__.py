@@ -24,4 +24,5 @@ OPS = (
     "linear_cross_entropy",
 )
 #: Ops that are dispatched like those but have no row of their own in the op table.
-VARIANTS = ("annotated_layer_norm", "add_annotated_layer_norm")
+ANNOTATED = ("annotated_layer_norm", "add_annotated_layer_norm")
+VARIANTS = (*ANNOTATED, "int8_linear", "int8_feed_forward")

@@ -1,0 +1,222 @@
+"""Linear layer and feed-forward network with 8-bit products: the public functions and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..dispatch import Call, make_call, run
+from ..ops.arguments import Int8FeedForwardArguments, Int8LinearArguments
+from ..ops.autograd import wants_grad
+from ._check import (
+    autocast,
+    defers_to_torch,
+    named_activation,
+    require_activation,
+    require_floating,
+    require_same_device,
+    require_tensor,
+)
+from .linear import dtype_problem, weight_problem
+
+__all__ = ["int8_feed_forward", "int8_linear", "quantize_weight"]
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes a weight for `int8_linear`: ``weight ~ values * scale[:, None]``.
+
+    ``scale = max|w| / 127`` for each output, ``values = round(w / scale)``, half to even.
+
+    Args:
+        weight: (out_features, in_features), floating-point and finite.
+
+    Returns:
+        values, int8 (out_features, in_features), and scale, float32 (out_features,). As an
+        ``nn.Parameter(values, requires_grad=False)`` the packed copy of values is kept between calls.
+
+    Raises:
+        ValueError: the weight is not a floating-point matrix, or has NaN or infinity.
+    """
+    require_tensor("quantize_weight", "weight", 1, weight)
+    require_floating("weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must be a matrix (out_features, in_features), not of shape {list(weight.shape)}"
+        )
+    with torch.no_grad():
+        if not weight.to(torch.float32).isfinite().all():
+            raise ValueError("weight must be finite, and it has NaN or infinity")
+        return reference.quantize_weight(weight)
+
+
+def int8_linear(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | Callable[[Tensor], Tensor] | None = None,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Linear layer with 8-bit products, for inference: ``act(q W^T * scale * s + b) + residual``.
+
+    Each row of the input is rounded to 254 steps of its own size s, 0 included: ``q = round(x / s)``
+    with ``s = (max(0, max x) - min(0, min x)) / 254``. Sums of products are exact, and all that follows
+    is computed in float32. A row with NaN or infinity gives NaN, and others do not depend on it.
+
+    Args:
+        input: (..., in_features), floating-point.
+        weight: int8 (out_features, in_features), from `quantize_weight`.
+        scale: float32 (out_features,), from `quantize_weight`.
+        bias: (out_features,), in the dtype of input; None: zeros.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None.
+        residual: tensor of the result's shape, added last; None: no residual.
+        backend: None: the dispatcher chooses; a named backend never falls back.
+
+    Raises:
+        RuntimeError, ValueError: shapes, dtypes or devices do not match; the activation is unknown.
+        NotImplementedError: the call needs gradients, or the named backend does not support it.
+
+    Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", section 2, with scales found at run time.
+    """
+    arguments = Int8LinearArguments(input, weight, scale, bias, activation, residual)
+    if defers_to_torch("int8_linear", backend, *arguments[:4], residual):
+        return reference.int8_linear(*arguments)
+    return run(check_int8_linear(arguments, backend), backend)  # type: ignore[no-any-return]
+
+
+def int8_feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    scale1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    scale2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str | Callable[[Tensor], Tensor] = "relu",
+    backend: str | None = None,
+) -> Tensor:
+    """The position-wise feed-forward network with 8-bit products, for inference: two `int8_linear`.
+
+    The hidden units stay in float32 until they are rounded to the steps of their row.
+
+    Args:
+        input: (..., M), floating-point.
+        weight1: int8 (F, M); scale1: float32 (F,), both from `quantize_weight`.
+        bias1: (F,), in the dtype of input; None: zeros.
+        weight2: int8 (Mout, F); scale2: float32 (Mout,), both from `quantize_weight`.
+        bias2: (Mout,), in the dtype of input; None: zeros.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
+        backend: None: the dispatcher chooses; a named backend never falls back.
+
+    Raises:
+        RuntimeError, ValueError: shapes, dtypes or devices do not match; the activation is unknown.
+        NotImplementedError: the call needs gradients, or the named backend does not support it.
+
+    Source: "Attention Is All You Need", section 3.3.
+    """
+    arguments = Int8FeedForwardArguments(
+        input, weight1, scale1, bias1, weight2, scale2, bias2, activation
+    )
+    if defers_to_torch("int8_feed_forward", backend, *arguments[:7]):
+        return reference.int8_feed_forward(*arguments)
+    return run(check_int8_feed_forward(arguments, backend), backend)  # type: ignore[no-any-return]
+
+
+def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) -> Call:
+    input, weight, scale, bias, activation, residual = given
+    _require_tensors("int8_linear", input=input, weight=weight, scale=scale)
+    require_tensor("int8_linear", "bias", 4, bias, optional=True)
+    require_tensor("int8_linear", "residual", None, residual, optional=True)
+    if activation is not None:
+        require_activation(activation)
+        activation = named_activation(activation)
+    _require_no_gradients("int8_linear", input, scale, bias, residual)
+    _check_input(input)
+    require_same_device("input", input, weight=weight, scale=scale, bias=bias, residual=residual)
+    input, bias, residual = autocast(input, bias, residual)  # type: ignore[assignment]
+    _check_map(("input", "weight", "scale", "bias"), input.shape[-1], weight, scale, bias)
+    if residual is not None:
+        shape = (*input.shape[:-1], weight.shape[0])
+        if residual.shape != shape:
+            raise ValueError(
+                f"residual must have the shape of the result, {list(shape)}, not "
+                f"{list(residual.shape)}"
+            )
+    if (wrong := dtype_problem(input, bias=bias, residual=residual)) is not None:
+        raise ValueError(wrong)
+    return make_call(Int8LinearArguments(input, weight, scale, bias, activation, residual), False)
+
+
+def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None = None) -> Call:
+    input, weight1, scale1, bias1, weight2, scale2, bias2, activation = given
+    _require_tensors("int8_feed_forward", input=input, weight1=weight1, scale1=scale1)
+    require_tensor("int8_feed_forward", "bias1", 4, bias1, optional=True)
+    require_tensor("int8_feed_forward", "weight2", 5, weight2)
+    require_tensor("int8_feed_forward", "scale2", 6, scale2)
+    require_tensor("int8_feed_forward", "bias2", 7, bias2, optional=True)
+    if activation is None:
+        raise ValueError("activation must be a name or a callable, not None")
+    require_activation(activation)
+    _require_no_gradients("int8_feed_forward", input, scale1, bias1, scale2, bias2)
+    _check_input(input)
+    require_same_device(
+        "input", input, weight1=weight1, scale1=scale1, bias1=bias1, weight2=weight2,
+        scale2=scale2, bias2=bias2,
+    )  # fmt: skip
+    input, bias1, bias2 = autocast(input, bias1, bias2)  # type: ignore[assignment]
+    _check_map(("input", "weight1", "scale1", "bias1"), input.shape[-1], weight1, scale1, bias1)
+    names = ("the hidden block", "weight2", "scale2", "bias2")
+    _check_map(names, weight1.shape[0], weight2, scale2, bias2)
+    if (wrong := dtype_problem(input, bias1=bias1, bias2=bias2)) is not None:
+        raise ValueError(wrong)
+    checked = given._replace(
+        input=input, bias1=bias1, bias2=bias2, activation=named_activation(activation)
+    )
+    return make_call(checked, False)
+
+
+def _require_tensors(function: str, **tensors: Any) -> None:
+    for position, (name, tensor) in enumerate(tensors.items(), 1):
+        require_tensor(function, name, position, tensor)
+
+
+def _require_no_gradients(function: str, *tensors: Tensor | None) -> None:
+    if wants_grad(*tensors):
+        raise NotImplementedError(
+            f"{function} has no gradients: call it under torch.no_grad(), or train with the weights "
+            "before quantize_weight, which transformer_fast.restore(model) brings back"
+        )
+
+
+def _check_input(input: Tensor) -> None:
+    require_floating("input", input)
+    if input.dim() == 0:
+        raise ValueError("input must have at least one dimension, not 0")
+
+
+def _check_map(
+    names: tuple[str, str, str, str],
+    columns: int,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """``names``: of input, weight, scale and bias."""
+    if weight.dtype != torch.int8:
+        raise ValueError(f"{names[1]} must be int8, from quantize_weight, not {weight.dtype}")
+    wrong = weight_problem((names[0], names[1], names[3]), columns, weight, bias)
+    if wrong is not None:
+        raise ValueError(wrong)
+    if scale.dtype != torch.float32 or scale.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{names[2]} must be float32 of shape [{weight.shape[0]}], one value per row of "
+            f"{names[1]}, not {scale.dtype} of shape {list(scale.shape)}"
+        )
