@@ -254,8 +254,8 @@ class Recorder:
         self.calls: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
         right = multihead_attention.attend
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-            self.calls.append(((q, k, v), mask, kwargs["is_causal"]))
-            return right(q, k, v, mask, **kwargs)
+        def attend(arguments: Any, *rest: Any) -> Any:
+            self.calls.append((arguments[:3], arguments[3], arguments.is_causal))
+            return right(arguments, *rest)
 
         monkeypatch.setattr(multihead_attention, "attend", attend)
