@@ -91,7 +91,8 @@ sanitize: setup
 
 # In software AMX needs AVX-512-BF16.
 QUICK_ISA = $(shell grep -qw avx512_bf16 /proc/cpuinfo && echo amx || echo avx2)
-QUICK_TESTS := test_outputs or grouped_heads or test_edges or upstream_gradients_of_any
+QUICK_TESTS := test_outputs or grouped_heads or test_edges or upstream_gradients_of_any or \
+	(test_gradients_are_within and 600)
 
 sanitize-quick:
 	$(MAKE) sanitize SANITIZE_ISAS=$(QUICK_ISA) ARGS="-k '$(QUICK_TESTS)'" \
