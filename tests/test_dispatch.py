@@ -422,7 +422,8 @@ def test_explain_gives_a_reason_per_backend(table):
     assert str(told) == (
         "linear runs on 'torch'.\n"
         "  not 'cpu': it supports bfloat16, float64, and the call has float32.\n"
-        "  not 'reference': an earlier backend is selected."
+        "  not 'reference': an earlier backend is selected.\n"
+        f"  call: {CALL.arguments}"
     )
 
 
@@ -434,7 +435,8 @@ def test_explain_a_call_that_a_named_backend_refuses(table):
     assert str(told) == (
         "linear cannot run on 'cpu'.\n"
         "  not 'cpu': it supports float64, and the call has float32.\n"
-        "  not 'reference': backend 'cpu' is named."
+        "  not 'reference': backend 'cpu' is named.\n"
+        f"  call: {CALL.arguments}"
     )
 
 
@@ -444,6 +446,7 @@ def test_explain_groups_backends_of_other_devices_at_the_end():
         "linear runs on 'reference'.",
         "  not 'cpu', 'torch': it supports named activations only, and the call has a callable.",
         "  not 'cuda', 'triton': the tensors are on the CPU.",
+        f"  call: linear(input float32 {(*X.shape,)}, weight float32 {(*X.shape,)}, activation sin)",
     ]
     assert told.reasons["cuda"] == ["the tensors are on the CPU"]
     with strict():
@@ -508,7 +511,17 @@ LONG = torch.randn(64, 3)
         (
             nn.CrossEntropyLoss(label_smoothing=0.1),
             (LONG, torch.zeros(64).long()),
-            lambda m: ("cross_entropy", LONG, torch.zeros(64).long()),
+            lambda m: (
+                "cross_entropy",
+                LONG,
+                torch.zeros(64).long(),
+                None,
+                None,
+                -100,
+                None,
+                "mean",
+                0.1,
+            ),
         ),
         (
             nn.TransformerEncoderLayer(64, 2, 64),

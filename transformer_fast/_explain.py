@@ -30,6 +30,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     layer_norm runs on 'cpu'.
       not 'torch', 'reference': an earlier backend is selected.
       not 'cuda', 'triton': the tensors are on the CPU.
+      call: layer_norm(input float32 (4096, 512), normalized_shape (512,), eps 1e-05)
 
     Args:
         op: one of

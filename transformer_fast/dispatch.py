@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -551,6 +551,8 @@ class Explanation:
     reasons: dict[str, list[str]]
     #: A note on how that backend runs the call, or None. Without a backend: what happens instead.
     remark: str | None = None
+    #: The op with the arguments that matter: shapes and dtypes, and values that are not defaults.
+    call: str = ""
 
     def __str__(self) -> str:
         remark = f": {self.remark}" if self.remark is not None else ""
@@ -560,11 +562,17 @@ class Explanation:
             else f"{self.op} {self.remark or 'cannot run on any backend'}."
         )
         others = {f"'{one}'": why for one, why in self.reasons.items() if one != self.backend}
-        return "\n".join([head, *_told(others, "  not {}: {}.")])
+        call = [f"  call: {self.call}"] if self.call else []
+        return "\n".join([head, *_told(others, "  not {}: {}."), *call])
 
 
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
     """`explain` for a prepared call."""
+    found = _explain(call, backend)
+    return found if call.op in FUSED else replace(found, call=repr(call.arguments))
+
+
+def _explain(call: Call, backend: str | None) -> Explanation:
     reasons = _reasons(call)
     named = backend or settings.backend
     for name in reasons:

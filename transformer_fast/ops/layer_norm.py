@@ -85,32 +85,38 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
     """Returns the function that the dispatcher runs for a norm, alone or behind a sum."""
     fields = RECORDS[op]._fields
-    adds, has_bias, annotated = ("residual" in fields, "bias" in fields, "unbiased" in fields)
+    has_bias, annotated = "bias" in fields, "unbiased" in fields
     kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind
 
-    def run(arguments: Any) -> Any:
-        input, residual, p, seed = arguments.input, None, 0.0, None
-        if adds:
-            residual, p, seed = arguments.residual, arguments.dropout_p, arguments.seed
-        weight, eps = arguments.weight, arguments.eps
+    def options(arguments: Any) -> tuple[Any, ...]:
         bias = arguments.bias if has_bias else None
-        dims, own = (1, kind) if annotated else (len(arguments.normalized_shape), kind)
-        if annotated and not arguments.unbiased:
-            own = ANNOTATED_BIASED
-        given = (input, residual, weight, bias, dims, eps, own, p, seed)
+        if annotated:
+            own = kind if arguments.unbiased else ANNOTATED_BIASED
+            return arguments.weight, bias, 1, arguments.eps, own
+        return arguments.weight, bias, len(arguments.normalized_shape), arguments.eps, kind
+
+    def run(arguments: Any) -> Any:
+        given = options(arguments)
         if torch.is_grad_enabled():
-            found = NormFunction.recorded(backend, given)
+            found = NormFunction.recorded(backend, (arguments.input, None, *given, 0.0, None))
             if found is not None:
                 return found
-        if residual is None:
-            if backend in INFERENCE.of:
-                return INFERENCE.of[backend](input, weight, bias, dims, eps, own)
-        elif p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, own)
-        output, sum, *_ = TRAINING.of[backend](*given)
-        return output if residual is None else (output, sum)
+        if backend in INFERENCE.of:
+            return INFERENCE.of[backend](arguments.input, *given)
+        return TRAINING.of[backend](arguments.input, None, *given, 0.0, None)[0]
 
-    return run
+    def run_behind_sum(arguments: Any) -> Any:
+        given = (arguments.input, arguments.residual, *options(arguments))
+        p, seed = arguments.dropout_p, arguments.seed
+        if torch.is_grad_enabled():
+            found = NormFunction.recorded(backend, (*given, p, seed))
+            if found is not None:
+                return found
+        if p == 0.0 and backend in ADD_INFERENCE.of:
+            return ADD_INFERENCE.of[backend](*given)
+        return TRAINING.of[backend](*given, p, seed)[:2]
+
+    return run_behind_sum if "residual" in fields else run
 
 
 class NormFunction(Function):
