@@ -182,7 +182,7 @@ def test_minutes_limit_the_training(small: Path, tmp_path: Path) -> None:
         (["--steps", "0"], "--steps must be above 0, not 0"),
         (["--minutes", "-1"], "--minutes must be above 0, not -1"),
         (["--steps", "3", "--minutes", "1"], "not allowed with"),
-        (["--resume", "--seed", "3"], "--resume keeps --steps and --seed"),
+        (["--resume", "--seed", "3"], "--resume uses the --steps and --seed of"),
     ],
 )
 def test_wrong_options_are_reported(arguments, words, capsys):

@@ -134,8 +134,8 @@ def check_layer_norm(given: LayerNormArguments, backend: str | None = None) -> C
 
 
 def check_add_layer_norm(given: AddLayerNormArguments, backend: str | None = None) -> Call:
-    require_tensor("add_layer_norm", "residual", 2, given.residual)
     sizes, eps = _check_norm(given, 3)
+    require_tensor("add_layer_norm", "residual", 2, given.residual)
     input, residual, p = _check_sum(given, backend)
     arguments = AddLayerNormArguments(input, residual, sizes, given.weight, given.bias, eps, p)
     return make_call(arguments, wants_grad(*given.tensors()))
@@ -149,8 +149,8 @@ def check_rms_norm(given: RMSNormArguments, backend: str | None = None) -> Call:
 
 
 def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -> Call:
-    require_tensor("add_rms_norm", "residual", 2, given.residual)
     sizes, eps = _check_norm(given, 3)
+    require_tensor("add_rms_norm", "residual", 2, given.residual)
     input, residual, p = _check_sum(given, backend)
     arguments = AddRMSNormArguments(input, residual, sizes, given.weight, eps, p)
     return make_call(arguments, wants_grad(*given.tensors()))
