@@ -10,7 +10,7 @@ import torch
 
 from . import functional
 from .dispatch import OPS, VARIANTS, Explanation, explain_call
-from .functional._checks import checked_call
+from .functional._checked_call import checked_call
 from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 
 _LAYERS = ("encoder_layer", "decoder_layer")

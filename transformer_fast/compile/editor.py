@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..functional._checks import checked_call
+from ..functional._checked_call import checked_call
 from .aliasing import NO_MEMORY, AliasAnalysis, between
 from .graph_report import GraphReport, Match, where
 from .modes import GraphModes

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import functional
 from .._context import is_functorch_wrapped
 from ..dispatch import select
-from ..functional._checks import checked_call
+from ..functional._checked_call import checked_call
 from ..ops.feed_forward import PACKED as FEED_FORWARD
 from ..ops.linear import CODES
 from ..ops.linear import PACKED as LINEAR

@@ -22,7 +22,7 @@ from .masks import *
 if TYPE_CHECKING:
     from torch.nn.functional import *  # type: ignore[assignment,no-redef]
 
-#: All functions above.
+#: All functions of this module.
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, FunctionType))
 
 

@@ -1,5 +1,5 @@
-"""Checks that several ops share, and those of attention with the folding of its arguments to
-(B, H, L, D); torch's exception type and wording where torch has one."""
+"""Argument checks that several ops share, and those of attention, which also reshape its arguments
+to (B, H, L, D). Errors have PyTorch's exception type and wording where PyTorch has one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ..reference.linear import ACTIVATIONS
 
 
 def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoReturn:
-    """Raise what torch raises for the same call, or ``otherwise`` if torch takes it."""
+    """Raises PyTorch's exception for the same call; ``otherwise`` if PyTorch accepts it."""
     with torch.no_grad():
         torch_call()
     raise otherwise
 
 
 def defers_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
-    """`only_torch_supports`, ``also``, or a mode of the user's observes PyTorch's functions
-    (`_context.is_observed`); NotImplementedError if a backend with kernels is named for the first two.
+    """True if the call must run PyTorch's function: because of its tensors (`only_torch_supports`),
+    because ``also`` is true, or because a user's mode observes it (`_context.is_observed`). In the
+    first two cases a named backend with kernels raises NotImplementedError.
     """
     if backend is None and function_mode_is_active() and is_observed():
         return True
@@ -77,7 +78,7 @@ def require_floating(name: str, tensor: Tensor) -> None:
 
 
 def require_float(function: str, name: str, value: Any, position: int | None = None) -> Any:
-    """The value as a number, wherever torch would take it for one; symbolic while tracing."""
+    """Returns the value as a number, for all types that PyTorch accepts; symbolic while tracing."""
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.dim() == 0):
@@ -120,7 +121,7 @@ def require_activation(activation: Any) -> None:
 def named_activation(
     activation: str | Callable[[Tensor], Tensor] | None,
 ) -> str | Callable[[Tensor], Tensor] | None:
-    """The name of a well-known callable, so that kernels can take it."""
+    """Returns the name of a well-known callable, because kernels support activations by name."""
     if callable(activation):
         return _KNOWN_CALLABLES.get(activation, activation)
     return activation
@@ -135,7 +136,7 @@ _KNOWN_CALLABLES: dict[Any, str] = {
 
 
 def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
-    """Whether autocast is on and the call is for PyTorch's own ops in any case.
+    """True if autocast is on and only PyTorch's ops can run the call.
 
     They cast their arguments themselves, and a parameter once until autocast's region ends.
     """
@@ -148,10 +149,10 @@ def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in autocast's dtype for their device, where autocast is on."""
+    """Returns the tensors, cast to autocast's dtype if autocast is on for their device."""
     first = tensors[0]
     assert first is not None
-    kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
+    kind = "cpu" if first.is_cpu else first.device.type  # reading `device.type` is slower
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
@@ -187,8 +188,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _raise_like_torch(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, otherwise: Exception
 ) -> NoReturn:
-    # One query is enough to fail and costs little. The path of plain matrix products is the one
-    # that checks its sizes.
+    # One query is enough to fail, and cheap. Of PyTorch's implementations only MATH checks its
+    # sizes.
     with sdpa_kernel([SDPBackend.MATH]):
         same_error_as(
             lambda: F.scaled_dot_product_attention(
@@ -235,7 +236,7 @@ def check_flags(is_causal: bool, enable_gqa: bool) -> None:
 
 
 def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Of (B, H, T, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
+    """Checks the sizes of query (B, H, T, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv)."""
     q, k, v = query.shape, key.shape, value.shape
     wrong = None
     if q[-1] != k[-1]:
@@ -260,7 +261,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
 
 
 def is_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether the three are (B, H, L, D) already, with nothing to broadcast."""
+    """True if all three have the shape (B, H, L, D) already, without broadcasting."""
     q, k, v = query.shape, key.shape, value.shape
     return (
         len(q) == len(k) == len(v) == 4
@@ -305,12 +306,12 @@ def fold(
 
 
 def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -> Tensor:
-    """The mask as (1 or B, 1 or H, 1 or T, 1 or S), a view wherever its strides allow."""
+    """Returns the mask as (1 or B, 1 or H, 1 or T, 1 or S), a view wherever its strides allow."""
     target = (*batch, *sizes)
     for place, (given, size) in enumerate(
         zip(reversed(mask.shape), reversed(target), strict=False)
     ):
-        if given != 1 and given != size:  # `in` compares no symbolic sizes
+        if given != 1 and given != size:  # `in` cannot compare symbolic sizes
             raise RuntimeError(
                 f"The size of tensor a ({size}) must match the size of tensor b ({given}) at "
                 f"non-singleton dimension {max(len(target), mask.dim()) - 1 - place}"
@@ -332,8 +333,8 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
 
 
 def check_lengths(name: str, lengths: Tensor, batch: int, longest: int) -> None:
-    """Checks lengths of sequences padded to ``longest``; their values only on the CPU, where looking at
-    them waits for no device."""
+    """Checks lengths of sequences padded to ``longest``; their values only on the CPU, where
+    reading them needs no synchronization."""
     kind = lengths.dtype
     if kind == torch.bool or kind.is_floating_point or kind.is_complex:
         raise TypeError(f"{name} must have an integer dtype, not {kind}")

@@ -61,8 +61,8 @@ def check_attention(given: AttentionArguments, backend: str | None = None) -> Ca
 def _check(
     given: AttentionArguments, like_query: bool
 ) -> tuple[AttentionArguments, torch.Size | None]:
-    """Returns the checked arguments, of (B, H, L, D), and the leading shape of the result if it is not
-    (B, H)."""
+    """Returns the checked arguments, as (B, H, L, D), and the result's leading dimensions if they
+    are not (B, H)."""
     query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = given
     enable_gqa, need_weights, query_lengths, longest, _ = given[9:]
     if not are_tensors((query, key, value), (attn_mask, key_lengths, query_lengths)):
@@ -299,7 +299,7 @@ def general_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=arguments.enable_gqa,
             )  # fmt: skip
-        backend = "reference"  # plain PyTorch
+        backend = "reference"  # only PyTorch operators
     checked, lead = _check(arguments, like_query)
     if lead is None:
         return attend(checked, backend, insert, None if need_weights else _output)
@@ -313,8 +313,8 @@ def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 def _is_unfused(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
-    """Whether PyTorch has no fused kernel for the call, for reasons `reference.attention.empty_output`
-    does not look at: its result is then contiguous."""
+    """True if PyTorch has no fused kernel for the call, so that its result is contiguous. Only for
+    the reasons that `reference.attention.empty_output` does not check."""
     return query.shape[-1] != value.shape[-1] or (
         query.is_cpu
         and (
@@ -375,7 +375,7 @@ def varlen_attn(
             )
     check_starts(cu_seq_q, cu_seq_k)
     require_same_device("query", query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
-    # Rows (N, H, D) as (1, H, N, D).
+    # Views packed rows (N, H, D) as a batch of one, (1, H, N, D).
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
     longest = (max_q, max_k)
@@ -384,7 +384,7 @@ def varlen_attn(
     if replay is not None:
         return replay(*tensors)  # type: ignore[no-any-return]
     if defers_to_torch("attention", backend, query, key, value):
-        backend = "reference"  # plain PyTorch
+        backend = "reference"  # only PyTorch operators
     checked, _ = _check(
         AttentionArguments(
             q, k, v, None, cu_seq_k, is_causal, scale, dropout_p, None, enable_gqa, False, cu_seq_q,
@@ -396,5 +396,5 @@ def varlen_attn(
 
 
 def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:
-    """(1, H, N, D) as (N, H, D)."""
+    """Returns a batch of one, (1, H, N, D), as packed rows (N, H, D)."""
     return results[0][0].transpose(0, 1)

@@ -38,7 +38,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def _is_floating(target: Any) -> bool:
-    """True for probabilities as target."""
+    """True if the targets are class probabilities."""
     return isinstance(target, Tensor) and target.is_floating_point()
 
 
@@ -52,9 +52,9 @@ def _check_options(reduction: str, label_smoothing: float) -> float:
 
 
 def _check_target(target: Tensor, ignore_index: int, classes: int) -> bool:
-    """Checks that targets are classes or ignored; True if it is known that none is ignored.
+    """Checks the values of targets. Returns True if certainly none is ignored.
 
-    Only the values of CPU tensors are looked at.
+    Only the values of CPU tensors are read.
 
     Raises:
         IndexError: as torch.
@@ -78,7 +78,7 @@ def _reduced(
     reduction: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Runs a checked call and reduces its losses; ``shape``: of the target."""
+    """Runs a checked call and reduces its losses; ``shape`` is the target's shape."""
     target, ignore_index = call.arguments.target, call.arguments.ignore_index
     all_count = _check_target(target, ignore_index, classes)
     losses: Tensor = run(call, backend)
@@ -92,14 +92,14 @@ def _reduced(
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
-    """Losses are computed in fp32 and come in input's dtype, unless autocast has fp32 for them."""
+    """Returns the dtype of the losses: input's, but at least float32 under autocast."""
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         return torch.promote_types(input.dtype, torch.float32)
     return input.dtype
 
 
 def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(C,), (N, C) or (N, C, d1, ...) as (N, C) or (N, d1 * ..., C), and the target without C.
+    """Reshapes (C,), (N, C) or (N, C, d1, ...) to (N, C) or (N, d1 * ..., C); flattens the target.
 
     A view where the strides allow: planes of classes are not copied.
     """
@@ -222,7 +222,7 @@ def check_cross_entropy(
 
 
 def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
-    """Whether PyTorch's linear map and loss, of all logits at once, take less time."""
+    """True if PyTorch's linear layer and loss, with all logits in memory, are faster."""
     if not (
         input.dtype is fast_path.FLOAT
         and type(target) is Tensor
@@ -241,7 +241,7 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
         and weight.numel() <= limit.weights
         and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
         and values_are_known(target)
-        # PyTorch lets what stands in ignored rows reach gradients.
+        # In PyTorch, NaN and infinity in ignored rows reach the gradients.
         and int(target.min()) >= 0
     )
 
@@ -255,7 +255,7 @@ def _losses(
     ignored: int,
     smoothing: float,
 ) -> Tensor:
-    """PyTorch's, of all logits at once."""
+    """Runs PyTorch's linear layer and loss, with all logits in memory."""
     logits = F.linear(input, weight, bias)
     return F.cross_entropy(logits, target, None, None, ignored, None, reduction, smoothing)
 

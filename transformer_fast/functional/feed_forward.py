@@ -33,7 +33,7 @@ __all__ = ["feed_forward"]
 
 
 def _fits(input: Tensor, weight1: Any, bias1: Any, weight2: Any, bias2: Any) -> bool:
-    """Whether nothing is wrong with the shapes."""
+    """Fast check of the shapes; on failure the full check raises the precise error."""
     if weight1 is None or weight2 is None:
         return False
     hidden, width = weight1.shape, weight2.shape

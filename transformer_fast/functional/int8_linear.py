@@ -209,7 +209,7 @@ def _check_map(
     scale: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """``names``: of input, weight, scale and bias."""
+    """``names``: the names of input, weight, scale and bias in errors."""
     if weight.dtype != torch.int8:
         raise ValueError(f"{names[1]} must be int8, from quantize_weight, not {weight.dtype}")
     wrong = weight_problem((names[0], names[1], names[3]), columns, weight, bias)

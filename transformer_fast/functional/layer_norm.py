@@ -57,7 +57,7 @@ def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int,
 
 
 def _check_norm(given: Any, position: int) -> tuple[tuple[int, ...], float]:
-    """Checks the arguments that all norms have; returns normalized_shape and eps.
+    """Checks the arguments that all norms share; returns normalized_shape and eps.
 
     Args:
         given: the record of any norm.
@@ -161,7 +161,7 @@ def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
     return make_call(given, wants_grad(*given.tensors()))
 
 
-#: PyTorch's default ``eps`` of RMS norms: the machine epsilon of the type that statistics have.
+#: PyTorch's default ``eps`` of RMS norms: the machine epsilon of the statistics' dtype.
 _EPS = {
     dtype: torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -171,7 +171,7 @@ _EPS = {
 def _is_row(
     input: Tensor, shape: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None
 ) -> bool:
-    """Whether the last dimension is normalised, and nothing is wrong with the shapes."""
+    """Fast check that only the last dimension is normalised, and that all shapes fit."""
     return (
         len(shape) == 1
         and type(shape[0]) is int

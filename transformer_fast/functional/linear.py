@@ -32,7 +32,8 @@ __all__ = ["linear"]
 def weight_problem(
     names: tuple[str, str, str], columns: int, weight: Tensor, bias: Tensor | None
 ) -> str | None:
-    """What is wrong with the shapes of a linear map, given the names of input, weight and bias."""
+    """Returns an error message if the shapes of a linear layer do not fit, else None. ``names``: of
+    input, weight and bias."""
     sizes = weight.shape
     if len(sizes) != 2:
         return (
@@ -52,7 +53,7 @@ def weight_problem(
 
 
 def dtype_problem(input: Tensor, **others: Tensor | None) -> str | None:
-    """Which argument has another dtype than input."""
+    """Returns an error message if an argument has another dtype than input, else None."""
     dtype = input.dtype
     for name, tensor in others.items():
         if tensor is not None and tensor.dtype != dtype:
@@ -61,7 +62,7 @@ def dtype_problem(input: Tensor, **others: Tensor | None) -> str | None:
 
 
 def _bias_row(bias: Tensor, columns: int) -> Tensor:
-    """The bias as one value per column, where it broadcasts to that, as torch lets it."""
+    """Returns the bias as one value per column, if it broadcasts to that, as in PyTorch."""
     if bias.numel() == 1:
         return bias.reshape(1).expand(columns)
     if bias.numel() == columns == bias.shape[-1]:
@@ -70,7 +71,7 @@ def _bias_row(bias: Tensor, columns: int) -> Tensor:
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing is wrong: all questions in one go, since small inputs take hardly longer."""
+    """Fast validity check, for small inputs; on failure the full check raises the precise error."""
     sizes, rows = input.shape, weight.shape
     if len(rows) != 2 or len(sizes) == 0 or sizes[-1] != rows[1]:
         return False
@@ -122,7 +123,7 @@ def linear(
                 input.dtype is FLOAT
                 and input.numel() * weight.shape[0] < limit.below[grad]
                 and weight.numel() <= limit.weights
-                # Without a bias PyTorch multiplies by a meta tensor, and gives garbage.
+                # Without a bias, PyTorch accepts a weight on meta and returns garbage.
                 and (bias is not None or weight.is_cpu)
             ):
                 return F.linear(input, weight, bias)
@@ -142,7 +143,7 @@ def linear(
 
 
 def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
-    """A weight of one dimension becomes a matrix of one row."""
+    """A 1-D weight becomes a matrix of one row."""
     input, weight, bias, activation, residual = given
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
         weight = weight.unsqueeze(0)

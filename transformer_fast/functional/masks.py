@@ -1,5 +1,5 @@
-"""Bool masks, in the polarity of `scaled_dot_product_attention` or in torch.nn's, and a warning of
-float masks that were meant to be bool."""
+"""Creates bool masks, in the polarity of `scaled_dot_product_attention` or of torch.nn, and warns
+of float masks that were probably meant to be bool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _true_is_visible(true_means: str) -> bool:
 def causal_mask(
     length: int, *, true_means: str = "visible", device: torch.types.Device = None
 ) -> Tensor:
-    """Returns the bool mask (T, T) in which query t sees the keys s <= t.
+    """Returns the bool mask (T, T) in which query t attends to the keys s <= t.
 
     ``is_causal=True`` of `scaled_dot_product_attention` is equivalent and faster, without a mask.
 

@@ -1,4 +1,4 @@
-"""The check of each public function: returns the call that the function would dispatch; runs nothing."""
+"""Checks the arguments of a public function and returns the call that it would dispatch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .layer_norm import (
 )
 from .linear import check_linear, linear
 
-#: By public function: its op, and the check of the op's record.
+#: Public function -> (its op, the function that checks the op's arguments record).
 _OF_RECORD: dict[Callable[..., Any], tuple[str, Callable[..., Call]]] = {
     scaled_dot_product_attention: ("attention", check_attention),
     layer_norm: ("layer_norm", check_layer_norm),
@@ -51,7 +51,7 @@ _OF_RECORD: dict[Callable[..., Any], tuple[str, Callable[..., Call]]] = {
     int8_linear: ("int8_linear", check_int8_linear),
     int8_feed_forward: ("int8_feed_forward", check_int8_feed_forward),
 }
-#: Functions whose arguments differ from those of the op.
+#: Functions whose arguments differ from those of the op -> their check.
 _OF_ARGUMENTS: dict[Callable[..., Any], Callable[..., Call]] = {
     cross_entropy: check_cross_entropy,
     linear_cross_entropy: check_linear_cross_entropy,
