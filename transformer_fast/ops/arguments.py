@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-#: By op.
+#: Op -> class of its arguments record.
 RECORDS: dict[str, Any] = {}
 _Record = TypeVar("_Record", bound="type[Any]")
 
@@ -43,7 +43,7 @@ def _describe(record: Any) -> str:
 @_record("layer_norm")
 class LayerNormArguments(NamedTuple):
     input: Tensor
-    normalized_shape: Any  # tuple[int, ...], once checked
+    normalized_shape: Any  # a tuple[int, ...] after the checks
     weight: Tensor | None
     bias: Tensor | None
     eps: float
@@ -56,7 +56,7 @@ class LayerNormArguments(NamedTuple):
 class AddLayerNormArguments(NamedTuple):
     input: Tensor
     residual: Tensor
-    normalized_shape: Any  # tuple[int, ...], once checked
+    normalized_shape: Any  # a tuple[int, ...] after the checks
     weight: Tensor | None
     bias: Tensor | None
     eps: float
@@ -70,9 +70,9 @@ class AddLayerNormArguments(NamedTuple):
 @_record("rms_norm")
 class RMSNormArguments(NamedTuple):
     input: Tensor
-    normalized_shape: Any  # tuple[int, ...], once checked
+    normalized_shape: Any  # a tuple[int, ...] after the checks
     weight: Tensor | None
-    eps: float | None  # a number, once checked
+    eps: float | None  # a number after the checks
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.input, self.weight
@@ -82,9 +82,9 @@ class RMSNormArguments(NamedTuple):
 class AddRMSNormArguments(NamedTuple):
     input: Tensor
     residual: Tensor
-    normalized_shape: Any  # tuple[int, ...], once checked
+    normalized_shape: Any  # a tuple[int, ...] after the checks
     weight: Tensor | None
-    eps: float | None  # a number, once checked
+    eps: float | None  # a number after the checks
     dropout_p: float = 0.0
     seed: Tensor | None = None
 
@@ -136,9 +136,9 @@ class AttentionArguments(NamedTuple):
     enable_gqa: bool = False
     need_weights: bool = False
     query_lengths: Tensor | None = None
-    #: Packed sequences only, whose lengths are offsets: the largest number of queries and of keys.
+    #: Packed sequences only: the largest numbers of queries and of keys. Lengths are then offsets.
     longest: tuple[int, int] | None = None
-    #: See `reference.attention.empty_output`; None: any memory order will do.
+    #: See `reference.attention.empty_output`; None: any memory order is allowed.
     contiguous: bool | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -230,7 +230,7 @@ class Int8FeedForwardArguments(NamedTuple):
 
 
 class LayerArguments(NamedTuple):
-    """What limits read of a layer-level op; the kernel defines its arguments itself."""
+    """The arguments of a layer-level op that limits depend on; the kernel defines the others."""
 
     dropout_p: float = 0.0
     activation: Any = None

@@ -29,7 +29,7 @@ from .operator import Operator, Rule
 # finfo.min to all of a row, it rounds to row_max, and gradients of the row are S times too large. For
 # scores with a standard deviation of 1000 the largest error of the gradients triples.
 #
-# Of packed sequences ``longest_queries`` and ``longest_keys`` are not negative.
+# ``longest_queries`` and ``longest_keys`` are -1 except for packed sequences.
 _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal,"
     " float scale, float dropout_p, Tensor? seed"
@@ -59,7 +59,7 @@ BACKWARD = Operator(
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
     Rule(
         _TENSORS, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", by="bh",
-        # One of them for the probabilities, which are worked out again.
+        # One of them recomputes the scores, for the probabilities.
         products="bhtsd bhtse bhtse bhtsd bhtsd",
     ),
 )  # fmt: skip
@@ -116,7 +116,7 @@ def with_query_lengths(
 def _rest(
     query_lengths: Tensor | None, longest: tuple[int, int] | None, contiguous: bool | None = None
 ) -> tuple[Any, ...]:
-    """The operators' last arguments, as far as they are not the defaults."""
+    """Returns the operators' last arguments, without those that equal the defaults."""
     if contiguous:
         return query_lengths, *(longest or (-1, -1)), True
     if query_lengths is None:
@@ -142,8 +142,8 @@ class AttentionFunction(Function):
             query, key, value, None if mask is None else savable(mask), lengths, seed, output,
             weights, row_max, row_sum, query_lengths,
         )  # fmt: skip
-        # Some kernels return a view. Autograd forbids writes into views that were made in a function;
-        # the detached tensor has the same memory and the same version.
+        # Some kernels return a view. Autograd forbids in-place changes of views that a custom
+        # function returns. The detached tensor shares memory and version counter, and is allowed.
         return output.detach(), weights
 
     @staticmethod

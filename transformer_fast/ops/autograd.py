@@ -17,7 +17,7 @@ from .._context import in_forward_mode, unwrap_if_dead
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call with these tensors."""
+    """True if autograd records a call with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -26,17 +26,19 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 
 class Function(torch.autograd.Function):
-    """Takes all its arguments by position, and is not transformed: see `_context.is_transformed`.
+    """Base class of the autograd functions: all arguments are positional, and torch.func's
+    transforms are not supported (see `_context.is_transformed`).
 
-    Small calls hardly take longer than their node. So ``forward`` sets up the context itself, and
-    results that only the backward wants to know are saved without being outputs.
+    The autograd node takes much of a small call's time. So ``forward`` sets up the context itself,
+    and saves results that only the backward uses without returning them.
     """
 
     @classmethod
     def recorded(cls, backend: str, arguments: Sequence[Any]) -> Any:
         """Returns ``apply(backend, *arguments)`` if autograd records the call, else None.
 
-        ``apply`` of PyTorch inspects the signature of ``forward``, which takes longer than many ops.
+        PyTorch's ``apply`` is avoided: it inspects the signature of ``forward``, which takes longer
+        than many ops.
         """
         if not torch.is_grad_enabled():
             return None
@@ -48,7 +50,7 @@ class Function(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return cls.apply(backend, *arguments)  # type: ignore[no-untyped-call]
         own = []
-        for each in arguments:  # a comprehension is a function call
+        for each in arguments:  # a loop: until Python 3.12 a comprehension is a call
             own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)
         return super(torch.autograd.Function, cls).apply(backend, *own)  # type: ignore[misc]
 
@@ -60,7 +62,7 @@ def gradients_of(ctx: Any, *found: Any) -> tuple[Any, ...]:
 
 def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a backend's backward without recording it."""
-    if torch.is_grad_enabled():  # in a program that is being traced
+    if torch.is_grad_enabled():  # only while a program is traced
         with torch.no_grad():
             return backward(*arguments)
     return backward(*arguments)
@@ -81,7 +83,7 @@ def vjp(
     wants: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of ``formula(*primals)``, differentiable themselves where grad mode is on.
+    """Returns the gradients of ``formula(*primals)``; differentiable if grad mode is on.
 
     Args:
         formula: plain PyTorch; gives a tensor or a tuple.
@@ -89,7 +91,7 @@ def vjp(
         grads: of its results; None counts as zeros.
     """
     with torch.enable_grad():
-        # One tensor may stand in several places, each with a gradient of its own.
+        # The same tensor may occur several times, each time with a separate gradient.
         own = [
             primal if primal is None or not want
             else primal.view_as(primal) if primal.requires_grad
@@ -120,12 +122,12 @@ def vjp(
 
 
 def placeholder(like: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape that stands for one that was not saved; allocates one row only."""
+    """Returns a stand-in of this shape for a tensor that was not saved; allocates one row only."""
     return like.new_empty(shape[-1:]).expand(shape)
 
 
 def savable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it was made in inference mode: autograd does not save those."""
+    """Returns the tensor, or a copy of an inference tensor, which autograd cannot save."""
     if torch.compiler.is_compiling() or not tensor.is_inference():
         return tensor
     return tensor if torch.is_inference_mode_enabled() else tensor.clone()

@@ -88,7 +88,7 @@ def _are_few(input: Tensor, rows: int) -> bool:
         return input.shape[0] <= rows
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return guard_or_false(input.shape[0] <= rows)  # False for a data-dependent number of rows
+    return guard_or_false(input.shape[0] <= rows)  # false if the number of rows is data-dependent
 
 
 def recomputed_losses(arguments: LinearCrossEntropyArguments) -> Tensor:
@@ -139,7 +139,7 @@ class _InParts(torch.autograd.Function):
         wants = ctx.needs_input_grad[3:6]
         primals = (input, weight, bias)
         rest = (target, ctx.ignore_index, ctx.label_smoothing)
-        # is_grads_batched=True makes legacy batches.
+        # is_grads_batched=True uses PyTorch's legacy vmap, with other wrappers.
         is_batched = not torch.compiler.is_compiling() and (
             in_torch_func() or is_legacy_batched(grad)
         )

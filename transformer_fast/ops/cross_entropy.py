@@ -23,33 +23,33 @@ from .chunked_loss import chunked_gradients, recomputed_losses
 from .operator import Operator, Rule
 
 _OPTIONS = "int ignore_index, float label_smoothing"
-# known: statistics saved for the backward, two float32 per row.
-_TENSORS = "input:...c target:... grad:... known:...2"
+# statistics: (..., 2) float32, saved for the backward.
+_TENSORS = "input:...c target:... grad:... statistics:...2"
 FORWARD = Operator(
-    f"cross_entropy(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    f"cross_entropy(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor losses, Tensor statistics)",
     Rule(_TENSORS, "...:float32 ...2:float32", by="."),
 )
 BACKWARD = Operator(
-    "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,"
+    "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor statistics,"
     f" {_OPTIONS}) -> Tensor",
     Rule(_TENSORS, "@input/planes", by="."),
 )
 _LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
-_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r known:r2"
+_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r statistics:r2"
 _WANTS = "bool want_input, bool want_weight, bool want_bias"
 _GRADIENTS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
-# Of those that make gradients: logits are worked out, again or once.
+# For the operators that return gradients: they also compute the logits.
 _PRODUCTS = "rci rci?want_input rci?want_weight"
 LINEAR_FORWARD = Operator(
-    f"linear_cross_entropy({_LINEAR}, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    f"linear_cross_entropy({_LINEAR}, {_OPTIONS}) -> (Tensor losses, Tensor statistics)",
     Rule(_LINEAR_TENSORS, "r r2", by="r", products="rci"),
 )
 LINEAR_BACKWARD = Operator(
-    f"linear_cross_entropy_backward(Tensor grad, {_LINEAR}, Tensor known, {_OPTIONS}, {_WANTS})"
+    f"linear_cross_entropy_backward(Tensor grad, {_LINEAR}, Tensor statistics, {_OPTIONS}, {_WANTS})"
     f" -> ({_GRADIENTS})",
     Rule(_LINEAR_TENSORS, "ri?want_input ci?want_weight c?want_bias", by="r", products=_PRODUCTS),
 )
-# Losses, and the gradients of sum over rows of grad (1 without it) * loss.
+# The losses, and the gradients of sum(grad * losses); without grad, of sum(losses).
 LINEAR_GRADIENTS = Operator(
     f"linear_cross_entropy_gradients(Tensor? grad, {_LINEAR}, SymInt part_rows, {_OPTIONS},"
     f" {_WANTS}) -> (Tensor losses, {_GRADIENTS})",
@@ -104,7 +104,7 @@ def linear_cross_entropy_on(backend: str) -> Callable[[LinearCrossEntropyArgumen
 
 
 class LossFunction(Function):
-    """Losses of logits; with a weight of those of a linear map."""
+    """Losses of logits: the input, or with a weight the result of a linear layer."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -118,22 +118,22 @@ class LossFunction(Function):
         label_smoothing: float,
     ) -> Tensor:
         if weight is None:
-            losses, known = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
+            losses, statistics = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
         else:
-            losses, known = LINEAR_FORWARD.of[backend](
+            losses, statistics = LINEAR_FORWARD.of[backend](
                 input, weight, bias, target, ignore_index, label_smoothing
             )
         ctx.backend = backend
         ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight, bias, target, known)
+        ctx.save_for_backward(input, weight, bias, target, statistics)
         return losses  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return gradients_of(ctx)
-        input, weight, bias, target, known = ctx.saved_tensors
+        input, weight, bias, target, statistics = ctx.saved_tensors
         wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
         if differentiates_again():
 
@@ -144,11 +144,11 @@ class LossFunction(Function):
 
             found = vjp(formula, (input, weight, bias), wants, (grad,))
         elif weight is None:
-            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, known, *options)
+            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, statistics, *options)
             found = [dinput, None, None]
         else:
             found = gradients(
-                LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,
+                LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, statistics,
                 *options, *wants,
             )  # fmt: skip
         return gradients_of(ctx, None, *mask_unwanted(wants, found))

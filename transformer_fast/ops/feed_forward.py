@@ -24,8 +24,8 @@ from .autograd import (
 from .linear import CODES, products, total
 from .operator import Operator, Rule
 
-# ``kept``, if ``keep``: what the activation was applied to, or anything else that the backward wants to
-# know. What is not wanted comes back empty. ``packed1``, ``packed2``: as in `linear`.
+# ``kept``: saved for backward if ``keep``, see `_KEEP_PREACTIVATION`. Results that are not
+# requested are empty. ``packed1``, ``packed2``: as in `linear`.
 _TENSORS = "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o kept:...f"
 _RULE = Rule(_TENSORS, "...o", ".of", ".mf .fo")
 INFERENCE = Operator(
@@ -58,8 +58,8 @@ BACKWARD = Operator(
         despite_dropout="o",
     ),
 )
-#: Backends whose ``kept`` is the preactivation; others keep the hidden units of relu, which tell its
-#: derivative.
+#: Backends whose ``kept`` is the preactivation; others keep the hidden units of relu, from which
+#: its derivative follows.
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 
@@ -92,7 +92,7 @@ class FeedForwardFunction(Function):
         need_input, need_weight1, need_bias1 = ctx.needs_input_grad[1:4]
         through = need_input or need_weight1 or need_bias1
         compiling = torch.compiler.is_compiling()
-        # A second derivative makes the preactivation once more where it is not what was kept.
+        # A second derivative recomputes the preactivation if ``kept`` is something else.
         ctx.makes = not (compiling or backend in _KEEP_PREACTIVATION)
         if compiling or ctx.makes:
             ctx.mark_non_differentiable(kept)
@@ -110,9 +110,10 @@ class FeedForwardFunction(Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor | None, grad_kept: Tensor | None
     ) -> tuple[Any, ...]:
-        """``grad_kept`` comes of a second derivative only: nobody else sees that result."""
+        """``grad_kept`` is None except in a second derivative: the result is not returned to
+        users."""
         if grad_kept is not None and torch.compiler.is_compiling():
-            grad_kept = None  # zeros
+            grad_kept = None  # always zeros here
         if grad is None and grad_kept is None:
             return gradients_of(ctx)
         wants = ctx.needs_input_grad[1:6]
@@ -149,7 +150,7 @@ def _by_formula(
             hidden = dropout(activate(z, ctx.activation), ctx.dropout_p, seed)
             return F.linear(hidden, weight2)
 
-        if weight2 is None:  # its gradient does not depend on it
+        if weight2 is None:  # not saved: its gradient does not depend on its values
             weight2 = grad.new_zeros((grad.shape[-1], z.shape[-1]))
         if through or wants[3]:
             dz, dweight2 = vjp(rest, (z, weight2), (through, wants[3]), (grad,))

@@ -10,8 +10,8 @@ from .arguments import Int8FeedForwardArguments, Int8LinearArguments
 from .linear import CODES
 from .operator import Operator, Rule
 
-# A row's scale depends on all of its values, so inner dimensions cannot be cut. ``packed``: the
-# backend's own copy of a weight, which its operators without it look up.
+# A row's scale depends on all of its values, so inner dimensions cannot be sharded. ``packed``: the
+# backend's packed copy of a weight; operators without this argument look it up.
 _LINEAR = Rule("input:...i weight:oi scale:o bias:o residual:...o", "...o", ".o", ".oi")
 LINEAR = Operator(
     "int8_linear(Tensor input, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual,"

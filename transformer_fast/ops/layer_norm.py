@@ -23,10 +23,10 @@ from .autograd import (
 )
 from .operator import Operator, Rule
 
-# ``dims``: how many trailing dimensions are normalised together. ``kind``: index in `_FORMULAS`.
-# mean and rstd: what is subtracted and multiplied by, float32, of the other dimensions. ``source``: what
-# was normalised; ``want_input``: the gradient behind the dropout, without which it is that of source.
-# What is not wanted comes back empty.
+# ``dims``: number of trailing dimensions that are normalised. ``kind``: index in `_FORMULAS`. mean,
+# rstd: float32, one value per normalised slice. ``source``: the tensor that was normalised.
+# ``want_input``: the gradient of the dropout's input; without dropout it equals grad_source.
+# Results that are not requested are empty.
 _PARAMETERS = "Tensor? weight, Tensor? bias, int dims, float eps, int kind"
 _TENSORS = "input:...* residual:...* grad:...* grad_sum:...* source:...* mean:... rstd:..."
 INFERENCE = Operator(
@@ -54,26 +54,27 @@ BACKWARD = Operator(
 )
 
 
-#: Kinds of norms, as the schemas have them: the codes of ``NormKind`` in csrc/cpu/ops/norm.
+#: Values of the operators' argument ``kind``: the codes of ``NormKind`` in csrc/cpu/ops/norm.
 LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
 
 
 class Norm(NamedTuple):
-    """A norm that is an op, and another, ``add_`` in front of its name, behind a residual connection."""
+    """A norm. There are two ops for it: ``<name>``, and ``add_<name>`` behind a residual
+    connection."""
 
     kind: int
-    #: PyTorch's own, with the same parameters.
+    #: PyTorch's function, with the same parameters.
     pytorch: Callable[..., Tensor]
     module: type[torch.nn.Module]
     has_bias: bool
 
 
-#: By op.
+#: Op -> norm.
 NORMS = {
     "layer_norm": Norm(LAYER, F.layer_norm, torch.nn.LayerNorm, True),
     "rms_norm": Norm(RMS, F.rms_norm, torch.nn.RMSNorm, False),
 }
-#: y of (source, normalized_shape, weight, bias, eps), by kind.
+#: Kind -> formula of the output, with arguments (source, normalized_shape, weight, bias, eps).
 _FORMULAS: tuple[Callable[..., Tensor], ...] = (
     reference.layer_norm,
     lambda x, shape, w, b, eps: reference.rms_norm(x, shape, w, eps),
@@ -120,7 +121,7 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
 
 
 class NormFunction(Function):
-    """A norm of input, or of residual + dropout(input), which is then a result, too."""
+    """Normalises input, or residual + dropout(input); this sum is then a second result."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -134,7 +135,8 @@ class NormFunction(Function):
         source = sum
         if residual is None:
             source = input if needs[1] or needs[3] else None
-        # The gradients of weight and bias need its dtype only, so that it may change before backward.
+        # The gradients of weight and bias need only the weight's dtype. It is not saved, so it may
+        # be changed in place before the backward.
         if weight is not None and not (needs[1] or needs[2]):
             weight = placeholder(weight, *weight.shape) if needs[3] or needs[4] else None
         ctx.save_for_backward(source, weight, mean, rstd, seed)
@@ -180,7 +182,7 @@ def _by_formula(
     ctx: Any, grad: Tensor, source: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
 ) -> list[Tensor | None]:
     shape = tuple(source.shape[-ctx.dims :])
-    # The gradients of weight and bias depend on neither.
+    # The gradients of weight and bias do not depend on their values.
     if wants[1] and weight is None:
         weight = grad.new_ones(shape)
     bias = grad.new_zeros(shape) if wants[2] else None

@@ -20,12 +20,13 @@ from .autograd import (
 )
 from .operator import Operator, Rule
 
-#: Numbers of activations: as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and Triton's
-#: arithmetic.py.
+#: Codes of activations, the same as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and
+#: Triton's arithmetic.py.
 CODES: dict[Any, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
-# ``keep``: the preactivation, which the backward of an activation asks for; else it comes back empty,
-# as does what is not wanted. ``packed``: the backend's own copy of weight, which its ``linear`` looks up.
+# ``keep``: True if the preactivation is saved for the backward of an activation. Results that are
+# not requested are empty. ``packed``: the backend's packed copy of the weight; operators without
+# this argument look it up.
 _TENSORS = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o"
 _RULE = Rule(_TENSORS, "...o", ".oi", ".oi", if_linear="i")
 INFERENCE = Operator(
@@ -98,9 +99,9 @@ class LinearFunction(Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor | None, grad_preactivation: Tensor | None
     ) -> tuple[Any, ...]:
-        """``grad_preactivation`` comes of a second derivative only: nobody else sees that result."""
+        """``grad_preactivation`` is None except in a second derivative: that result is internal."""
         if grad_preactivation is not None and torch.compiler.is_compiling():
-            grad_preactivation = None  # zeros
+            grad_preactivation = None  # always zeros here
         wants = ctx.needs_input_grad[1:4]
         residual = grad if ctx.needs_input_grad[5] else None
         if (grad is None and grad_preactivation is None) or not any(wants):
@@ -138,7 +139,7 @@ def total(grad: Tensor | None, other: Tensor | None) -> Tensor:
 def products(
     grad: Tensor, input: Tensor | None, weight: Tensor | None, wants: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias of a linear map, in plain PyTorch."""
+    """Returns the gradients of a linear layer's input, weight and bias, in plain PyTorch."""
     dinput = dweight = dbias = None
     if wants[0]:
         assert weight is not None
@@ -153,5 +154,5 @@ def products(
 
 def _rows(tensor: Tensor) -> Tensor:
     columns = tensor.shape[-1]
-    # reshape(-1, 0) would not know how many rows.
+    # The number of rows is ambiguous in reshape(-1, 0).
     return tensor.reshape(tensor.numel() // columns if columns else 0, columns)

@@ -1,10 +1,10 @@
-"""Operators of `torch.ops.transformer_fast`: their schemas, and what follows from the dimensions of
-their tensors: fake results for torch.compile and meta tensors, sharding for DTensor, and costs for
+"""Operators of `torch.ops.transformer_fast`: their schemas and rules. From the rules follow fake
+results for torch.compile and meta tensors, DTensor sharding, and FLOPs for
 torch.utils.flop_counter.
 
-A rule names the dimensions of an operator's tensors by letters, as einsum does, and says by which of
-them the work can be cut. Cut by a letter, a tensor that has it is sharded in that dimension. One that
-has not is replicated if it is an argument and, as a sum over the pieces, partial if it is a result.
+A rule names the dimensions of an operator's tensors by letters, like einsum, and lists the letters
+by which a call can be sharded. A tensor with that letter is then sharded in that dimension. An
+argument without it is replicated. A result without it is partial: a sum over the shards.
 """
 
 from __future__ import annotations
@@ -22,51 +22,53 @@ from ..reference.attention import empty_heads, empty_output
 
 
 class Rule(NamedTuple):
-    """What an operator's tensors are, and by what it may be cut.
+    """The dimensions of an operator's tensors, and those by which a call can be sharded.
 
-    ``...`` are the leading dimensions, which have digits for letters. ``*`` are dimensions without a
-    letter, a digit one of that size; capital letters are dimensions that of packed sequences have the
-    size that they would have padded. Behind a tensor's dimensions may stand
+    ``...`` stands for the leading dimensions, whose letters are digits. ``*`` stands for dimensions
+    without a letter, a digit for a dimension of that size without a letter. A capital letter is a
+    dimension that packed sequences lack; its size is then that of the padded tensor. Suffixes of a
+    tensor's dimensions:
 
-        +x   added to the result: partial where the work is cut by x
-        =x   not summed over x: replicated where the work is cut by x
+        +x   added to the result: partial if the call is sharded by x
+        =x   not summed over x: replicated if the call is sharded by x
 
-    and behind those of a result
+    Further suffixes of a result's dimensions:
 
-        /x   the order of the dimensions in memory, if it is another; ``attention``: the memory of
+        /x   order of the dimensions in memory, if it differs; ``attention``: that of
              `reference.attention.empty_output`; ``planes``: that of `_empty_planes`
-        :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider;
-             ``@name``: that of this argument, if it is there
-        ?a   it is there if the argument ``a`` is (or is True), and else empty
+        :d   dtype, if not the first tensor's; ``wide``: that one, but at least float32;
+             ``@name``: that of this argument, if given
+        ?a   empty unless the argument ``a`` is given (or is True)
     """
 
-    #: ``name:dimensions`` of each argument that is not replicated always; of an integer the dimension
-    #: whose size it is.
+    #: ``name:dimensions`` of each argument that can be sharded; for an integer, the dimension whose
+    #: size it is.
     arguments: str
-    #: ``dimensions`` of each result; ``@name``: those of that argument, with ``/`` in its memory order.
+    #: ``dimensions`` of each result; ``@name``: those of that argument; with ``/`` its strides,
+    #: too.
     results: str
-    #: Letters; ``.`` stands for all leading dimensions.
+    #: The letters by which a call can be sharded; ``.`` stands for all leading dimensions.
     by: str
-    #: Products of matrices: the letters they run over, two operations each; ``?a`` as above.
+    #: The letters that each matrix product iterates over (2 FLOPs per element); ``?a`` as above.
     products: str = ""
-    #: Of ``by``, what is no obstacle to dropout, whose pattern depends on the position.
+    #: The letters of ``by`` that also allow dropout, whose pattern depends on the position.
     despite_dropout: str = ""
-    #: Of ``by``, what needs the map to be linear: to have no activation.
+    #: The letters of ``by`` that require a call without activation.
     if_linear: str = ""
 
 
-#: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
-#: weights and memory are of one process.
+#: Operators without DTensor support: whole layers and decoding steps require plain tensors, and
+#: packed weights and uninitialized memory belong to one process.
 LOCAL = frozenset({"layers", "decode_stack", "pack_weight", "uninitialized"})
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
-    """Whether the call is attention of packed sequences."""
+    """True if the call is attention of packed sequences."""
     return given.get("query_lengths") is not None and bool(given["longest_queries"] >= 0)
 
 
 class _Tensor(NamedTuple):
-    """One tensor of a rule: a letter for each dimension, or None."""
+    """A tensor of a rule: each dimension's letter, or None."""
 
     letters: tuple[str | None, ...]
     partial: str = ""
@@ -83,7 +85,7 @@ class _Tensor(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A token of `Rule.results`."""
+    """One result, parsed from a token of `Rule.results`."""
 
     dims: str
     like: str
@@ -105,7 +107,7 @@ def _result(token: str) -> _Result:
 
 
 def _lead(rule: Rule, given: dict[str, Any]) -> int:
-    """How many leading dimensions there are."""
+    """Returns the number of leading dimensions."""
     for token in rule.arguments.split():
         name, _, dims = token.partition(":")
         if given.get(name) is None or not dims.startswith("..."):
@@ -129,7 +131,7 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
 
 
 def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
-    """The letters by which this call may be cut."""
+    """Yields the letters by which this call can be sharded."""
     drops = given.get("dropout_p", given.get("p", 0.0)) > 0.0
     linear = given.get("activation") in (0, None)
     leading = map(str, range(lead)) if "." in rule.by else ()
@@ -137,7 +139,7 @@ def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
         if letter == "0" and lead == 0:
             continue
         if _is_packed(given) and letter != "h":
-            continue  # packed sequences lie in one tensor
+            continue  # all packed sequences share one dimension
         if (linear or letter not in rule.if_linear) and (
             not drops or letter in rule.despite_dropout
         ):
@@ -145,12 +147,12 @@ def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
 
 
 def _letters(rule: Rule, given: dict[str, Any]) -> tuple[dict[str, _Tensor], dict[str, set[int]]]:
-    """The tensors among a call's arguments, and the sizes that each letter has in them."""
+    """Returns the tensor arguments by name, and the sizes of each letter's dimensions."""
     lead = _lead(rule, given)
     tensors = {n: _Tensor((None,) * len(t.shape)) for n, t in given.items() if hasattr(t, "shape")}
     for token in rule.arguments.split():
         name, _, dims = token.partition(":")
-        # What was not kept is there as an empty tensor of one dimension.
+        # A tensor that was not saved for backward is passed as an empty 1-D tensor.
         if name in tensors and ("..." not in dims or tuple(given[name].shape) != (0,) or lead == 0):
             tensors[name] = _tensor(dims, lead, given[name].shape)
     sizes: dict[str, set[int]] = {}
@@ -162,16 +164,16 @@ def _letters(rule: Rule, given: dict[str, Any]) -> tuple[dict[str, _Tensor], dic
 
 
 def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
-    """For each way to cut a call the placements of its results and of its arguments.
+    """Returns, for each way to shard a call, the placements of its results and arguments.
 
-    ``given`` has the arguments by name; of tensors shape and mesh are asked.
+    ``given``: the arguments by name; only shape and mesh of tensors are used.
     """
     from torch.distributed.tensor import Replicate
 
     lead = _lead(rule, given)
     tensors, sizes = _letters(rule, given)
     processes = math.prod(next(given[name].mesh for name in tensors).shape)
-    # A dimension of size 1 beside a larger one is broadcast: such a tensor does without it.
+    # A dimension of size 1 is broadcast if another tensor's is larger; it cannot be sharded.
     for name, tensor in tensors.items():
         letters = tuple(
             None if letter is not None and size == 1 and max(sizes[letter]) > 1 else letter
@@ -192,7 +194,7 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
     ]
     for letter in _cuts(rule, given, lead):
         lengths = sizes.get(letter, set()) - {1}
-        # Groups of heads stay together only if both kinds of heads can be cut evenly.
+        # Groups of heads stay on one device only if query heads and key heads both divide evenly.
         if len(lengths) > 1 and any(size % processes for size in lengths):
             continue
         ways.append(
@@ -205,9 +207,9 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
 
 
 def flops(rule: Rule, given: dict[str, Any]) -> int:
-    """Of a call's products, as torch counts those of its own operators."""
+    """Returns the FLOPs of a call's products, in the convention of torch.utils.flop_counter."""
     _, sizes = _letters(rule, given)
-    if _is_packed(given):  # as if they were padded
+    if _is_packed(given):  # counted as if they were padded
         sizes["b"] = {given["key_lengths"].shape[0] - 1}
         sizes["t"], sizes["s"] = {given["longest_queries"]}, {given["longest_keys"]}
     leading = math.prod(given["input"].shape[: _lead(rule, given)]) if "input" in given else 1
@@ -220,14 +222,15 @@ def flops(rule: Rule, given: dict[str, Any]) -> int:
 
 
 def _empty_planes(like: Tensor) -> Tensor:
-    """Of shape (rows, C) or (N, rows, C); classes are planes in memory if those of ``like`` are."""
+    """Returns an uninitialised tensor (rows, C) or (N, rows, C), with the dimension order of
+    ``like`` in memory."""
     if like.dim() == 3 and like.stride(1) < like.stride(2):
         return like.new_empty(like.mT.shape).mT
     return like.new_empty(like.shape)
 
 
 def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
-    """Tensors of the shapes, strides and dtypes of the results of a call with these arguments."""
+    """Returns tensors with the shapes, strides and dtypes of the call's results."""
     lead = _lead(rule, given)
     first: Tensor | None = None
     sizes: dict[str, Any] = {}
@@ -237,7 +240,7 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
         if isinstance(value, Tensor):
             first = value if first is None else first
             letters = _tensor(dims, lead, value.shape).letters
-            if len(letters) != value.dim():  # one that was not kept
+            if len(letters) != value.dim():  # one that was not saved for backward
                 continue
             for letter, size in zip(letters, value.shape, strict=True):
                 sizes.setdefault(letter or "", size)
@@ -311,19 +314,19 @@ _library = torch.library.Library("transformer_fast", "FRAGMENT")
 
 
 class Operator:
-    """One operator for all backends that have kernels for it, each an overload of the same schema:
+    """An operator, with one overload of the same schema for each backend that has kernels for it:
     ``torch.ops.transformer_fast.<name>.<backend>``."""
 
     def __init__(self, schema: str, rule: Rule) -> None:
         self.name, _, self._arguments = schema.partition("(")
         self.rule = rule
-        #: What calls it, by backend.
+        #: Backend -> function that runs the operator.
         self.of: dict[str, Callable[..., Any]] = {}
         self.overloads: list[Any] = []
         OPERATORS[self.name] = self
 
     def define(self, backend: str) -> Any:
-        """Add the overload of a backend, which implements it itself, here or in C++."""
+        """Adds the overload of a backend, which registers its implementation in Python or C++."""
         _library.define(f"{self.name}.{backend}({self._arguments}")
         overload = getattr(getattr(torch.ops.transformer_fast, self.name), backend)
         register_fake(overload, self.rule)
@@ -334,16 +337,16 @@ class Operator:
 
 OPERATORS: dict[str, Operator] = {}
 
-# What no function of `functional` stands for: parts of modules and of generation.
+# Operators without a function in `functional`: parts of modules and of generation.
 DROPOUT = Operator(
     "dropout(Tensor input, float p, Tensor? seed) -> Tensor", Rule("input:...", "...", ".")
 )
-#: Of a table of so many rows, from the gradient of the rows looked up.
+#: Gradient of an embedding table with ``rows`` rows, from the gradient of the looked-up rows.
 EMBEDDING_BACKWARD = Operator(
     "embedding_backward(Tensor grad, Tensor tokens, int rows, int padding) -> Tensor",
     Rule("grad:...m tokens:... rows:v", "vm", ".m"),
 )
-#: The place of each row's largest value, the first of equals.
+#: Index of each row's largest value; the first of equal ones.
 ARGMAX = Operator("argmax(Tensor input) -> Tensor", Rule("input:rc", "r:int64", "r"))
 
 
@@ -352,7 +355,7 @@ def _strategy(operator: Any, rule: Rule) -> Callable[..., Any]:
 
 
 def _all() -> Iterator[tuple[Any, Rule]]:
-    """The operators that exist, each overload by itself, and their rules."""
+    """Yields every overload, with its operator's rule."""
     for one in OPERATORS.values():
         yield from ((overload, one.rule) for overload in one.overloads)
 
@@ -364,7 +367,7 @@ def _register_sharding(module: ModuleType) -> None:
     schemas = module.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for operator, rule in _all():
         register_sharding(operator)(_strategy(operator, rule))
-        # What was found for a call holds for calls with the same numbers and flags only.
+        # Sharding decisions are cached for calls with the same numbers and flags only.
         schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
 
 
@@ -382,7 +385,7 @@ def _layers_flops(
         kind = kinds[number % len(kinds)]
         own = first.numel() if kind != 1 else width * width
         total += 2 * sum(lengths) * (own + second.numel())
-        if kind == 1:  # keys and values of the memory
+        if kind == 1:  # projection of the memory to keys and values
             total += 4 * sum(keys) * width * width
         if kind != 2:
             seen = lengths if kind == 0 else keys
@@ -428,7 +431,8 @@ def _register_flops(module: ModuleType) -> None:
 
 
 def register_rules() -> None:
-    """Registers the rules of all operators with DTensor and the FLOP counter once they are imported."""
+    """Registers the rules of all operators with DTensor and the FLOP counter, once these are
+    imported."""
     if torch.distributed.is_available():
         when_imported("torch.distributed.tensor", _register_sharding)
     when_imported("torch.utils.flop_counter", _register_flops)
