@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import DTYPES, check_threads, same_bits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_fast import _native, explain, functional, reference, strict, use_backend
 from transformer_fast.backends import cpu_packing
@@ -168,6 +169,16 @@ def test_sums_are_exact_at_the_limits_of_8_bits(isa):
         assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
 
 
+def test_a_sum_of_zero_is_not_negative(isa):
+    """Products of 0 and a negative value, in rows and columns of zeros: integers have no -0."""
+    x = torch.tensor([[0.0], [-0.0], [1.0], [-1.0]])
+    weight = torch.tensor([[-3], [0]], dtype=torch.int8)
+    arguments = x, weight, torch.ones(2), None, None, None
+    for run in (int8_linear, reference.int8_linear):
+        found = run(*arguments)
+        assert not found[found == 0.0].signbit().any()
+
+
 def _shifted(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
     """A zero point that is off by one: each value differs by a step."""
     step = (x.amax(-1, keepdim=True).clamp(min=0) - x.amin(-1, keepdim=True).clamp(max=0)) / 254
@@ -250,6 +261,18 @@ def test_operators_pass_opcheck_and_compile_in_one_graph():
     assert same_bits(compiled(x), run(x))
 
 
+def test_weights_without_known_values_are_quantized():
+    """While compiling, of FakeTensors and on meta no value can be checked."""
+    weight = torch.randn(6, 5)
+    compiled = torch.compile(functional.quantize_weight, fullgraph=True, backend="eager")
+    values, scale = functional.quantize_weight(weight)
+    assert all(map(same_bits, compiled(weight), (values, scale)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = functional.quantize_weight(mode.from_tensor(weight))
+    for found in (fake, functional.quantize_weight(weight.to("meta"))):
+        assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (values, scale)]
+
+
 @needs_native
 def test_dispatch_explains_and_refuses():
     x, weight, scale, bias = drawn(5, 16, 12)
@@ -281,6 +304,12 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     yield "floating-point", ValueError, lambda: call(weight, weight, scale)
     yield "at least one dim", ValueError, lambda: call(x[0, 0], weight, scale)
     yield "restore", NotImplementedError, lambda: call(x.requires_grad_(), weight, scale)
+    plain = x.detach().clone()
+    yield (
+        "restore",
+        NotImplementedError,
+        lambda: torch.func.jvp(lambda x: call(x, weight, scale), (plain,), (plain,)),
+    )
     yield "must be finite", ValueError, lambda: functional.quantize_weight(x.detach() / 0.0)
     yield "must be a matrix", ValueError, lambda: functional.quantize_weight(bias)
     yield "floating-point", ValueError, lambda: functional.quantize_weight(weight)

@@ -131,8 +131,10 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
     Kernels have no rules for either; the reference, in plain PyTorch, has PyTorch's.
     """
-    if in_torch_func():
-        return True
+    return in_torch_func() or has_tangents(*tensors)
+
+
+def has_tangents(*tensors: Tensor | None) -> bool:
     return forward_ad._current_level >= 0 and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._context import has_tangents, values_are_known
 from ..dispatch import Call, make_call, run
 from ..ops.arguments import Int8FeedForwardArguments, Int8LinearArguments
 from ..ops.autograd import wants_grad
@@ -39,7 +40,8 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         ``nn.Parameter(values, requires_grad=False)`` the packed copy of values is kept between calls.
 
     Raises:
-        ValueError: the weight is not a floating-point matrix, or has NaN or infinity.
+        ValueError: the weight is not a floating-point matrix, or has NaN or infinity (values are not
+            looked at while tracing).
     """
     require_tensor("quantize_weight", "weight", 1, weight)
     require_floating("weight", weight)
@@ -48,7 +50,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
             f"weight must be a matrix (out_features, in_features), not of shape {list(weight.shape)}"
         )
     with torch.no_grad():
-        if not weight.to(torch.float32).isfinite().all():
+        if values_are_known(weight) and not weight.to(torch.float32).isfinite().all():
             raise ValueError("weight must be finite, and it has NaN or infinity")
         return reference.quantize_weight(weight)
 
@@ -189,7 +191,7 @@ def _require_tensors(function: str, **tensors: Any) -> None:
 
 
 def _require_no_gradients(function: str, *tensors: Tensor | None) -> None:
-    if wants_grad(*tensors):
+    if wants_grad(*tensors) or has_tangents(*tensors):
         raise NotImplementedError(
             f"{function} has no gradients: call it under torch.no_grad(), or train with the weights "
             "before quantize_weight, which transformer_fast.restore(model) brings back"

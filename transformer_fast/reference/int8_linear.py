@@ -74,8 +74,8 @@ def _linear(
 ) -> Tensor:
     """Returns the result before the residual in ``wide``, the dtype of all that follows the sums."""
     quantized, row_scale = _quantize_rows(input)
-    # fp64 holds the integer sums exactly, whatever their order.
-    sums = quantized.to(torch.float64) @ weight.to(torch.float64).t()
+    # fp64 holds the integer sums exactly, whatever their order; adding 0 makes -0 the integer 0.
+    sums = quantized.to(torch.float64) @ weight.to(torch.float64).t() + 0.0
     y = sums.to(wide) * scale.to(wide) * row_scale.to(wide)
     return activate(y if bias is None else y + bias.to(wide), activation)
 
