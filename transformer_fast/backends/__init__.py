@@ -6,4 +6,4 @@ from .triton import warm
 
 __all__ = ["call_cache", "cpu", "cpu_blocks", "cuda", "reference", "torch", "triton", "warm"]
 
-_operator.register_rules()  # now that all backends have defined their operators
+_operator.register_rules()  # after all backends have defined their operators

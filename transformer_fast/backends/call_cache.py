@@ -116,7 +116,7 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
                 if follows and value.requires_grad:
                     add("grad")
             elif kind in _CONSTANT:
-                # 1 and 1.0 are equal, but select different variants.
+                # 1 and 1.0 compare equal, but select different variants.
                 parts += (kind, value)
             elif kind is tuple or kind is list or kind is torch.Size:
                 for one in value:

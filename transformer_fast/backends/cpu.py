@@ -37,7 +37,7 @@ def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
-    # The size depends on the instruction set; no traced program asks for it.
+    # The size depends on the instruction set. Traced programs never contain this operator.
     raise NotImplementedError("weights are packed outside traced programs")
 
 
@@ -65,7 +65,7 @@ def _refuse_int8_depth(call: Call) -> str | None:
 def _few(
     dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
 ) -> PreferLater:
-    """A step of training with few rows for so many weights: PyTorch's product takes less time.
+    """Training with few rows and at least ``weights`` weights, where PyTorch's product is faster.
 
     A step changes the weights that it multiplies by, so the kernels pack them each time, which few
     rows do not pay for. Calls without gradients find copies that are kept.
@@ -96,11 +96,11 @@ def _is_intel() -> bool:
     return _native.module is not None and _native.module.is_intel()
 
 
-#: A dozen rows of fp32 read weights as they are. MKL has AVX-512 on Intel's CPUs only; on others it
-#: takes up to five times as long as the kernels.
+#: The lower bound is 16 because kernels read fp32 weights unpacked for a dozen rows. MKL has
+#: AVX-512 on Intel's CPUs only; on others it takes up to five times as long as the kernels.
 _FEW_FLOATS = (_few(torch.float32, range(16, 129), 1),) if _is_intel() else ()
-#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two; of AVX-512-BF16
-#: with 1 to 256 rows and 2^17 to 2^24 weights, with two.
+#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads. AVX-512-BF16: 1
+#: to 256 rows and 2^17 to 2^24 weights, two threads.
 _PREFER_LATER = {
     "linear": (
         *_FEW_FLOATS,
@@ -117,7 +117,7 @@ _PREFER_LATER = {
 
 
 def register_kernel(kernel: Kernel) -> None:
-    """Registers a kernel with the limits that those of this backend have in common."""
+    """Registers a kernel with the limits that all kernels of this backend share."""
     others = _PREFER_LATER.get(kernel.op, ())
     fast_path.LIMITED[kernel.op] = frozenset().union(*(limit.dtypes for limit in others))
     register(

@@ -21,7 +21,8 @@ from ..ops.operator import ARGMAX, EMBEDDING_BACKWARD
 from .cpu import register_kernel
 from .cpu_packing import PackedWeights
 
-#: Cross-attention takes queries and keys from parts of one packed weight, cut between panels.
+#: Width of a panel of packed weights. Cross-attention splits one packed weight into the parts of
+#: queries and keys, which is possible only between panels.
 _PANEL = 32
 
 
@@ -40,7 +41,7 @@ def _refuse_layer(call: Call) -> str | None:
     return _refuse(call)
 
 
-#: Of the first layer of those in a call: the packed copies of all their weights.
+#: Packed weights of a layer stack, keyed by its first layer.
 _packed: weakref.WeakKeyDictionary[torch.nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
 
 
@@ -62,10 +63,10 @@ def layers(
     starts: Tensor | None = None,
     memory_starts: Tensor | None = None,
 ) -> Tensor:
-    """One sub-layer after the other: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
+    """Runs sub-layers in order: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
-        owner: what packed copies of the weights are remembered by, as long as it lives.
+        owner: key of the cached packed weights, held weakly.
         kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``.
         parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
             maps of attention are those of queries, keys and values, (3 M, M), and of the output,
@@ -90,14 +91,14 @@ def layers(
 
 
 def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are packed, two of each sub-layer's six parameters."""
+    """Returns the parameters that are packed: two of each sub-layer's six."""
     weights: list[Any] = [None] * (len(parameters) // 3)
     weights[0::2], weights[1::2] = parameters[0::6], parameters[2::6]
     return weights
 
 
 class DecodeStack:
-    """A step of decoding through all layers of a stack, in one call.
+    """Runs one decoding step through all layers of a stack, in one call.
 
     Args:
         parameters: of each layer's self-attention, attention to the memory (in all layers or in
@@ -132,7 +133,7 @@ class DecodeStack:
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
 
     def __call__(self, input: Tensor, cache: Tensor, start: int) -> Tensor:
-        """(R * T, M) -> (R * T, M): T new tokens of each of R sequences.
+        """Maps (R * T, M) to (R * T, M): T new tokens of each of R sequences.
 
         Their keys and values are written to ``cache`` (layers, 2, R, H, places, D) from ``start``
         on, and everything before them is seen, causally. Several tokens of a sequence must be its

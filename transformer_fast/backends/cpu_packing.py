@@ -5,20 +5,20 @@ for calls without gradients the packed copy of an `nn.Parameter` (or of a view o
 used until the parameter changes (`Snapshot`): by an in-place update or ``load_state_dict``, by
 ``.to()``, assignment to ``.data`` or deletion.
 
-Writes that PyTorch does not see (through ``.data``, NumPy, another tensor on the same memory, shared
-memory) are found by a fingerprint (``csrc/cpu/gemm/fingerprint.h``): every call compares something of
-every row and of every column, each call something else, and calls of 1,024 rows or more everything.
-So a row or a column that is written is found at once, and a single element after some calls. `forget`
-drops copies. A copy that is found to be stale is packed anew.
+Writes that PyTorch does not track (through ``.data``, NumPy, another tensor on the same memory,
+shared memory) are detected by a fingerprint (``csrc/cpu/gemm/fingerprint.h``). Every call compares
+a sample of each row and of each column, another sample each time; calls of 1,024 rows or more
+compare everything. So a changed row or column is detected at once, and a single element after some
+calls. A stale copy is packed again. `forget` drops copies.
 
 On CPUs with AMX, products of 144 rows or more read another copy, in which each weight is three
 bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
 
-At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept. Beyond that, a weight's copy replaces
-those that were not used since the weight was last asked for: of a model that is too large as a whole,
-some copies stay and the rest is packed in each call.
+At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept. Beyond that, a weight's copy
+replaces those that were not used since the weight's last request: of a model that is too large as a
+whole, some copies stay and the rest is packed in each call.
 
-There is no lock: a process that is forked while a thread packs finds none held.
+There is no lock, so that a process forked while a thread packs cannot deadlock.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
 class Snapshot:
-    """The state of a tensor in CPU memory from which something was computed.
+    """The state of a CPU tensor, to detect later changes of it.
 
-    The tensor is not empty and has no gaps within a row or a column.
+    The tensor must not be empty, and must have no gaps within a row or a column.
 
-    Writes that PyTorch sees change its version counter, and ``.to()``, assignment to ``.data`` and
-    deletion leave its memory: a weak reference to its storage, since one to the tensor would keep
-    ``torch.utils.swap_tensors`` from working. `all_hold` of the native module
-    finds the others.
+    Writes that PyTorch tracks change its version counter. ``.to()``, assignment to ``.data`` and
+    deletion free its memory, which a weak reference to the storage detects; one to the tensor would
+    break ``torch.utils.swap_tensors``. `all_hold` of the native module detects other writes.
     """
 
     __slots__ = ("address", "alive", "fingerprint", "shape", "storage", "version")
@@ -62,7 +61,7 @@ class Snapshot:
     def __init__(
         self, tensor: Tensor, owner: Tensor, when_freed: Callable[[Any], None] | None = None
     ) -> None:
-        """``owner``: of which the tensor is a view, or itself."""
+        """``owner``: the tensor that ``tensor`` is a view of, or itself."""
         self.version = owner._version
         self.address = tensor.data_ptr()
         self.shape = tensor.shape
@@ -71,9 +70,9 @@ class Snapshot:
         self.fingerprint = _fingerprint(tensor)
 
     def is_of(self, tensor: Tensor, owner: Tensor) -> bool:
-        """Whether nothing that PyTorch sees has changed.
+        """True if PyTorch tracked no change.
 
-        As long as there is its storage, memory at the same address is the same.
+        While the storage exists, the same address is the same memory.
         """
         return (
             self.alive
@@ -83,8 +82,9 @@ class Snapshot:
         )
 
     def is_unchanged(self, tensor: Tensor, rows: int) -> bool:
-        """Whether nothing has changed, for work on so many rows."""
-        assert _native.module is not None  # or no kernel would ask
+        """True if the tensor has not changed; the check is the more thorough, the more ``rows`` the
+        caller computes."""
+        assert _native.module is not None  # only its kernels call this
         return (
             self.storage() is not None
             and self.is_of(tensor, tensor)
@@ -98,20 +98,20 @@ class _Entry(Snapshot):
     __slots__ = ("packed", "used")
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor, owner: Tensor, rows: int) -> None:
-        # The state before packing: a write in the meantime must not pass for the packed state.
+        # Recorded before packing, so that a concurrent write makes the copy stale.
         super().__init__(weight, owner, lambda _: _drop(key))
         self.used = 0
-        #: None once the copy is dropped, and the state no longer ``alive``.
+        #: None after the copy was dropped; ``alive`` is then False.
         self.packed: Tensor | None = torch.ops.transformer_fast.pack_weight.cpu(
             weight.detach(), rows
         )
 
 
 def _fingerprint(tensor: Tensor) -> Any:
-    assert _native.module is not None  # or no kernel would ask
+    assert _native.module is not None  # only its kernels call this
     matrix = tensor
     if tensor.dim() != 2:
-        # As many rows as each call is to read a part of.
+        # At least 256 rows if there are as many: each call reads a part of every row.
         rows = 1
         for size in tensor.shape[:-1]:
             if rows >= 256:
@@ -128,24 +128,24 @@ def _fingerprint(tensor: Tensor) -> Any:
 
 _FINGERPRINT = attrgetter("fingerprint")
 
-# All that is done with these are single operations of a dict.
+# Thread-safe without a lock: all accesses are single dict operations.
 _entries: dict[tuple[Any, ...], _Entry] = {}
-#: When weights were last asked for of which no copy was kept, because there was no room.
+#: Weights that did not fit the cache -> the `_clock` of their last request.
 _refused: dict[tuple[Any, ...], int] = {}
 _MOST_REFUSED = 4096
-#: The time: how often copies were asked for.
+#: Logical time: counts requests of copies.
 _clock = itertools.count(1)
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
-    """The packed copy of a parameter for products of so many rows.
+    """Returns the packed copy of a parameter for products with ``rows`` rows.
 
-    None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
+    None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    assert _native.module is not None  # or no kernel would ask
-    # So few rows are multiplied that reading the weight as it is takes no longer, row by row.
+    assert _native.module is not None  # only its kernels call this
+    # With so few rows the kernel is as fast with the unpacked weight.
     if (
         weight.dtype != torch.int8
         and weight.stride(1) == 1
@@ -202,9 +202,9 @@ def _int8_feed_forward(
 
 
 def implement_packed() -> None:
-    """Implement the operators without packed copies, which look them up when they run.
+    """Implements the operators without the argument ``packed`` by a look-up of the packed copies.
 
-    So a compiled program finds them, too. Calls that are not recorded need no operator for that.
+    So compiled programs use them, too. Calls that are not recorded skip the operator.
     """
     for operator, function in (
         (LINEAR, _linear),
@@ -219,31 +219,30 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
     torch.library.impl(operator.name(), "cpu", function)
 
     def run(*arguments: Any) -> Tensor:
-        # A packed copy would become a constant of the program.
+        # If recorded, the packed copy would become a constant of the program.
         return operator(*arguments) if is_recorded() else function(*arguments)  # type: ignore[no-any-return]
 
     return run
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
-    assert _native.module is not None  # or no kernel would ask
+    assert _native.module is not None  # only its kernels call this
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
 def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry | None:
-    """The copy that is kept, which is the weight as it is now; packed now if need be.
+    """Returns the cached copy if it is up to date, else packs the weight; None if not possible.
 
-    ``owner``: what the weight is a view of; None: what the weight says.
+    ``owner``: the tensor that the weight is a view of; None: its ``_base``.
     """
     if owner is None:
         owner = weight if weight._base is None else weight._base
         if memory.program.parameters and type(owner) is Tensor:
             found = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
-            # Parameters that share their memory have versions of their own.
+            # Parameters that share memory have separate version counters.
             if 0 <= weight.data_ptr() - found.data_ptr() < found.nbytes:
                 owner = found
-    # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
-    # counter.
+    # DTensor parameters have no memory of their own, and inference tensors no version counter.
     if type(owner) is not torch.nn.Parameter or owner.is_inference():
         return None
     shape, stride = weight.shape, weight.stride()
@@ -269,7 +268,7 @@ def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry 
 
 def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> bool:
     """Reserves cache space for a packed copy, evicting older ones; False if it does not fit."""
-    # Whole panels, whichever instruction set is in use, and what stands behind them.
+    # An upper bound for all instruction sets: whole panels, and the padding after the last.
     n, k = (-(-size // 64) * 64 for size in weight.shape)
     # Without 8-bit dot products int8 takes 16 bits.
     element = 2 if weight.dtype == torch.int8 else weight.element_size()
@@ -302,24 +301,25 @@ def _size(entry: _Entry) -> int:
 
 
 class PackedWeights:
-    """`packed_weight` of the same weights again and again, at a tenth of its time.
+    """`packed_weight` for repeated calls with the same weights, in a tenth of its time.
 
-    For calls that need no gradients. It remembers copies, but it does not keep them.
+    For calls without gradients. Copies that the cache drops are not kept alive.
     """
 
     def __init__(self) -> None:
-        #: For each weight the copy that was kept at the last call. Threads find all of one time.
+        #: (pieces, entries): the copies of the last call. One tuple, so that other threads read a
+        #: consistent snapshot.
         self._last: tuple[bool, list[_Entry]] = (False, [])
 
     def __call__(
         self, weights: Sequence[Tensor], rows: int, owners: Sequence[Tensor] | None = None
     ) -> list[Tensor | None]:
-        """The packed copies; None stands for those that are not kept or not needed.
+        """Returns the packed copies; None for those that are not cached or not needed.
 
         ``owners``: the parameters that the weights are, or are views of, for calls that are not
         recorded, even while a program is compiled; None: the weights.
         """
-        assert _native.module is not None  # or no kernel would ask
+        assert _native.module is not None  # only its kernels call this
         direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
             if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):
@@ -330,7 +330,7 @@ class PackedWeights:
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
-            # Each step of a generator is a call.
+            # A loop: each step of a generator is a call, which is slower.
             for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
                 if not entry.is_of(weight, owner):
@@ -344,7 +344,7 @@ class PackedWeights:
         entries = list(
             map(_entry_of, weights, itertools.repeat(rows), owners or itertools.repeat(None))
         )
-        # Packing the others, or another thread, may have dropped some.
+        # Packing later weights, or another thread, may have dropped some copies.
         packed = [None if entry is None else entry.packed for entry in entries]
         kept = [entry for entry in entries if entry is not None and entry.packed is not None]
         self._last = (pieces, kept if len(kept) == len(weights) else [])
@@ -358,7 +358,7 @@ def _drop(key: tuple[Any, ...]) -> None:
 
 
 def forget(module: torch.nn.Module | None = None) -> None:
-    """Drop the packed copies of a module's weights, or all; the next call packs again."""
+    """Drops the packed copies of a module's weights, or all; the next call packs again."""
     owners = None if module is None else {id(parameter) for parameter in module.parameters()}
     for key in list(_entries):
         if owners is None or key[0] in owners:
@@ -366,7 +366,7 @@ def forget(module: torch.nn.Module | None = None) -> None:
 
 
 def held_bytes() -> int:
-    """Memory that packed copies take now."""
+    """Returns the size of all packed copies in bytes."""
     return sum(_size(entry) for entry in list(_entries.values()))
 
 

@@ -1,5 +1,5 @@
-"""CUDA C++ kernels for NVIDIA GPUs (``csrc/cuda``), where launches decide: short kernels whose host
-time from Python would be several times their own.
+"""CUDA C++ kernels for NVIDIA GPUs (``csrc/cuda``), for calls that are bound by launches: launching
+such short kernels from Python takes several times their own time.
 
 The operators are in a library of their own that is loaded only with a PyTorch that has CUDA
 (`_native.load_cuda`). Tests load one whose kernels were compiled for the CPU.
@@ -23,12 +23,12 @@ from .norms import norm_kernels
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.
 MAX_KEYS = 512
-#: Larger heads have no tiles.
+#: The kernels have no tiles for larger heads.
 MAX_HEAD = 128
 
 
 def define_operators() -> None:
-    """Of the library, which was loaded."""
+    """Defines the operators of the loaded library."""
     for name in ("attention", "layer_norm", "linear", "feed_forward"):
         OPERATORS[f"{name}_training"].define("cuda")
         OPERATORS[f"{name}_backward"].define("cuda")
@@ -50,7 +50,7 @@ def _refuse_attention(call: Call) -> str | None:
     if max(sizes) > MAX_HEAD:
         return f"it supports head sizes up to {MAX_HEAD}, and the call has {max(sizes)}"
     queries, keys = given.longest or (query.shape[-2], key.shape[-2])
-    # One query's keys are shared out among blocks.
+    # The decode kernel has no limit: it splits the keys of one query among blocks.
     decodes = queries == 1 and not (call.needs_grad or given.need_weights or given.dropout_p)
     if keys > MAX_KEYS and not decodes:
         return f"it supports up to {MAX_KEYS} keys, and the call has {keys}"
@@ -69,7 +69,7 @@ def _state() -> str:
 
 
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
-    """What is registered, for tensors on this kind of device."""
+    """Returns the kernels to register, for tensors on this type of device."""
     found = (
         *norm_kernels("cuda", ["layer_norm"]),
         Kernel(

@@ -13,7 +13,7 @@ from ..reference import ANNOTATED
 def norm_kernels(
     backend: str, ops: Collection[str] = NORMS, float_weights: bool = False, **limits: Any
 ) -> list[Kernel]:
-    """Returns the records of a backend whose operators have these norms, alone and behind a sum.
+    """Returns the kernel records of these norms, alone and behind a residual connection.
 
     Operators that have RMS norms have the Annotated Transformer's, too.
 

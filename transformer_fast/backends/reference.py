@@ -1,4 +1,4 @@
-"""The reference as a backend: takes every call."""
+"""The reference as a backend, which supports every call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..dispatch import OPS, VARIANTS, Kernel, register, unpacked
 from ..ops.chunked_loss import chunked_loss, register_losses
 
 register_losses("reference", unpacked(reference.linear), unpacked(reference.cross_entropy))
-#: Functions that differ from the specification's in how much memory they need.
+#: Replacements of reference functions that need less memory.
 _FUNCTIONS = {"linear_cross_entropy": partial(chunked_loss, "reference")}
 
 for _op in (*OPS, *VARIANTS):

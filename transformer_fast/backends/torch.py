@@ -1,4 +1,4 @@
-"""PyTorch's own fused ops, where they are the fastest thing that takes the call."""
+"""PyTorch's own fused ops, for calls on which they are the fastest."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..ops.layer_norm import NORMS
 from ..ops.operator import DROPOUT
 
-#: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
-#: the reference would be slower than PyTorch's ops.
+#: True without our CPU kernels. Then dropout patterns and NaN handling need not match theirs, and
+#: PyTorch's ops are faster than the reference.
 _ALONE = _native.module is None
 
-#: What the CPU's operator of dropout takes.
+#: Dtypes that the CPU operator of dropout supports.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _behind_sum(norm: Callable[..., Tensor]) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """Returns the op ``add_<norm>`` of a norm of PyTorch."""
+    """Returns a function for the op ``add_<norm>``, from PyTorch's norm."""
 
     def run(arguments: Any) -> tuple[Tensor, Tensor]:
         input, residual, *given, dropout_p, seed = arguments
@@ -45,10 +45,10 @@ def _behind_sum(norm: Callable[..., Tensor]) -> Callable[[Any], tuple[Tensor, Te
 
 
 def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Rows with nothing visible are zero, without asking the device whether there are any.
+    """Computes attention; fully masked rows become zero without a device synchronization.
 
-    Keys and values beyond ``key_lengths`` and behind a mask that is the same for all queries are
-    cleared. NaN in others may reach the queries that they are hidden from, as in PyTorch.
+    Keys and values that are masked for all queries, by ``key_lengths`` or the mask, are zeroed. NaN
+    in other masked keys may reach the results, as in PyTorch.
     """
     query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = arguments
     need_weights = arguments.need_weights
@@ -60,8 +60,8 @@ def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     only_padding = is_bool and (attn_mask is None or _is_padding(attn_mask, key))
     mask, blind = attn_mask, None
     if hidden is not None and only_padding:
-        # Finite, so that a query that sees nothing attends to keys and values that are zero, which
-        # gives zeros and no gradients. To others e^-1e30 is 0, and so is e^-60000.
+        # Finite, so that a fully masked query attends to zeroed keys and values, which gives zeros
+        # and no gradients. For other queries e^-1e30 is 0, and so is e^-60000.
         far = -6e4 if query.dtype == torch.float16 else -1e30
         mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, far)
         if is_causal:
@@ -69,8 +69,8 @@ def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
             mask, is_causal = mask + future, False
         blind = hidden if need_weights else None
     elif attn_mask is not None or (is_causal and need_weights):
-        # Such queries attend to everything first, so that no path of PyTorch's makes NaN of them on
-        # the way to gradients.
+        # Fully masked queries attend to all keys, and their results are zeroed afterwards: so no
+        # implementation of PyTorch produces NaN in the gradients.
         visible = reference.visible_places(query, key, attn_mask, key_lengths, is_causal)
         assert visible is not None
         seen = visible.any(dim=-1, keepdim=True)
@@ -84,8 +84,8 @@ def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         is_causal = False
     gqa = arguments.enable_gqa and bool(
         key.shape[-3] != query.shape[-3]
-    )  # a tensor in torch.jit.trace
-    if gqa and is_exporting():  # the TorchScript exporter of ONNX takes no grouped heads
+    )  # `bool`: shapes are tensors in torch.jit.trace
+    if gqa and is_exporting():  # the TorchScript ONNX exporter has no GQA
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
         gqa = False
@@ -105,14 +105,15 @@ attention = with_query_lengths(_attention)
 
 
 def _is_padding(mask: Tensor, key: Tensor) -> bool:
-    """Whether a mask is the same for all queries, and for the heads that share keys."""
+    """True if a mask is the same for all queries, and for the heads that share keys."""
     return mask.dim() == 4 and mask.shape[-2] == 1 and mask.shape[1] in (1, key.shape[1])
 
 
 def _padding(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None
 ) -> Tensor | None:
-    """Which keys are hidden from every query by such a mask or by lengths, (B, 1 or H, 1, S)."""
+    """Returns a bool (B, 1 or H, 1, S), True at keys that are masked for all queries; None: no
+    mask."""
     if attn_mask is not None and not _is_padding(attn_mask, key):
         attn_mask = None
     visible = reference.visible_places(query, key, attn_mask, key_lengths, False)
@@ -143,8 +144,9 @@ def _weights(
 
 
 def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """On CPU tensors the elements that the CPU kernels drop for this seed; without those, elsewhere, and
-    in exported programs, PyTorch's own dropout, which is one kernel and has its generator's pattern."""
+    """Applies dropout. On CPU tensors it drops the elements that the CPU kernels drop for this
+    seed. On other devices, in exported programs and without CPU kernels it is PyTorch's dropout,
+    which is one kernel and draws its pattern from PyTorch's generator."""
     if _ALONE or not input.is_cpu or is_exporting():
         return F.dropout(input, p)
     if 0.0 < p < 1.0 and input.dtype in _NATIVE:
@@ -155,8 +157,8 @@ def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
 def feed_forward(arguments: FeedForwardArguments) -> Tensor:
     input, weight1, bias1, weight2, bias2, activation, dropout_p, seed = arguments
     # Not `torch._addmm_activation`: cuBLASLt selects a kernel by shape and alignment, some versions'
-    # ReLU makes 0 of NaN, and the GELU of some kernels is tanh.approx also in float32, so that a check
-    # on one input tells nothing about another shape.
+    # ReLU makes 0 of NaN, and the GELU of some kernels is tanh.approx also in float32, so that a
+    # check on one input does not hold for another shape.
     hidden = reference.linear(input, weight1, bias1, activation, None)
     if dropout_p != 0.0:
         hidden = _dropout(hidden, dropout_p, seed)
@@ -166,7 +168,7 @@ def feed_forward(arguments: FeedForwardArguments) -> Tensor:
 def cross_entropy(arguments: CrossEntropyArguments) -> Tensor:
     if is_exporting():
         input, target, ignore_index, label_smoothing = arguments
-        if label_smoothing != 0.0:  # which exporters to ONNX drop, or refuse
+        if label_smoothing != 0.0:  # ONNX exporters drop it, or raise
             return reference.cross_entropy(*arguments)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         wide = wide.movedim(-1, 1)
@@ -177,7 +179,7 @@ def cross_entropy(arguments: CrossEntropyArguments) -> Tensor:
 def _cross_entropy_forward(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(losses, log-probabilities), which for half types are not rounded to the half type."""
+    """Returns (losses, log-probabilities), both in at least float32."""
     wide = torch.promote_types(input.dtype, torch.float32)
     log_p = torch.log_softmax(input, dim=-1, dtype=wide)
     losses = F.nll_loss(log_p, target, ignore_index=ignore_index, reduction="none")
@@ -195,7 +197,7 @@ def _cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """``grad * (p - (1 - s) * (v == target) - s / V)``, which reads log p once.
+    """Returns ``grad * (p - (1 - s) * (v == target) - s / V)``; reads log p once.
 
     The derivative of ELU is e^x for x <= 0, so its backward gives ``grad * p``. For NaN it gives
     ``grad``, which is 0 in ignored rows and NaN in other rows that hold NaN; vectorized CPU code,
@@ -214,7 +216,7 @@ def _cross_entropy_backward(
     torch.ops.aten.elu_backward.grad_input(grad, 1, 1, 1, False, log_p, grad_input=wide)
     if share != 0.0:
         torch.sub(wide, grad * share, out=found)
-    # p - 1 as one number: for p near 1 the difference of rounded ones has no digits left.
+    # expm1 avoids cancellation: for p near 1, p - 1 would lose all significant bits.
     at_target = torch.expm1(log_p_target).add_(label_smoothing - share).mul_(grad)
     at_target = at_target.masked_fill(ignored[:, None], 0.0)
     return found.scatter_(1, place, at_target.to(found.dtype))
@@ -257,7 +259,7 @@ def _refuse_layer_norm(call: Call) -> str | None:
 
 
 def _drops_as_torch(call: Call) -> bool:
-    """Its attention always does; the other ops do but on CPU tensors in programs that stay here."""
+    """True if dropout uses PyTorch's generator: in attention, on GPUs, and in exported programs."""
     return call.op == "attention" or not call.tensors[0].is_cpu or is_exporting()
 
 
@@ -284,7 +286,7 @@ def _norms() -> Iterator[Kernel]:
             drops_as_torch=_drops_as_torch,
             refuses=refuses,
         )
-    # PyTorch has no op for these: the reference's formula, with PyTorch's dropout where that runs.
+    # PyTorch has no op for these: the reference's formula, with `_dropout`.
     annotated, add_annotated = reference.ANNOTATED
     formula = reference.annotated_layer_norm
     yield Kernel(annotated, "torch", unpacked(formula), gradients=True)
@@ -319,7 +321,7 @@ def _register() -> None:
             drops_as_torch=_drops_as_torch,
             refuses=_refuse_attention,
         ),
-        # The reference is made of PyTorch's products and activations already.
+        # The reference consists of PyTorch's products and activations, so it is used as it is.
         Kernel("linear", "torch", linear, gradients=True, activations=names),
         Kernel(
             "feed_forward",
