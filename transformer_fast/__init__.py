@@ -58,7 +58,7 @@ _SUBMODULES = ("models", "nn", "training", "viz")
 if not TYPE_CHECKING:  # so that type checkers report names that do not exist
 
     def __getattr__(name: str) -> Any:
-        """Import on first use what takes long to import or needs further packages."""
+        """Imports submodules on first use if they are slow to import or need further packages."""
         if name in _SUBMODULES:
             return importlib.import_module(f".{name}", __name__)
         if name == "compile_backend":

@@ -89,8 +89,8 @@ def is_exporting() -> bool:
 
 
 def is_observed() -> bool:
-    """True if a user's `TorchFunctionMode` is active: it must see the PyTorch functions that
-    `torch.nn` would call, whatever the size.
+    """True if a user's `TorchFunctionMode` is active: the mode must then receive the same calls of
+    PyTorch functions that `torch.nn` makes, for all sizes.
 
     PyTorch's own modes (default device, tracers) do not count: they work with operators. No mode counts
     if a backend is named or in strict mode, which require kernels.
@@ -104,8 +104,8 @@ def is_observed() -> bool:
 
 
 def no_active_modes() -> bool:
-    """True if no dispatch or function mode, transform, tracer or profiler is active, so that nothing
-    sees whether operators are called. Compilation is not checked."""
+    """True if no dispatch or function mode, transform, tracer or profiler is active, so that
+    skipping operator calls is unobservable. Does not check for compilation."""
     return not (
         dispatch_modes()
         or function_mode_is_active()

@@ -1,4 +1,4 @@
-"""Loads the native module `_C`, or says in a sentence why it is not there.
+"""Loads the native module `_C`, or records the reason why it is missing.
 
 Importing `_C` registers the operators ``torch.ops.transformer_fast.<op>.cpu``. The CUDA kernels are in a
 library beside it, `CUDA_LIBRARY`, which is no Python module: loading it registers ``<op>.cuda``.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-# Before _C: torch's shared libraries, which _C needs, are found by name once they are loaded.
+# Import torch before _C, which links torch's shared libraries and finds them once they are loaded.
 import torch
 
 from . import _switches
@@ -36,7 +36,7 @@ def _build_record() -> ModuleType | None:
 
 
 def _why_absent() -> str:
-    """Why there is no module for this interpreter."""
+    """Returns the reason why there is no module for this interpreter."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
         return f"the native kernels need Linux on x86-64; this is {system} on {machine}"
@@ -63,8 +63,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
     try:
         return importlib.import_module("transformer_fast._C"), None
     except ImportError as error:
-        # pybind11 turns what the module's own start-up throws into an ImportError; a wrong
-        # TRANSFORMER_FAST_CPU_ISA is the user's to correct, not a reason to run without kernels.
+        # pybind11 converts exceptions of the module's initialization to ImportError. An invalid
+        # TRANSFORMER_FAST_CPU_ISA must be reported to the user, instead of running without kernels.
         if "TRANSFORMER_FAST_CPU_ISA" in str(error):
             raise _switches.refuse(str(error)) from None
         return None, f"the native module could not be loaded: {error}"
@@ -72,7 +72,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 #: The module, or None.
 module: ModuleType | None
-#: Why `module` is None, as a sentence; None when it is there.
+#: The reason why `module` is None, as a sentence; None if it is loaded.
 why_not: str | None
 module, why_not = _load()
 
@@ -80,7 +80,8 @@ CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
 
 
 def driver_version() -> int:
-    """The CUDA that the driver is made for, as 12080 for 12.8; 0: there is no driver."""
+    """Returns the newest CUDA version that the driver supports, 12080 for 12.8; 0 without a
+    driver."""
     try:
         return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -88,7 +89,8 @@ def driver_version() -> int:
 
 
 def _load_cuda() -> str | None:
-    """Load the CUDA kernels where PyTorch has CUDA; why not, as a sentence."""
+    """Loads the CUDA kernels if PyTorch has CUDA; returns the reason, as a sentence, if it
+    fails."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     record = _build_record()
@@ -98,7 +100,7 @@ def _load_cuda() -> str | None:
     if _numbers(torch.__version__) < OLDEST_TORCH:
         return why_not
     built, driver = getattr(record, "CUDA_VERSION", ""), driver_version()
-    # Runtimes of one major version run on all drivers of it.
+    # A CUDA runtime runs on all drivers of its major version.
     if built and 0 < driver // 1000 < _numbers(built)[0]:
         return (
             f"the CUDA kernels were built with CUDA {built} and the driver is made for CUDA "
@@ -113,10 +115,10 @@ def _load_cuda() -> str | None:
 
 @functools.cache
 def why_no_code(major: int, minor: int) -> str | None:
-    """Why the CUDA kernels do not run on GPUs of a compute capability, as a sentence, or None."""
+    """Returns the reason why the CUDA kernels cannot run on a compute capability, or None."""
     record = _build_record()
     built = getattr(record, "CUDA_ARCHITECTURES", ())
-    # Drivers compile PTX of the CUDA that they are made for, or of an older one.
+    # A driver compiles PTX of its own CUDA version and of older ones.
     compiles = _numbers(getattr(record, "CUDA_VERSION", "")) <= divmod(driver_version() // 10, 100)
     for architecture in built:
         first, last = _numbers(architecture)

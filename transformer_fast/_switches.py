@@ -1,7 +1,8 @@
-"""The package's environment variables: what each may be, read once, when the package is imported.
+"""The package's environment variables: their names and valid values; read once, when the package is
+imported.
 
-A wrong value raises an error of one sentence that names the variable: a `ValueError` in a program, and
-a `SystemExit`, which shows no traceback, in the commands ``python -m transformer_fast`` and
+An invalid value raises an error that names the variable: a `ValueError` in a program, and a
+`SystemExit`, which prints no traceback, in the commands ``python -m transformer_fast`` and
 ``python -m benchmarks``.
 """
 
@@ -11,7 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-#: Those that decide what runs. ``TRANSFORMER_FAST_CPU_ISA`` is read by the native module.
+#: Variables that affect which kernels run. ``TRANSFORMER_FAST_CPU_ISA`` is read by the native
+#: module.
 NAMES = (
     "TRANSFORMER_FAST_BACKEND",
     "TRANSFORMER_FAST_STRICT",
@@ -25,8 +27,8 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def refuse(message: str) -> Exception:
-    """What to raise for a wrong value."""
-    # Python calls the module that it is to run "-m" for as long as it imports that one's package.
+    """Returns the exception for an invalid value."""
+    # With ``python -m``, argv[0] is "-m" until the package of the module is imported.
     return SystemExit(message) if sys.argv[:1] == ["-m"] else ValueError(message)  # type: ignore[return-value]
 
 
@@ -35,12 +37,12 @@ def _wrong(name: str, expected: str) -> Exception:
 
 
 def _given(name: str) -> str:
-    """In lower case."""
+    """Returns the variable's value in lower case; "" if it is not set."""
     return os.environ.get(name, "").lower()
 
 
 def choice(name: str, choices: Sequence[str]) -> str | None:
-    """One of these names, in any case; None if nothing is named."""
+    """Returns the value, one of ``choices`` in any case; None if it is not set."""
     value = _given(name)
     if not value:
         return None
@@ -50,7 +52,7 @@ def choice(name: str, choices: Sequence[str]) -> str | None:
 
 
 def flag(name: str) -> bool:
-    """Whether it is on: 1, true, yes, on; 0, false, no, off and nothing are off."""
+    """True for 1, true, yes, on; False for 0, false, no, off, and if not set."""
     value = _given(name)
     if value and value not in _ON + _OFF:
         raise _wrong(name, f"one of {', '.join(_ON + _OFF)}")
@@ -58,7 +60,7 @@ def flag(name: str) -> bool:
 
 
 def count(name: str, default: int) -> int:
-    """A whole number of at least 0."""
+    """Returns the value as an integer >= 0."""
     value = _given(name)
     if not value:
         return default

@@ -52,7 +52,7 @@ ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
 class Call(NamedTuple):
-    """What the limits of kernels depend on; see `make_call`."""
+    """A call as the limits of kernels describe it; see `make_call`."""
 
     op: str
     #: The tensors that kernels compute with; the first gives device and dtype.
@@ -166,7 +166,8 @@ def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
     if same is None:
         return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
     others = {tensor.dtype for tensor in tensors[same:] if tensor is not None}
-    # A bias without a weight has the rows' dtype: the weight tells the type of the gradients.
+    # A bias without a weight has the rows' dtype: the dtype of the gradients follows from the
+    # weight.
     if tensors[same] is None:
         return bool(others - {dtype})
     return (
@@ -329,9 +330,9 @@ def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
 def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
     """Returns the kernels of an op for the device of ``first``, in order of preference."""
     assert first is not None
-    kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
+    kind = "cpu" if first.is_cpu else first.device.type  # reading `device.type` is slower
     kernels = _state.kernels[op]
-    if not compiling:  # Dynamo does not compare tuples, and has the time
+    if not compiling:  # Dynamo cannot compare the tuples, and need not be fast
         known = _state.usable.get(op)
         if known is not None and known[0] is kernels and kind in known[1]:
             return known[1][kind]
@@ -370,7 +371,7 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
 
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     kind = call.tensors[0].device.type
-    if _is_elsewhere(kernel, kind):  # other reasons do not matter
+    if _is_elsewhere(kernel, kind):  # the other reasons are irrelevant then
         return [f"the tensors are on {_PLACES.get(kind, f'a {kind} device')}"]
     reasons = why_not(kernel, call)
     if (unproven := why_unproven(kernel, call)) is not None:
@@ -387,7 +388,7 @@ def _reasons(call: Call) -> dict[str, list[str]]:
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
 
 
-def _told(reasons: dict[str, list[str]], template: str) -> list[str]:
+def _reason_lines(reasons: dict[str, list[str]], template: str) -> list[str]:
     """Returns a line for each reason, with the backends that share it."""
     groups: dict[str, list[str]] = {}
     for backend, why in reasons.items():
@@ -398,7 +399,7 @@ def _told(reasons: dict[str, list[str]], template: str) -> list[str]:
 def _strict_refusal(call: Call) -> NotImplementedError:
     reasons = _reasons(call)
     reasons.pop("reference", None)
-    lines = _told(reasons, "  {}: {}.")
+    lines = _reason_lines(reasons, "  {}: {}.")
     return NotImplementedError(
         "\n".join([f"strict mode: no kernel supports this call of {call.op}:", *lines])
     )
@@ -468,7 +469,7 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     is an argument of `run`, which fills the cache; None if the call is not cacheable.
     """
     first = tensors[0]
-    # A function mode would see which attributes are read.
+    # A function mode would intercept the reads of attributes.
     if not CALL_CACHES or type(first) not in PLAIN or function_mode_is_active():
         return None, None
     kind = "cuda" if first.is_cuda else "cpu"
@@ -563,7 +564,7 @@ class Explanation:
         )
         others = {f"'{one}'": why for one, why in self.reasons.items() if one != self.backend}
         call = [f"  call: {self.call}"] if self.call else []
-        return "\n".join([head, *_told(others, "  not {}: {}."), *call])
+        return "\n".join([head, *_reason_lines(others, "  not {}: {}."), *call])
 
 
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
@@ -596,10 +597,10 @@ def _explain(call: Call, backend: str | None) -> Explanation:
         if kernel is not chosen and chosen.proven is not None and not reasons[kernel.backend]:
             own, best = (_gain(one, call) for one in (kernel, chosen))
             if own:
-                told = (
+                sentence = (
                     "on this GPU it is {:.3g} times as fast as PyTorch's op, and '{}' {:.3g} times"
                 )
-                reasons[kernel.backend] = [told.format(own, chosen.backend, best)]
+                reasons[kernel.backend] = [sentence.format(own, chosen.backend, best)]
     remark = chosen.remark(call) if chosen.remark is not None else None
     return Explanation(call.op, chosen.backend, reasons, remark)
 

@@ -47,7 +47,7 @@ class Limit:
     #: row by row in each thread, and over more rows the rounding error exceeds the error budget. It
     #: does not depend on the number of threads, since results must not.
     rows: int = 1 << 62
-    #: Of other dtypes all calls run on our kernel.
+    #: The dtypes with a limit; calls in other dtypes always run on our kernel.
     dtypes: frozenset[torch.dtype] = frozenset({FLOAT})
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ def _any_negative(target: Tensor) -> bool:
 
 
 def logits_size(input: Tensor) -> int:
-    """What `CROSS_ENTROPY` counts of logits (N, C) or (N, C, d1, ...).
+    """Returns the size of logits (N, C) or (N, C, d1, ...) that `CROSS_ENTROPY` limits.
 
     PyTorch's loop over rows shorter than its vectors is scalar: 15 to 20 times the time per element. Our
     kernel reads planes of classes, (N, C, d1, ...), more slowly than rows.
@@ -163,10 +163,11 @@ def logits_size(input: Tensor) -> int:
 
 
 def widens_logits(input: Tensor) -> bool:
-    """True if PyTorch's op gets a copy in float32 of logits that `logits_size` leaves to it.
+    """True if logits of a small call are converted to float32 before PyTorch's op.
 
-    It sums losses in their dtype, and float16 overflows at 65504; bfloat16 stays within the error budget.
-    bfloat16 rows of 16 to 31 are too short for its vectors, float32 rows are not.
+    PyTorch's op sums losses in their dtype, and float16 overflows at 65504; bfloat16 stays within
+    the error budget. Rows of 16 to 31 values are too short for its vectors in bfloat16, but not in
+    float32.
     """
     if input.dtype is torch.bfloat16:
         return input.dim() == 2 and 16 <= input.shape[1] < 32

@@ -51,8 +51,8 @@ COPIES: dict[str, Copies] = {}
 class _Program(threading.local):
     """The compiled program that runs on this thread."""
 
-    #: Parameters that it reads through views, by the address of their storage: inductor's views do not
-    #: record their base.
+    #: Address of a storage -> parameter, for those that it reads through views, because inductor's
+    #: views do not record their base.
     parameters: Mapping[int, torch.Tensor] = {}
 
 

@@ -108,8 +108,8 @@ def class_of_ours(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-#: Classes of `transformer_fast.nn` that replace nothing; see `accelerate`. Linear layers whose
-#: weights a replaced layer reads are not replaced either; see `plan`.
+#: Classes of `transformer_fast.nn` that `accelerate` does not use as a replacement; see there.
+#: Linear layers whose weights a replaced layer reads are not replaced either; see `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
 #: Methods besides ``forward`` that PyTorch's class has and ours does not call.
 _REPLACED: dict[str, tuple[str, ...]] = {

@@ -75,7 +75,7 @@ NORMS = ("layer_norm", "annotated")
 class _Half(torch.nn.Module):
     _layer: Callable[..., torch.nn.Module]
     _stack: Callable[..., torch.nn.Module]
-    #: Name of the tokens in errors.
+    #: Name of the argument with the tokens, for error messages.
     tokens_name = "tokens"
 
     def __init__(

@@ -50,7 +50,7 @@ __all__ = sorted({*_OURS, *_THEIRS})
 
 
 class _Finder(MetaPathFinder):
-    """Finds what we have no file for among `torch.nn`'s own modules, under their second name.
+    """Import hook: submodules that exist only in `torch.nn` resolve to those of `torch.nn`.
 
     Without this ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
     """

@@ -80,7 +80,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             or key.is_nested
             or value.is_nested
         )
-        # Batched self-attention without masks, of which all sizes fit.
+        # True for batched self-attention without masks whose sizes all fit.
         plain = (
             not nested
             and query is key

@@ -23,6 +23,6 @@ OPS = (
     "cross_entropy",
     "linear_cross_entropy",
 )
-#: Ops that are dispatched like those but have no row of their own in the op table.
+#: Ops that are dispatched like `OPS`, but have no row of their own in the op table.
 ANNOTATED = ("annotated_layer_norm", "add_annotated_layer_norm")
 VARIANTS = (*ANNOTATED, "int8_linear", "int8_feed_forward")

@@ -73,7 +73,8 @@ def _is_zero(size: int | torch.SymInt) -> bool:
 
 
 def empty_heads(like: Tensor, size: int) -> Tensor:
-    """Returns an uninitialised (B, H, T, size) with heads and positions ordered as in ``like``."""
+    """Returns an uninitialised tensor (B, H, T, size) with heads and positions ordered as in
+    ``like``."""
     batch, heads, length, _ = like.shape
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, length, heads, size)).transpose(1, 2)
@@ -87,10 +88,10 @@ def _laid_out(
     if contiguous or query.is_contiguous() or _is_unfused(query, key, value):
         return output.contiguous()
     strides = query.stride()
-    if 0 in strides:  # of an expanded query
+    if 0 in strides:  # an expanded query: stride 0
         strides = torch.empty_like(query).stride()
     order: list[int] = []
-    for dim in range(4):  # Dynamo sorts nothing by symbolic keys
+    for dim in range(4):  # Dynamo cannot sort by symbolic keys
         before = [other for other in order if strides[other] >= strides[dim]]
         order = [*before, dim, *(other for other in order if other not in before)]
     back = [order.index(dim) for dim in range(4)]

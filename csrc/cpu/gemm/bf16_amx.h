@@ -20,10 +20,10 @@ struct alignas(64) AmxTileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-// Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
+// Static: the intrinsic declares only 8 bytes as read, so GCC would drop stores to a local one.
 constexpr AmxTileConfig kAmxTileConfig;
 
-// Compiler barrier: GCC does not know what tile loads read, so stores must not be moved behind
+// Compiler barrier: tile loads declare no memory operand in GCC, so it could move stores behind
 // them.
 TF_INLINE void compiler_barrier() { asm volatile("" ::: "memory"); }
 

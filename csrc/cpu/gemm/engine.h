@@ -190,7 +190,7 @@ struct ProductOf<BFloat16, kForm> {
 #endif
 template <class T>
 using Product = typename ProductOf<T, Form::rows>::Type;
-// The same with blocks that are faster to multiply, but cannot be written by put().
+// Like `Product`, with blocks that multiply faster, but cannot be written by put().
 template <class T>
 using PackedProduct = typename ProductOf<T, Form::packed>::Type;
 

@@ -169,7 +169,7 @@ class Int8Product {
     for (long i = 0; i < rows; ++i) quantize_row(from + i * from_stride, k, block + i * stride(k));
   }
 
-  // From `count` rows of int8 W = B^T.
+  // Packs `count` rows of int8 W = B^T.
   static void pack_rows(const int8_t* rows, long stride, long count, long k, Operand* panel) {
     auto* values = reinterpret_cast<Value*>(panel);
     int32_t sums[kPanel] = {};
@@ -235,8 +235,8 @@ class Int8Product {
 #endif
   }
 
-  // The least and the largest value, each with 0, tell the scale; NaN or infinity makes it NaN, and
-  // all values 0. Rows narrower than 2^-100 are 0, since the inverse could overflow.
+  // The scale follows from min(row, 0) and max(row, 0); with NaN or infinity it is NaN, and all
+  // values are 0. Rows narrower than 2^-100 are 0, since the inverse could overflow.
   static void quantize_row(const T* from, long k, Operand* to) {
     Vec high[2] = {zero(), zero()}, low[2] = {zero(), zero()}, bad = zero();
     const auto widen = [&](Vec x, int u) __attribute__((always_inline)) {

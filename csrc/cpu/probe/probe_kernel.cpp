@@ -50,7 +50,7 @@ double bf16_dot_flops(long iterations) {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
-  // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
+  // Static: the intrinsic declares only 8 bytes as read, so GCC would drop stores to a local one.
   static constexpr AmxTileConfig kConfig;
   _tile_loadconfig(&kConfig);
   _tile_zero(0);

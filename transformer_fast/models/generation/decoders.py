@@ -198,7 +198,7 @@ def bind_stack(
         for one in layer.sublayers:
             if one.norm.module is not None or layer.activation != activation:
                 return None
-            # The memory's keys and values are computed already.
+            # Skips keys and values of the memory: they were computed before the first step.
             first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
             parameters += *first, *one[3:5], *one.norm[:2]
             eps.append(one.norm.eps)
@@ -460,7 +460,7 @@ class StepDecoder:
         raise NotImplementedError
 
     def _select(self, rows: Tensor) -> None:
-        """Continues with these rows."""
+        """Continues with a subset of the rows."""
         raise NotImplementedError
 
     def spread(self, beams: int) -> None:

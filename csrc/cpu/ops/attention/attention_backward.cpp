@@ -70,7 +70,7 @@ struct Division {
     parts = std::clamp<int64_t>((kItems + owners - 1) / owners, 1, std::min(tiles, kMaxParts));
     chunks = 1;
     if (!want_mask) return;
-    // As much memory as two masks or grad_query take is acceptable for the sums.
+    // The partial sums may take as much memory as two masks plus grad_query.
     const int64_t mask_elements = size[0] * size[1] * size[2] * size[3];
     const int64_t affordable =
         2 + args.batch * args.heads * args.queries * args.size / mask_elements;

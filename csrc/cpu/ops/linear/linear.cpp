@@ -66,8 +66,8 @@ const uint16_t* layout_of(const Tensor& packed) {
   return static_cast<const uint16_t*>(packed.const_data_ptr()) + bytes / 2 - 1;
 }
 
-// A packed copy has the weight's dtype, or bfloat16 for bf16x3 of fp32. Together with its size and
-// layout id this tells whether the instruction set in use can read it.
+// A packed copy has the weight's dtype, or bfloat16 for bf16x3 of fp32. The dtype, the size and the
+// layout id determine whether the instruction set in use can read it.
 Panels given_panels(const Tensor& weight, const Tensor& packed) {
   const ScalarType type = weight.scalar_type(), given = packed.scalar_type();
   const LinearKernels* kernels = nullptr;

@@ -17,7 +17,8 @@ enum class NormKind : long {
 };
 constexpr long kNormKinds = 4;
 
-// Kernels ask these and name no kind. Inlined, as their code has one instruction set.
+// Kernels use these predicates instead of kinds. Inlined, so that each gets its kernel's
+// instruction set.
 __attribute__((always_inline)) inline bool subtracts_mean(NormKind kind) {
   return kind != NormKind::rms;
 }
