@@ -217,7 +217,7 @@ def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bo
 
 def told(call: Callable[[], Any]) -> tuple[type, str]:
     """Returns the type and the message of the exception that the call raises."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the other side says which
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - compared with the other call's
         call()
     return caught.type, str(caught.value)
 

@@ -1029,7 +1029,7 @@ def grown(call: Callable[[], Any]) -> float:
     """Returns the peak memory of the call in MiB."""
     found = peak(call)
     if found is None:
-        pytest.skip("this system does not tell the peak of a call's memory")
+        pytest.skip("the peak memory of a call cannot be measured on this system")
     return found / 2**20
 
 

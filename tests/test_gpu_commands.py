@@ -331,7 +331,7 @@ def findings(*runs, gradients=False, times=SOME):
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
     found = on_device.checker(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
-    # in the format that an op's process prints
+    # through JSON, the format in which the process of an op prints its results
     content = json.loads(json.dumps(found))
     return [on_device.Finding(Verdict(*one), *rest) for one, *rest in content]
 

@@ -177,7 +177,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
         for path in cpu.rglob("*")
         if path.suffix in (".cpp", ".h") and re.search(r"\b_(mm\d*|tile)_", path.read_text())
     }
-    # The probe measures instructions.
+    # The probe measures single instructions, so it may use intrinsics.
     assert {name for name in found if not name.startswith(("simd/", "gemm/", "probe/"))} == set()
     assert "simd/vec.h" in found
 

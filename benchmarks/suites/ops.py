@@ -92,7 +92,8 @@ def _call(scope: Scope, op: str) -> BenchmarkCase:
     )  # fmt: skip
 
 
-#: Calls per timed unit, because installing the stub takes time, too; the same for "first calls".
+#: Calls per timed unit, so that the time to install the stub is negligible; `_FIRST`: for "first
+#: calls".
 _CALLS, _FIRST = 100, 2
 
 

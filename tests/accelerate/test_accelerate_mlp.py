@@ -369,7 +369,7 @@ def _written(body: str, head: str = "def forward(self, x):") -> type:
 
 
 def test_a_plain_network_is_replaced() -> None:
-    """The control for the next test."""
+    """The control for the next test: without the deviation, the same code is replaced."""
     assert accelerate(_written("return self.w_out(self.act(self.w_in(x)))")(nn.GELU()))[""].now
 
 

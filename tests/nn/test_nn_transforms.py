@@ -480,7 +480,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("options", LOSSES, ids=str)
 def test_losses_whose_targets_have_no_values(options: dict[str, Any]) -> None:
-    """These are fake tensors, traced programs, vmap, and meta tensors."""
+    """Python cannot read the values of fake tensors, of meta tensors, while tracing and in vmap."""
     logits, target = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
     loss = nn.CrossEntropyLoss(**options)
     expected = torch.nn.CrossEntropyLoss(**options)
