@@ -12,11 +12,11 @@ import triton.language as tl
 from harness import Operators, name_of
 from interpreted import jit
 
-from transformer_fast.backends.triton import config, mask_tiles, runtime
+from transformer_fast.backends.triton import config, mask_tiles, operators, runtime
 from transformer_fast.backends.triton.attention import attention_forward, make_problem
 from transformer_fast.backends.triton.attention_bwd import attention_backward
-from transformer_fast.backends.triton.operators import attention
 from transformer_fast.backends.triton.tiles import power
+from transformer_fast.ops.arguments import AttentionArguments
 from transformer_fast.testing import check, check_gradients
 
 pytestmark = [
@@ -30,6 +30,10 @@ def drawn(device, b=1, h=2, t=37, s=53, d=16, dv=None, key_heads=None, dtype=tor
     generator = torch.Generator().manual_seed(7)
     sizes = ((b, h, t, d), (b, key_heads or h, s, d), (b, key_heads or h, s, dv or d))
     return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def attention(*given):
+    return operators.attention(AttentionArguments(*given))
 
 
 def arguments(q, k, v, mask=None, lengths=None, causal=False, p=0.0, weights=False):
