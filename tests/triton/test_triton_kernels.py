@@ -15,12 +15,12 @@ from interpreted import jit
 from ops import numbers
 
 import transformer_fast
-from transformer_fast.backends.triton import arithmetic, config, matmul, philox
+from transformer_fast.backends.triton import arithmetic, config, matmul, operators, philox
 from transformer_fast.backends.triton.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
 )
-from transformer_fast.backends.triton.operators import cross_entropy
+from transformer_fast.ops.arguments import CrossEntropyArguments
 from transformer_fast.ops.linear import CODES
 from transformer_fast.reference.dropout import dropout, threshold
 from transformer_fast.reference.linear import ACTIVATIONS, activate
@@ -206,14 +206,18 @@ def drawn_logits(device, rows=9, classes=150, dtype=torch.float32):
     return x.to(device, dtype), target.to(device)
 
 
+def losses_of(x, targets, smoothing):
+    return operators.cross_entropy(CrossEntropyArguments(x, targets, IGNORED, smoothing))
+
+
 @pytest.mark.parametrize("target", [-1, 150, 2**40])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_targets_outside_the_classes_give_nan(device, target, smoothing):
     """The loss is NaN, and is not computed from a logit outside the row."""
     x, targets = drawn_logits(device)
-    expected = cross_entropy(x, targets, IGNORED, smoothing)
+    expected = losses_of(x, targets, smoothing)
     targets[2] = target
-    losses = cross_entropy(x, targets, IGNORED, smoothing)
+    losses = losses_of(x, targets, smoothing)
     assert losses[2].isnan()
     others = torch.arange(9, device=device) != 2
     assert torch.equal(losses[others], expected[others])
