@@ -215,7 +215,7 @@ def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bo
     check_budget(got, expected, oracle, GRADIENT_FACTOR)
 
 
-def told(call: Callable[[], Any]) -> tuple[type, str]:
+def error_of(call: Callable[[], Any]) -> tuple[type, str]:
     """Returns the type and the message of the exception that the call raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - compared with the other call's
         call()

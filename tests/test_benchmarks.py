@@ -513,10 +513,10 @@ def test_readme_figures_come_from_results(results):
     assert "| linear a\\|b | 10.0 ms | 2.00x" in text
     assert "2 cases timed" in text
     assert "In 1 of them something else was faster." in text
-    told = readme.headline_part(results)
-    assert "2 cases" in told
-    assert "the speed of the best alternative in each of 2 cases\n  (PyTorch)" in told
-    assert "slowest case: 0.33 times PyTorch's speed (linear <lost>)" in told
+    headline = readme.headline_part(results)
+    assert "2 cases" in headline
+    assert "the speed of the best alternative in each of 2 cases\n  (PyTorch)" in headline
+    assert "slowest case: 0.33 times PyTorch's speed (linear <lost>)" in headline
     assert "make figures" in readme.figures(results / "nothing")
     with pytest.raises(ValueError, match="no place for"):
         readme.generated("# nothing here")

@@ -271,12 +271,14 @@ def test_fallbacks_give_the_reason_of_the_devices_backend(monkeypatch):
             )  # fmt: skip
     arguments = OPS["layer_norm"].cases[0].build(torch.float32, "cpu", None)
     case = op_case("layer_norm", "x", [[arguments]])
-    told = "because cpu: there is no cpu here"
-    assert form.fallbacks(case) == [f"layer_norm x runs on '{case.chosen}', {told}"]
+    message = "because cpu: there is no cpu here"
+    assert form.fallbacks(case) == [f"layer_norm x runs on '{case.chosen}', {message}"]
     inside = {("layer_norm", "torch"): case.inside["layer_norm", str(case.chosen)]}
     inside |= {("linear", "torch"): inside["layer_norm", "torch"], ("attention", "cpu"): {}}
     module = dataclasses.replace(case, op="encoder_layer", inside=inside)
-    assert form.fallbacks(module) == [f"layer_norm, linear in encoder_layer run on 'torch', {told}"]
+    assert form.fallbacks(module) == [
+        f"layer_norm, linear in encoder_layer run on 'torch', {message}"
+    ]
     far = {("layer_norm", "torch"): {"cuda": ["it supports cuda tensors"], "cpu": []}}
     (line,) = form.fallbacks(dataclasses.replace(case, inside=far))
     assert line.endswith("because cuda: it supports cuda tensors")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
 from harness import DTYPES, Operators, Watch, kernel_of
-from module_checks import assert_same_numbers, check_budget, tensors, told
+from module_checks import assert_same_numbers, check_budget, error_of, tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -139,19 +139,21 @@ def test_logits_of_other_dtypes_raise_as_in_pytorch(shape, dtype):
         (torch.nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="none")),
     )
     for theirs, ours in calls:
-        assert told(lambda: ours(x, target)) == told(lambda: theirs(x, target))  # noqa: B023
+        assert error_of(lambda: ours(x, target)) == error_of(lambda: theirs(x, target))  # noqa: B023
     if len(shape) == 2:
         weight, zeros = torch.ones(3, shape[1]).to(dtype), torch.zeros_like(target)
-        expected = told(lambda: TF.cross_entropy(TF.linear(x, weight), zeros))
+        expected = error_of(lambda: TF.cross_entropy(TF.linear(x, weight), zeros))
         assert expected[0] is NotImplementedError
-        assert told(lambda: F.linear_cross_entropy(x, weight, zeros)) == expected
+        assert error_of(lambda: F.linear_cross_entropy(x, weight, zeros)) == expected
 
 
 @pytest.mark.parametrize("devices", [("meta", "cpu"), ("cpu", "meta")])
 def test_a_target_on_another_device_raises(devices):
     x, target = logits_and_target(5, 7)
     x, target = x.to(devices[0]), target.to(devices[1])
-    assert told(lambda: F.cross_entropy(x, target)) == told(lambda: TF.cross_entropy(x, target))
+    assert error_of(lambda: F.cross_entropy(x, target)) == error_of(
+        lambda: TF.cross_entropy(x, target)
+    )
 
 
 def trained(target, x, classes, up):

@@ -172,12 +172,12 @@ def test_selection_and_explanation_agree(table, one):
             table("cpu", op, **limits)
             table("reference", op, gradients=True, mask_gradient=True, dropout=True)
         chosen = [select(call).backend for call in CALLS]
-        told = [
+        message = [
             "cpu" if dispatch.explain_call(call).reasons["cpu"] == [] else "reference"
             for call in CALLS
         ]
-        assert chosen == told
-        assert told == [
+        assert chosen == message
+        assert message == [
             "cpu" if kernel.proven is None and not why_not(kernel, call) else "reference"
             for call in CALLS
             for kernel in dispatch.kernels(call.op)[:1]
@@ -199,8 +199,8 @@ def test_unvalidated_kernels_run_only_if_named(table):
     table("triton", proven=frozenset())
     assert select(CALL).backend == "reference"
     assert select(CALL, "triton").function(CALL) == "triton"
-    told = dispatch.explain_call(CALL)
-    assert told.reasons["triton"] == ["not validated on a GPU yet, so it runs only if named"]
+    explanation = dispatch.explain_call(CALL)
+    assert explanation.reasons["triton"] == ["not validated on a GPU yet, so it runs only if named"]
 
 
 FEW = PreferLater(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
@@ -221,9 +221,9 @@ def test_a_kernel_may_prefer_a_later_backend(table):
     assert select(yielding).backend == "torch"
     assert [select(call).backend for call in others] == ["cpu"] * 4
     assert [dispatch.why_prefers_later(cpu, call) for call in others] == [None] * 4
-    told = dispatch.explain_call(yielding)
-    assert told.backend == "torch"
-    assert told.reasons["cpu"] == ["few rows are faster there"]
+    explanation = dispatch.explain_call(yielding)
+    assert explanation.backend == "torch"
+    assert explanation.reasons["cpu"] == ["few rows are faster there"]
     # A named backend runs every call that it supports.
     assert select(yielding, "cpu").backend == "cpu"
     assert why_not(cpu, yielding) == []
@@ -274,15 +274,15 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
         assert select(call).backend == ("triton" if why is None else "reference")
         assert select(call, "triton").backend == "triton"
         [triton, _] = dispatch.kernels("linear")
-        told = dispatch.why_unproven(triton, call)
-        assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [told])
+        message = dispatch.why_unproven(triton, call)
+        assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [message])
         if why is not None:
-            assert told == (
+            assert message == (
                 f"not validated on this GPU yet (no file for {why}), so it runs only if named"
             )
     assert select(CALL).backend == "reference"
-    [told] = dispatch.explain_call(CALL).reasons["triton"]
-    assert told == "validated on sm_80 and sm_90 only, so elsewhere it runs only if named"
+    [message] = dispatch.explain_call(CALL).reasons["triton"]
+    assert message == "validated on sm_80 and sm_90 only, so elsewhere it runs only if named"
 
 
 def test_named_backend_never_falls_back(table):
@@ -417,9 +417,9 @@ def test_explain_gives_a_reason_per_backend(table):
     table("reference")
     table("torch")
     table("cpu", dtypes=frozenset({torch.float64, torch.bfloat16}))
-    told = dispatch.explain_call(CALL)
-    assert told.backend == "torch"
-    assert str(told) == (
+    explanation = dispatch.explain_call(CALL)
+    assert explanation.backend == "torch"
+    assert str(explanation) == (
         "linear runs on 'torch'.\n"
         "  not 'cpu': it supports bfloat16, float64, and the call has float32.\n"
         "  not 'reference': an earlier backend is selected.\n"
@@ -430,9 +430,9 @@ def test_explain_gives_a_reason_per_backend(table):
 def test_explain_a_call_that_a_named_backend_refuses(table):
     table("reference")
     table("cpu", dtypes=frozenset({torch.float64}))
-    told = dispatch.explain_call(CALL, "cpu")
-    assert told.backend is None
-    assert str(told) == (
+    explanation = dispatch.explain_call(CALL, "cpu")
+    assert explanation.backend is None
+    assert str(explanation) == (
         "linear cannot run on 'cpu'.\n"
         "  not 'cpu': it supports float64, and the call has float32.\n"
         "  not 'reference': backend 'cpu' is named.\n"
@@ -441,26 +441,26 @@ def test_explain_a_call_that_a_named_backend_refuses(table):
 
 
 def test_explain_groups_backends_of_other_devices_at_the_end():
-    told = transformer_fast.explain("linear", X, X, activation=torch.sin)  # a callable
-    assert str(told).splitlines() == [
+    explanation = transformer_fast.explain("linear", X, X, activation=torch.sin)  # a callable
+    assert str(explanation).splitlines() == [
         "linear runs on 'reference'.",
         "  not 'cpu', 'torch': it supports named activations only, and the call has a callable.",
         "  not 'cuda', 'triton': the tensors are on the CPU.",
         f"  call: linear(input float32 {(*X.shape,)}, weight float32 {(*X.shape,)}, activation sin)",
     ]
-    assert told.reasons["cuda"] == ["the tensors are on the CPU"]
+    assert explanation.reasons["cuda"] == ["the tensors are on the CPU"]
     with strict():
-        told = transformer_fast.explain("linear", X, X, activation=torch.sin)
+        explanation = transformer_fast.explain("linear", X, X, activation=torch.sin)
         with pytest.raises(NotImplementedError) as error:
             functional.linear(X, X, activation=torch.sin)
-    assert str(told).startswith("linear cannot run on any backend.")
-    assert told.reasons["reference"] == ["strict mode excludes it"]
+    assert str(explanation).startswith("linear cannot run on any backend.")
+    assert explanation.reasons["reference"] == ["strict mode excludes it"]
     assert str(error.value).endswith("\n  cuda, triton: the tensors are on the CPU.")
 
 
 def test_explain_a_backend_without_a_kernel():
-    told = transformer_fast.explain("rms_norm", X, 3, backend="cuda")
-    assert str(told).startswith("rms_norm cannot run on 'cuda'.")
+    explanation = transformer_fast.explain("rms_norm", X, 3, backend="cuda")
+    assert str(explanation).startswith("rms_norm cannot run on 'cuda'.")
 
 
 @pytest.mark.parametrize(
@@ -495,8 +495,8 @@ def test_explain_does_not_run_the_op():
     def fail(x):
         raise AssertionError
 
-    told = transformer_fast.explain("linear", X, X, activation=fail)
-    assert told.backend == "reference"
+    explanation = transformer_fast.explain("linear", X, X, activation=fail)
+    assert explanation.backend == "reference"
 
 
 LONG = torch.randn(64, 3)
@@ -541,7 +541,7 @@ class Twice(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [
         (torch.nn.Linear(3, 3), "use transformer_fast.nn or transformer_fast.accelerate"),
         (nn.MultiheadAttention(4, 2), "explain its ops, for example explain"),
@@ -549,8 +549,8 @@ class Twice(nn.Linear):
     ],
     ids=["torch.nn", "several ops", "subclass"],
 )
-def test_explain_of_unsupported_modules_says_what_to_do(module, told):
-    with pytest.raises(TypeError, match=told):
+def test_explain_of_unsupported_modules_says_what_to_do(module, message):
+    with pytest.raises(TypeError, match=message):
         transformer_fast.explain(module, X)
 
 
@@ -633,10 +633,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "name", "value", "told"), WRONG)
-def test_commands_report_invalid_variables_in_one_line(command, name, value, told):
+@pytest.mark.parametrize(("command", "name", "value", "message"), WRONG)
+def test_commands_report_invalid_variables_in_one_line(command, name, value, message):
     (line,) = python("-m", *command, status=1, **{name: value}).stderr.splitlines()
-    assert line.startswith(f"{name} {told}")
+    assert line.startswith(f"{name} {message}")
 
 
 def test_an_unknown_backend_variable_fails_the_import():
@@ -765,8 +765,8 @@ def test_calls_on_other_devices_are_refused(kernel):
     elsewhere = with_tensors(call, lambda tensor: tensor.to("meta"))
     assert accepts(kernel, elsewhere)
     if kernel.devices:
-        told = f"it supports {' and '.join(kernel.devices)} tensors, and these are on meta"
-        check_refusal(kernel, elsewhere, told)
+        message = f"it supports {' and '.join(kernel.devices)} tensors, and these are on meta"
+        check_refusal(kernel, elsewhere, message)
     for why in {"the moon is in the wrong quarter", kernel.unavailable} - {None}:
         check_refusal(dataclasses.replace(kernel, unavailable=why), call, why)
 
@@ -779,24 +779,24 @@ def test_calls_in_other_dtypes_are_refused(kernel):
         if not kernel.dtypes or dtype in kernel.dtypes:
             assert accepts(kernel, in_dtype(call, dtype))
         else:
-            told = f"it supports {names}, and the call has {name_of(dtype)}"
-            check_refusal(kernel, in_dtype(call, dtype), told)
+            message = f"it supports {names}, and the call has {name_of(dtype)}"
+            check_refusal(kernel, in_dtype(call, dtype), message)
     tensors = [tensor for tensor in call.tensors if tensor is not None]
     if len(tensors) > 1:
         last = tensors[-1]
         other = with_tensors(call, lambda x: x.double() if x is last else x)
-        told = "it needs all tensors in one dtype, and the call mixes dtypes"
+        message = "it needs all tensors in one dtype, and the call mixes dtypes"
         if not kernel.dtypes:
             assert accepts(kernel, other)
         elif kernel.same_dtype is None:
-            check_refusal(kernel, other, told)
+            check_refusal(kernel, other, message)
         else:
-            told = told.replace(", and", ", or weight and bias in float32, and")
-            check_refusal(kernel, other, told)
-            check_float_weights(kernel, in_dtype(call, torch.bfloat16), told)
+            message = message.replace(", and", ", or weight and bias in float32, and")
+            check_refusal(kernel, other, message)
+            check_float_weights(kernel, in_dtype(call, torch.bfloat16), message)
 
 
-def check_float_weights(kernel: Kernel, call: Call, told: str) -> None:
+def check_float_weights(kernel: Kernel, call: Call, message: str) -> None:
     """Beside rows of low precision: weight and bias as one, and no bias without a weight."""
     count = kernel.same_dtype
     assert count is not None
@@ -810,9 +810,9 @@ def check_float_weights(kernel: Kernel, call: Call, told: str) -> None:
             {"bias": bias[0].float()},
             {"weight": None, "bias": bias[0].float()},
         ):
-            check_refusal(kernel, changed(call, **wrong), told)
+            check_refusal(kernel, changed(call, **wrong), message)
     if len(rows) == 2:
-        check_refusal(kernel, changed(call, residual=rows[1].float()), told)
+        check_refusal(kernel, changed(call, residual=rows[1].float()), message)
 
 
 CALLABLE = "it supports named activations only, and the call has a callable"
@@ -840,19 +840,19 @@ def test_optional_features_are_supported_or_refused(kernel, limit):
         return
     learns = limit == "gradients" and kernel.gradients
     call = accepted(kernel, needs_grad=True) if learns else accepted(kernel)
-    told, change = ABLE[limit]
-    assert told not in why_not(kernel, call)
+    message, change = ABLE[limit]
+    assert message not in why_not(kernel, call)
     kernel = dataclasses.replace(kernel, gradients=kernel.gradients or limit == "mask_gradient")
     has = getattr(kernel, limit)
     if has is None or has is True:
-        assert told not in why_not(kernel, change(call))
+        assert message not in why_not(kernel, change(call))
     none = frozenset() if limit == "activations" else False
-    check_refusal(dataclasses.replace(kernel, **{limit: none}), change(call), told)
+    check_refusal(dataclasses.replace(kernel, **{limit: none}), change(call), message)
     for name in has if isinstance(has, frozenset) else ():
         assert not any("activation" in r for r in why_not(kernel, changed(call, activation=name)))
     if isinstance(has, frozenset):
-        told = "it does not support activation 'mish'"
-        check_refusal(kernel, changed(call, activation="mish"), told)
+        message = "it does not support activation 'mish'"
+        check_refusal(kernel, changed(call, activation="mish"), message)
 
 
 # Kernel.refuses: each sentence, and the call that causes it --------------------------------------
@@ -981,8 +981,8 @@ def test_products_that_the_cpu_backend_leaves_to_pytorch(op, isa):
         for n in (1, limit, limit + 1, 300):
             expected = "torch" if 1 <= n <= limit else "cpu"
             assert chosen(count, n) == expected, (count, n)
-            told = dispatch.why_prefers_later(kernel, linear_call(op, count, n, torch.bfloat16))
-            assert (told is not None) == (expected == "torch")
+            message = dispatch.why_prefers_later(kernel, linear_call(op, count, n, torch.bfloat16))
+            assert (message is not None) == (expected == "torch")
     if (op, isa) == ("feed_forward", "avx512_bf16"):
         found = [
             chosen(count, rows) for count in (2**20 - 64, 2**20) for rows in (31, 32, 256, 257)

@@ -797,8 +797,8 @@ def test_stages_run_in_order_and_report_failures(processes, tmp_path, monkeypatc
 def test_a_crash_loses_only_one_job(processes, tmp_path):
     items = [{"n": 0}, {"n": 1, "dies": True}, {"n": 2}, {"n": 3, "raises": True}, {"n": 4}]
     found = session(tmp_path).do("parity", [items, [{"n": 5}]], 2)
-    told = {one["n"]: one.get("problem", one.get("result")) for one in found}
-    assert told == {
+    outcomes = {one["n"]: one.get("problem", one.get("result")) for one in found}
+    assert outcomes == {
         **dict.fromkeys((0, 2, 4, 5), "done"),
         1: "signal 11",
         3: "status 1: ZeroDivisionError: division by zero",

@@ -98,9 +98,9 @@ main(["info", "--kernels", "80", "90"])
 def test_triton_kernels_are_compiled_ahead():
     pytest.importorskip("triton", reason="Triton is not installed")
     # In a subprocess, because kernels in this process may be interpreted.
-    told = python("-c", _COMPILE_ONE).stdout
-    assert "layer_norm_forward_kernel" in told
-    assert told.count("sm_80") == told.count("sm_90") > 1
+    output = python("-c", _COMPILE_ONE).stdout
+    assert "layer_norm_forward_kernel" in output
+    assert output.count("sm_80") == output.count("sm_90") > 1
 
 
 def test_compiling_without_triton_is_reported(capsys, monkeypatch):

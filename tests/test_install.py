@@ -295,10 +295,10 @@ def test_the_reason_why_cuda_kernels_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(_native.torch.version, "cuda", "13.0")
     monkeypatch.setattr(_native, "CUDA_LIBRARY", tmp_path / "_C_cuda.so")
     monkeypatch.setattr(_native, "_build_record", lambda: Record)
-    told = "the CUDA kernels were not built: no GPU was found at build time"
-    assert _native._load_cuda() == told
-    monkeypatch.setattr(_native, "cuda_why_not", told)
-    assert dispatch.STATES["cuda"]() == told
+    reason = "the CUDA kernels were not built: no GPU was found at build time"
+    assert _native._load_cuda() == reason
+    monkeypatch.setattr(_native, "cuda_why_not", reason)
+    assert dispatch.STATES["cuda"]() == reason
 
 
 class Record:
@@ -356,8 +356,8 @@ def test_unsupported_gpus_are_reported(cuda_build, monkeypatch):
 
 
 def test_built_architectures_are_recorded(checkout, tmp_path):
-    told = "echo 'Cuda compilation tools, release 12.9, V12.9.41'"
-    write_script(tmp_path / "bin" / "nvcc", told)
+    script = "echo 'Cuda compilation tools, release 12.9, V12.9.41'"
+    write_script(tmp_path / "bin" / "nvcc", script)
     code = (
         "import runpy, sys, setuptools; sys.argv = ['setup.py', '--name']\n"
         "module = runpy.run_path('setup.py', run_name='setup')\n"

@@ -235,8 +235,8 @@ def test_the_machine_is_described_in_one_line():
     assert difference.startswith("threads is ")
     fast = about | {"cpu": "Fast(R) CPU @ 3.00GHz", "isa": None, "cpu_isa": None, "threads": 2}
     assert machine.slug(fast) == "fast-pure-2-threads"
-    told = fast | {"cpu": "Fast(R) CPU @ 3.00GHz, family 6"}
-    assert machine.slug(told) == "fast-family-6-pure-2-threads"
+    expected = fast | {"cpu": "Fast(R) CPU @ 3.00GHz, family 6"}
+    assert machine.slug(expected) == "fast-family-6-pure-2-threads"
     assert machine.forced_isa(fast) is None
     assert machine.peaks_line(fast) == ""
     rates = {"fp32": 491.7, "bf16": 7600.0}
@@ -246,7 +246,7 @@ def test_the_machine_is_described_in_one_line():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("AMD EPYC", "AMD EPYC, family 25, model 17"),
         (
@@ -256,17 +256,17 @@ def test_the_machine_is_described_in_one_line():
         ("AMD EPYC 9354 32-Core Processor",) * 2,
     ],
 )
-def test_cpu_names_without_a_model_number_get_one(name, told, monkeypatch):
+def test_cpu_names_without_a_model_number_get_one(name, expected, monkeypatch):
     """Virtual machines hide the model number; results of two CPU generations would then be mixed
     up.
     """
     one = f"cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nstepping\t: 1\n"
     monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: one + "\n" + one)
-    assert machine.cpu_model() == told
+    assert machine.cpu_model() == expected
 
 
 @pytest.mark.parametrize(
-    ("about", "told"),
+    ("about", "expected"),
     [
         ({"cpu": "AMD EPYC, family 25, model 17"}, "AMD EPYC (Zen 4)"),
         ({"cpu": "AMD EPYC, family 26, model 2"}, "AMD EPYC (Zen 5)"),
@@ -283,9 +283,9 @@ def test_cpu_names_without_a_model_number_get_one(name, told, monkeypatch):
         ({"cpu": "AMD EPYC 9354", "peaks": {"fp32": 485.0}}, "AMD EPYC 9354"),
     ],
 )
-def test_the_cpu_generation_is_named(about, told):
+def test_the_cpu_generation_is_named(about, expected):
     whole = {"isa": "avx512_bf16", "cpu_isa": "avx512_bf16", "threads": 2}
-    assert machine.cpu(whole | about) == told
+    assert machine.cpu(whole | about) == expected
 
 
 def test_a_forced_instruction_set_is_another_machine():

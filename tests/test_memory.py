@@ -190,10 +190,10 @@ for mebibytes in (700, 1):
         print(error)
     del keep
 """
-    told = python("-c", code).stdout
+    output = python("-c", code).stdout
     expected = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes"
     for mebibytes in (700, 1):
-        assert expected.format(mebibytes * MIB) in told
+        assert expected.format(mebibytes * MIB) in output
 
 
 def test_the_default_limit_respects_cgroups(tmp_path: Path) -> None:

@@ -253,9 +253,9 @@ def test_readme_lists_the_build_requirements():
     (paragraph,) = [p for p in text_of("README.md").split("\n\n") if "--no-build-isolation" in p]
     for requirement in requires:
         name, _, _ = requirement.partition(">=")
-        told = requirement if name == "setuptools" else name
+        written = requirement if name == "setuptools" else name
         # Since 70.1 setuptools includes what it needs of wheel.
-        assert name == "wheel" or f"`{told}`" in paragraph
+        assert name == "wheel" or f"`{written}`" in paragraph
 
 
 # Other libraries emit warnings of their own.

@@ -119,7 +119,7 @@ def test_references_match_pytorch(op):
             continue
         found, expected = (f(*arguments) for f in (OPS[op].pytorch, OPS[op].reference))
         for one, other in zip(as_results(found), as_results(expected), strict=True):
-            torch.testing.assert_close(one, other, msg=lambda told, c=case: f"{c}: {told}")
+            torch.testing.assert_close(one, other, msg=lambda message, c=case: f"{c}: {message}")
         checked += 1
     assert checked >= 5
 

@@ -322,7 +322,7 @@ def test_every_op_runs_on_pytorch_by_default():
                 {"dropout_p": 0.1, "need_weights": True},
             )
         ]
-    assert [told.backend for told in calls] == ["torch"] * len(calls)
+    assert [one.backend for one in calls] == ["torch"] * len(calls)
     dropped = explain("attention", torch.randn(2, 4, 5, 8), *[torch.randn(2, 4, 5, 8)] * 2)
     assert dropped.backend != "torch"
 

@@ -167,8 +167,8 @@ def check(drawn: Drawn, grad: bool) -> None:
         with in_use(isa), nan_memory():
             error = relative_error(run(ours, drawn, start), true)
         if error > limit(4) and error > limit(CALLS_OF_TORCH):
-            told = f"error {error:.3g}, limit {limit(CALLS_OF_TORCH):.3g}"
-            raise Wrong(f"{type(ours).__name__} on {isa}: {told}")
+            message = f"error {error:.3g}, limit {limit(CALLS_OF_TORCH):.3g}"
+            raise Wrong(f"{type(ours).__name__} on {isa}: {message}")
     for before, after in zip(kept, (drawn.x, *ours.parameters()), strict=True):
         assert torch.equal(before, after.detach())
 

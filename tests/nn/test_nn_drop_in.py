@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Operators
 from module_cases import CASES
-from module_checks import OURS, to_ours, told
+from module_checks import OURS, error_of, to_ours
 from torch.overrides import TorchFunctionMode
 
 import transformer_fast
@@ -281,8 +281,8 @@ def test_mixed_attention_dtypes_raise() -> None:
         ((double, double, double), {}),
         ((Q, Q, Q), {"attn_mask": torch.zeros(T, T, dtype=torch.float64)}),
     ):
-        expected, _ = told(lambda: theirs(*args, **kwargs, need_weights=False))  # noqa: B023
-        found, text = told(lambda: ours(*args, **kwargs, need_weights=False))  # noqa: B023
+        expected, _ = error_of(lambda: theirs(*args, **kwargs, need_weights=False))  # noqa: B023
+        found, text = error_of(lambda: ours(*args, **kwargs, need_weights=False))  # noqa: B023
         assert found is expected is RuntimeError
         assert "dtype" in text
 
@@ -340,7 +340,7 @@ def test_attention_of_integer_and_complex_inputs(
     ):
         ours = to_ours(theirs)
         with torch.set_grad_enabled(training):
-            assert told(lambda: call(ours)) == told(lambda: call(theirs))  # noqa: B023
+            assert error_of(lambda: call(ours)) == error_of(lambda: call(theirs))  # noqa: B023
 
 
 ON_META = (
@@ -371,7 +371,7 @@ def test_meta_weights_with_inputs_on_another_device() -> None:
     ):
         with torch.no_grad():
             ours = to_ours(theirs)
-            assert told(lambda: ours(*given)) == told(lambda: theirs(*given))  # noqa: B023
+            assert error_of(lambda: ours(*given)) == error_of(lambda: theirs(*given))  # noqa: B023
 
 
 CONSTRUCTORS = {
@@ -392,7 +392,9 @@ CONSTRUCTORS = {
 def test_wrong_constructor_arguments_raise_pytorchs_errors(
     name: str, args: tuple[Any, ...]
 ) -> None:
-    assert told(lambda: getattr(nn, name)(*args)) == told(lambda: getattr(torch.nn, name)(*args))
+    assert error_of(lambda: getattr(nn, name)(*args)) == error_of(
+        lambda: getattr(torch.nn, name)(*args)
+    )
 
 
 SOURCE, TARGET = x(S, B, M), x(T, B, M)
@@ -451,7 +453,7 @@ def test_wrong_calls_raise_pytorchs_errors(name: str) -> None:
     make, path, args, kwargs = WRONG[name]
     model = make()
     theirs, ours = (m.get_submodule(path) for m in (model, to_ours(model)))
-    assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))
+    assert error_of(lambda: ours(*args, **kwargs)) == error_of(lambda: theirs(*args, **kwargs))
 
 
 #: Modules that pickles of whole models refer to, including those of earlier versions, and their

@@ -509,9 +509,9 @@ def test_stacks_pass_bool_masks_unconverted() -> None:
 def test_mismatched_masks_warn_once() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN), 3)
     x = torch.randn(S, B, M)
-    with pytest.warns(UserWarning, match="mismatched src_key_padding_mask and mask ") as told:
+    with pytest.warns(UserWarning, match="mismatched src_key_padding_mask and mask ") as warned:
         encoder(x, CAUSAL(S), padding(S))
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.float64])

@@ -232,11 +232,11 @@ def test_mixed_mask_dtypes_warn_and_work() -> None:
         (torch.ones(T, T).triu(1).bool(), torch.zeros(B, T).masked_fill(padding, -torch.inf)),
     ):
         kwargs = {"attn_mask": attn, "key_padding_mask": pad}
-        with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask") as told:
+        with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask") as warned:
             ours(query, query, query, **kwargs)
-        with pytest.warns(UserWarning, match="mismatched") as theirs_told:
+        with pytest.warns(UserWarning, match="mismatched") as theirs_warned:
             theirs(query, query, query, **kwargs)
-        assert {str(w.message) for w in told} == {str(w.message) for w in theirs_told}
+        assert {str(w.message) for w in warned} == {str(w.message) for w in theirs_warned}
         with pytest.warns(UserWarning, match="mismatched"):
             assert_close(ours, theirs, query, query, query, **kwargs)
 
