@@ -131,7 +131,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
     Kernels have no rules for either; the reference, in plain PyTorch, has PyTorch's.
     """
-    return in_torch_func() or has_tangents(*tensors)
+    return in_torch_func() or (forward_ad._current_level >= 0 and has_tangents(*tensors))
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
