@@ -61,7 +61,7 @@ def missing(*packages: str) -> str | None:
 
 
 class Peer:
-    #: The name of its rows.
+    #: Name of the peer's rows in the results.
     name: str
     #: Packages that its methods import; their versions are recorded with the results.
     packages: tuple[str, ...] = ()

@@ -797,7 +797,8 @@ def test_calls_in_other_dtypes_are_refused(kernel):
 
 
 def check_float_weights(kernel: Kernel, call: Call, message: str) -> None:
-    """Beside rows of low precision: weight and bias as one, and no bias without a weight."""
+    """Checks float32 parameters with low-precision rows: weight and bias together, never bias
+    alone."""
     count = kernel.same_dtype
     assert count is not None
     rows, (weight, *bias) = call.tensors[:count], call.tensors[count:]

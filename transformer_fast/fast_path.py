@@ -79,8 +79,8 @@ CROSS_ENTROPY = Limit(
 )
 _LOGITS = 1 << (13 if _TILES else 17)
 LINEAR_CROSS_ENTROPY = Limit("logits", _LOGITS, _LOGITS, weights=1 << 16)
-#: Elements of the table plus eight times those looked up, with gradients. Without gradients a look-up
-#: always runs on PyTorch's op.
+#: Counts the elements of the table, plus eight times the looked-up ones, with gradients. Without
+#: gradients PyTorch's op always runs.
 EMBEDDING = Limit("elements", 1 << 62, 1 << 19)
 LIMITS = (
     LINEAR, FEED_FORWARD, LAYER_NORM, MULTIHEAD_ATTENTION, ADD_LAYER_NORM, ATTENTION, CROSS_ENTROPY,

@@ -174,7 +174,7 @@ def _loss_class(call: Any) -> list[str]:
     return [*_rows_class(call), _up_to(classes, (1024, 16384), "classes")]
 
 
-#: By op; other ops use `_rows_class`.
+#: Op -> function that returns the class of a call; other ops use `_rows_class`.
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
     **{op: _norm_class for op in (*OPS, *VARIANTS) if op.endswith("_norm")},
     "attention": _attention_class,

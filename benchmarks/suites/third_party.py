@@ -361,7 +361,7 @@ _VISION = {
 class Model(NamedTuple):
     """An architecture of `transformers`."""
 
-    #: Prefix of its classes' names.
+    #: Prefix of the names of the architecture's classes.
     family: str
     config: dict[str, Any]
     #: "tokens", "pair" (of tokens), "image" or "sound".

@@ -190,7 +190,7 @@ class OneByOne(TorchFunctionMode):
 
 
 class Orders:
-    """The reference with random summation orders; its results keep their own order.
+    """The reference with random summation orders. The results themselves are not permuted.
 
     Sums are equal up to rounding. In fp32 any order has an error of 1e-5 in scores of some
     hundreds. Two or three scores determine a row's weights, and two or three rows determine the

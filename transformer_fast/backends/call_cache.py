@@ -101,7 +101,8 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
     device = -1
     try:
         for value in arguments:
-            # Most arguments are one of these three; no other part of a key is equal to them.
+            # The most frequent values. They need no type in the key: no other part of it equals
+            # them.
             if value is None or value is False or value is True:
                 add(value)
                 continue

@@ -84,7 +84,7 @@ class Snapshot:
     def is_unchanged(self, tensor: Tensor, rows: int) -> bool:
         """True if the tensor has not changed; the check is the more thorough, the more ``rows`` the
         caller computes."""
-        assert _native.module is not None  # only its kernels call this
+        assert _native.module is not None  # only CPU kernels call this
         return (
             self.storage() is not None
             and self.is_of(tensor, tensor)
@@ -108,7 +108,7 @@ class _Entry(Snapshot):
 
 
 def _fingerprint(tensor: Tensor) -> Any:
-    assert _native.module is not None  # only its kernels call this
+    assert _native.module is not None  # only CPU kernels call this
     matrix = tensor
     if tensor.dim() != 2:
         # At least 256 rows if there are as many: each call reads a part of every row.
@@ -144,7 +144,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    assert _native.module is not None  # only its kernels call this
+    assert _native.module is not None  # only CPU kernels call this
     # With so few rows the kernel is as fast with the unpacked weight.
     if (
         weight.dtype != torch.int8
@@ -226,7 +226,7 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
-    assert _native.module is not None  # only its kernels call this
+    assert _native.module is not None  # only CPU kernels call this
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
@@ -319,7 +319,7 @@ class PackedWeights:
         ``owners``: the parameters that the weights are, or are views of, for calls that are not
         recorded, even while a program is compiled; None: the weights.
         """
-        assert _native.module is not None  # only its kernels call this
+        assert _native.module is not None  # only CPU kernels call this
         direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
             if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):

@@ -273,8 +273,8 @@ def is_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
 def fold(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size, torch.Size]:
-    """The three as (B, H, L, D), views wherever their strides allow, what B was folded from, and the
-    leading shape of the result.
+    """Reshapes query, key and value to (B, H, L, D), as views wherever their strides allow. Also
+    returns the dimensions that B replaces, and the leading dimensions of the result.
 
     All leading dimensions broadcast, that of heads too unless ``enable_gqa``.
     """

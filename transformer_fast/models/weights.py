@@ -134,7 +134,7 @@ def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Containe
 
 
 def _short(found: re.Match[str]) -> str:
-    """'.*.' for the number of a layer, nothing for the end of a name."""
+    """'.*.' stands for the number of a layer, '' for the end of a name."""
     return ".*." if found[0].endswith(".") else ""
 
 

@@ -17,8 +17,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import _native, dispatch
 from .._context import function_mode_is_active, is_observed
 
-#: Name of the attribute that holds the original class and its replacement. Instances have it, and so
-#: do classes that `accelerate` creates.
+#: Name of the attribute that holds the original class and its replacement. Replaced instances have
+#: this attribute, and so do classes that `accelerate` creates.
 RECORD = "_classes_of_accelerate"
 
 

@@ -43,7 +43,7 @@ class Linear(DropIn, torch.nn.Linear):
         parameters = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
-        except KeyError:  # parametrised
+        except KeyError:  # parametrised by torch.nn.utils
             weight, bias = self.weight, self.bias  # type: ignore[assignment]
         if (
             type(input) is not Tensor and runs_torch_forward(input, _LINEAR)
@@ -67,7 +67,7 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
         parameters = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
-        except KeyError:  # parametrised
+        except KeyError:  # parametrised by torch.nn.utils
             weight, bias = self.weight, self.bias
         if (
             type(input) is not Tensor and runs_torch_forward(input, _LAYER_NORM)

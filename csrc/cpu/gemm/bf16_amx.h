@@ -99,7 +99,7 @@ class AmxOperands {
       TF_UNROLL for (int u = 0; u < 2; ++u) store_interleaved(to + u * kPanel, first[u], second[u]);
     }
   }
-  // The same, and as rows of A as well.
+  // Stores the rows in a panel of B, and as rows of A as well.
   static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
                        const Vec (&first)[2], const Vec (&second)[2]) {
     if constexpr (kIsBf16x3) {

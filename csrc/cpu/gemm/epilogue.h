@@ -37,7 +37,7 @@ class Epilogue {
     high_ = read(static_cast<const T*>(bias) + column, kLanes);
   }
 
-  // Of exact sums, whose row has the scale `row`.
+  // Scales exact sums of a row with the scale `row`.
   TF_INLINE void dequantize(float row, Vec& low, Vec& high) const {
     low = rounded_product(rounded_product(low, scale_low_), set1(row));
     high = rounded_product(rounded_product(high, scale_high_), set1(row));

@@ -82,7 +82,7 @@ class Steps:
         self.input = torch.empty_like(sample, memory_format=torch.contiguous_format)
         self.position = torch.zeros(1, dtype=torch.int64, device=sample.device)
         self.capacity, self.run = capacity, run
-        #: By buffer and number of positions; None: ran once.
+        #: (buffer, number of positions) -> captured graph; None after the first, uncaptured run.
         self.kinds: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
         self.recordable = True
 

@@ -193,7 +193,8 @@ class Block : Scores {
       store(exact, load(exact) + (e[0] + e[1]));
     }
   }
-  // After dropout, to the chunk, and over the scores if they are returned.
+  // Stores weights after dropout in the chunk, and if they are returned, also in place of the
+  // scores.
   TF_INLINE void put(const Panel& panel, long i, typename P::Operand* chunk, float* s,
                      Vec (&e)[2]) const {
     if (args.dropout.on) drop_row(panel, i, e);

@@ -61,12 +61,12 @@ const LinearKernels* kernels_of(const Tensor& weight, const std::optional<Tensor
 // packed copy is cached for so few rows, so results do not depend on one.
 bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m);
 
-// With the rows of unpacked W from `row` on.
+// Uses the rows of unpacked W from `row` on.
 void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row);
 
 void run_linear(LinearArgs args, const Panels& panels);
 
-// With the weight unpacked, packed before, or packed now into shared scratch `slot`.
+// Reads the weight unpacked, uses its packed copy, or packs it into shared scratch `slot`.
 void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                 int slot);
 

@@ -19,7 +19,7 @@ constexpr long kBlockRows = 64, kTileClasses = 64;
 // Classes from which a row by itself was measured to take less time: loss, gradient.
 constexpr long kLongRow = 128, kLongGradientRow = 64;
 
-// Of a block of up to kBlockRows rows; see CrossEntropyArgs.
+// Running state per row of a block of up to kBlockRows rows; see CrossEntropyArgs.
 struct State {
   float row_max[kBlockRows], sum[kBlockRows], shifted_sum[kBlockRows], target_logit[kBlockRows];
 };

@@ -22,7 +22,7 @@ struct Statistics {
 // In standard deviations: from here, the rounding error of a row's mean would show in its results.
 constexpr float kFar = 256.0f;
 
-// Of a row whose sum is `total`, and of which at(offset, count) is a vector.
+// Returns the statistics of a row with the sum `total`; at(offset, count) loads a vector of it.
 template <class At>
 TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const At& at, float total) {
   const long n = args.n;

@@ -9,7 +9,7 @@
 namespace tf {
 namespace {
 
-// Of rows of logits. PyTorch's is not vectorised along long rows.
+// Argmax of rows of logits. PyTorch's is not vectorised along long rows.
 Tensor argmax(Tensor input) {
   const char* op = "argmax";
   const ScalarType type = input.scalar_type();
