@@ -270,7 +270,7 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
         call = linear(torch.empty(2, 2, device="cuda"))
     for capability, why in {(8, 0): None, (9, 0): None, (10, 3): "sm_103", (8, 9): "sm_89"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        monkeypatch.setattr(proof, "known", lambda device, w=why: (None, f"no file for {w}"))
+        monkeypatch.setattr(proof, "record_of", lambda device, w=why: (None, f"no file for {w}"))
         assert select(call).backend == ("triton" if why is None else "reference")
         assert select(call, "triton").backend == "triton"
         [triton, _] = dispatch.kernels("linear")

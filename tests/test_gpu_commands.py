@@ -107,9 +107,9 @@ def cache(tmp_path, monkeypatch):
     """Sets an empty cache folder, and a fake GPU with a name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(proof, "machine_of", lambda device=None: MACHINE)
-    proof.known.cache_clear()
+    proof.record_of.cache_clear()
     yield tmp_path
-    proof.known.cache_clear()
+    proof.record_of.cache_clear()
 
 
 def write_record(*verdicts):

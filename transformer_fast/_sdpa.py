@@ -69,8 +69,8 @@ def enable_sdpa(backend: str | None = None) -> None:
     """
     global _before, _named
     if backend is not None and backend not in BACKENDS:
-        known = ", ".join(BACKENDS)
-        raise ValueError(f"backend must be one of {known}, or None, not {backend!r}")
+        names = ", ".join(BACKENDS)
+        raise ValueError(f"backend must be one of {names}, or None, not {backend!r}")
     reason = _why_not(backend)
     if reason is not None:
         raise RuntimeError(f"enable_sdpa: {reason}")

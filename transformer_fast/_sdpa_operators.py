@@ -169,18 +169,18 @@ _DEFAULTS = (0.0, False, False)
 
 def why_not_ours(call: Call, named: str | None) -> str:
     """Returns the reasons why our kernels do not run the call, in one line."""
-    found = []
+    lines = []
     for kernel in dispatch.kernels("attention"):
         reasons = dispatch.why_not(kernel, call)
         if kernel.backend != named and (reason := dispatch.why_unproven(kernel, call)) is not None:
             reasons.append(reason)
         if kernel.backend in BACKENDS and reasons:
-            found.append(f"{kernel.backend}: {'; '.join(reasons)}")
+            lines.append(f"{kernel.backend}: {'; '.join(reasons)}")
     if named is not None and named not in BACKENDS:
-        found.insert(0, f"{named!r} is named")
+        lines.insert(0, f"{named!r} is named")
     if call.arguments.dropout_p != 0.0:
-        found.insert(0, "it has dropout, which PyTorch's backward has to repeat")
-    return ". ".join(found) or "it is empty, or its values are of another size than its queries"
+        lines.insert(0, "it has dropout, which PyTorch's backward has to repeat")
+    return ". ".join(lines) or "it is empty, or its values are of another size than its queries"
 
 
 def runs_on(backend: str, device: str) -> bool:

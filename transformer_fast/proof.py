@@ -234,13 +234,13 @@ def merged(
     old = before.verdicts if before else ()
     wrong = {v[:5] for v in found.verdicts if not v.right}
     lasting = [v for v in old if short and not v.short and v[:5] not in wrong]
-    known = {v[:5] for v in lasting}
-    new = [v._replace(short=short) for v in found.verdicts if v[:5] not in known]
-    known |= {v[:5] for v in new}
+    measured = {v[:5] for v in lasting}
+    new = [v._replace(short=short) for v in found.verdicts if v[:5] not in measured]
+    measured |= {v[:5] for v in new}
     kept = [
         v
         for v in old
-        if not (short and not v.short) and v[:5] not in known and v.op not in replaced
+        if not (short and not v.short) and v[:5] not in measured and v.op not in replaced
     ]
     about = before if before and lasting else found
     return about._replace(verdicts=(*lasting, *kept, *new))
@@ -257,7 +257,7 @@ def write(proof: Proof) -> Path:
         "verdicts": [verdict._asdict() for verdict in proof.verdicts],
     }
     write_whole(path, content)
-    _forget_known()
+    _clear_cache()
     return path
 
 
@@ -308,14 +308,14 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
 epoch = 0
 
 
-def _forget_known() -> None:
+def _clear_cache() -> None:
     global epoch
     epoch += 1
-    known.cache_clear()
+    record_of.cache_clear()
 
 
 @functools.cache
-def known(device: int) -> tuple[Proof | None, str | None]:
+def record_of(device: int) -> tuple[Proof | None, str | None]:
     """Returns `read` for a CUDA device, cached for the process."""
     return read(machine_of(device))
 
@@ -325,7 +325,7 @@ def forget() -> list[Path]:
     found = sorted(folder().glob("proof-*.json"))
     for path in found:
         path.unlink()
-    _forget_known()
+    _clear_cache()
     return found
 
 
@@ -362,7 +362,7 @@ def longer_way(proof: Proof, op: str | None = None) -> str:
 def _decide(
     op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int
 ) -> str | None:
-    proof, problem = known(device)
+    proof, problem = record_of(device)
     if proof is None:
         return _unmeasured(problem)
     verdict = proof.find(op, backend, dtype, shape, gradients)
@@ -376,7 +376,7 @@ def _decide(
 
 
 def _gain(op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int) -> float:
-    proof, _ = known(device)
+    proof, _ = record_of(device)
     verdict = proof and proof.find(op, backend, dtype, shape, gradients)
     return verdict.gain if verdict else 0.0
 
@@ -387,7 +387,7 @@ _gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _never(op: str, backend: str, device: int) -> str | None:
-    proof, problem = known(device)
+    proof, problem = record_of(device)
     if proof is None:
         return _unmeasured(problem)
     mine = [v for v in proof.verdicts if (v.op, v.backend) == (op, backend)]

@@ -151,10 +151,10 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     key = describe((*tensors, *others), (op, settings.backend, settings.strict, proof.epoch))
     if key is None:
         return None, None
-    known = _calls.get(key)
-    if known is None or known is _SEEN or known[0] is not _state.kernels[op]:
+    cached = _calls.get(key)
+    if cached is None or cached is _SEEN or cached[0] is not _state.kernels[op]:
         return None, partial(_insert, key, tensors)
-    return known[1], None
+    return cached[1], None
 
 
 def _insert(

@@ -228,9 +228,9 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
     ]
     if on_gpu:
-        known, _ = proof.known(torch.cuda.current_device())
+        record, _ = proof.record_of(torch.cuda.current_device())
         rows = sorted(
-            [*rows, *gpu_rows(measured.findings, known)], key=lambda row: COMPARED.index(row.op)
+            [*rows, *gpu_rows(measured.findings, record)], key=lambda row: COMPARED.index(row.op)
         )
         head.append(
             f"GPU: {torch.cuda.get_device_name()}, one call of each common case, without gradients "

@@ -45,7 +45,7 @@ def proof_state() -> str:
     """Returns a sentence on the validation record of the current GPU."""
     if not torch.cuda.is_available():
         return "none: kernels are validated on the GPU that will run them"
-    found, problem = proof.known(torch.cuda.current_device())
+    found, problem = proof.record_of(torch.cuda.current_device())
     if found is None:
         return f"none: {problem}"
     chosen = sum(verdict.chosen for verdict in found.verdicts)

@@ -80,9 +80,9 @@ def attention_on(
         if by_padding is not None and arguments.query_lengths is not None:
             return by_padding(*arguments)
         if torch.is_grad_enabled():
-            found = AttentionFunction.recorded(backend, arguments)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
+            result = AttentionFunction.recorded(backend, arguments)
+            if result is not None:
+                return result  # type: ignore[no-any-return]
         query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights = arguments[
             :11
         ]
@@ -167,9 +167,9 @@ class AttentionFunction(Function):
 
             grads = (grad, grad_weights) if ctx.need_weights else (grad,)
             return gradients_of(ctx, None, *vjp(formula, primals, wants, grads))
-        found = gradients(
+        grads = gradients(
             BACKWARD.of[ctx.backend], torch.zeros_like(output) if grad is None else grad,
             grad_weights, *primals, *others, output, weights, row_max, row_sum, *wants,
             *_rest(query_lengths, ctx.longest),
         )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, found))
+        return gradients_of(ctx, None, *mask_unwanted(wants, grads))

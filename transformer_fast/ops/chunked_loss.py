@@ -124,18 +124,20 @@ class _InParts(torch.autograd.Function):
         ctx: Any, backend: str, rows: int, summed: bool, *given: Any
     ) -> Tensor:
         wants = ctx.needs_input_grad[3:6] if summed else (False,) * 3
-        result, *found = _work(backend, None, LinearCrossEntropyArguments(*given), rows, wants)
+        result, *primal_grads = _work(
+            backend, None, LinearCrossEntropyArguments(*given), rows, wants
+        )
         ctx.backend, ctx.rows, ctx.summed = backend, rows, summed
         *tensors, ctx.ignore_index, ctx.label_smoothing = given
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *found)
+        ctx.save_for_backward(*tensors, *primal_grads)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return gradients_of(ctx)
-        input, weight, bias, target, *found = ctx.saved_tensors
+        input, weight, bias, target, *primal_grads = ctx.saved_tensors
         wants = ctx.needs_input_grad[3:6]
         primals = (input, weight, bias)
         rest = (target, ctx.ignore_index, ctx.label_smoothing)
@@ -144,22 +146,22 @@ class _InParts(torch.autograd.Function):
             in_torch_func() or is_legacy_batched(grad)
         )
         if is_batched or differentiates_again():
-            found = vjp(
+            primal_grads = vjp(
                 lambda x, w, b: recomputed_losses(LinearCrossEntropyArguments(x, w, b, *rest)),
                 primals,
                 wants,
                 (grad,),
             )
         elif ctx.summed and grad.stride(0) == 0:
-            found = _times(grad[0], found, primals, target == ctx.ignore_index)
+            primal_grads = _times(grad[0], primal_grads, primals, target == ctx.ignore_index)
         else:
             arguments = LinearCrossEntropyArguments(*primals, *rest)
-            _, *found = _work(ctx.backend, grad, arguments, ctx.rows, wants)
-            found = [
+            _, *primal_grads = _work(ctx.backend, grad, arguments, ctx.rows, wants)
+            primal_grads = [
                 None if f is None or p is None else f.to(p.dtype)
-                for f, p in zip(found, primals, strict=True)
+                for f, p in zip(primal_grads, primals, strict=True)
             ]
-        return gradients_of(ctx, None, None, None, *found)
+        return gradients_of(ctx, None, None, None, *primal_grads)
 
 
 def _work(
@@ -178,8 +180,8 @@ def _work(
     if not has_gradients and not torch.compiler.is_compiling():
         return _gradients(losses, grad, arguments, rows, wants)
     operator = getattr(torch.ops.transformer_fast.linear_cross_entropy_gradients, backend)
-    result, *found = operator(grad, *arguments[:4], rows, *arguments[4:6], *wants)
-    return (result, *mask_unwanted(wants, found))  # type: ignore[return-value]
+    result, *primal_grads = operator(grad, *arguments[:4], rows, *arguments[4:6], *wants)
+    return (result, *mask_unwanted(wants, primal_grads))  # type: ignore[return-value]
 
 
 def _leaves(
@@ -218,9 +220,9 @@ def _gradients(
         if not any(wants):
             continue
         given = torch.ones_like(result) if grad is None else grad[part]
-        found = torch.autograd.grad(result, own + shared, given)
-        inputs += found[: len(own)]
-        for total, one in zip(sums, found[len(own) :], strict=True):
+        primal_grads = torch.autograd.grad(result, own + shared, given)
+        inputs += primal_grads[: len(own)]
+        for total, one in zip(sums, primal_grads[len(own) :], strict=True):
             total.add_(one)
     rest = iter(sums)
     return (
@@ -242,7 +244,7 @@ def chunked_gradients(backend: str, grad: Tensor | None, *given: Any) -> tuple[T
 
 def _times(
     factor: Tensor,
-    found: Sequence[Tensor | None],
+    primal_grads: Sequence[Tensor | None],
     primals: Sequence[Tensor | None],
     ignored: Tensor,
 ) -> list[Tensor | None]:
@@ -253,7 +255,7 @@ def _times(
     """
     factor = torch.where(ignored.all(), 0.0, factor)
     results: list[Tensor | None] = []
-    for tensor, primal in zip(found, primals, strict=True):
+    for tensor, primal in zip(primal_grads, primals, strict=True):
         if tensor is None or primal is None:
             results.append(None)
             continue
@@ -305,8 +307,8 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wants = ctx.needs_input_grad[1:]
         function = ctx.function._replace(run=_backward(ctx.function.run, wants))
-        found = iter(function(*ctx.saved_tensors, *grads))
-        return (None, *(next(found) if want else None for want in wants))
+        primal_grads = iter(function(*ctx.saved_tensors, *grads))
+        return (None, *(next(primal_grads) if want else None for want in wants))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -330,10 +332,10 @@ def _pull(
     """Returns the vector-Jacobian products for the primals for which ``wants`` is True."""
     # torch.func raises under saved-tensor hooks; so it is used only inside its transforms.
     if not in_torch_func():
-        found = vjp(run, primals, wants, grads)
+        primal_grads = vjp(run, primals, wants, grads)
         return tuple(
             torch.zeros_like(primal) if gradient is None else gradient
-            for gradient, primal, want in zip(found, primals, wants, strict=True)
+            for gradient, primal, want in zip(primal_grads, primals, wants, strict=True)
             if want
         )
 

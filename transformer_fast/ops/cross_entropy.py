@@ -84,9 +84,9 @@ def cross_entropy_on(
             losses = run(CrossEntropyArguments(rows, target.reshape(-1), *options))
             return losses.view(target.shape)
         if torch.is_grad_enabled():
-            found = LossFunction.recorded(backend, (input, None, None, target, *options))
-            if found is not None:
-                return found  # type: ignore[no-any-return]
+            result = LossFunction.recorded(backend, (input, None, None, target, *options))
+            if result is not None:
+                return result  # type: ignore[no-any-return]
         return FORWARD.of[backend](*arguments)[0]  # type: ignore[no-any-return]
 
     return run
@@ -97,8 +97,8 @@ def linear_cross_entropy_on(backend: str) -> Callable[[LinearCrossEntropyArgumen
 
     def run(arguments: LinearCrossEntropyArguments) -> Tensor:
         given = arguments[:6]
-        found = LossFunction.recorded(backend, given)
-        return LINEAR_FORWARD.of[backend](*given)[0] if found is None else found  # type: ignore[no-any-return]
+        result = LossFunction.recorded(backend, given)
+        return LINEAR_FORWARD.of[backend](*given)[0] if result is None else result  # type: ignore[no-any-return]
 
     return run
 
@@ -142,13 +142,13 @@ class LossFunction(Function):
                     return reference.cross_entropy(x, target, *options)
                 return recomputed_losses(LinearCrossEntropyArguments(x, w, b, target, *options))
 
-            found = vjp(formula, (input, weight, bias), wants, (grad,))
+            grads = vjp(formula, (input, weight, bias), wants, (grad,))
         elif weight is None:
             dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, statistics, *options)
-            found = [dinput, None, None]
+            grads = [dinput, None, None]
         else:
-            found = gradients(
+            grads = gradients(
                 LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, statistics,
                 *options, *wants,
             )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, found))
+        return gradients_of(ctx, None, *mask_unwanted(wants, grads))

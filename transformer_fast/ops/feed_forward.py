@@ -68,9 +68,9 @@ def feed_forward_on(backend: str) -> Callable[[FeedForwardArguments], Tensor]:
 
     def run(arguments: FeedForwardArguments) -> Tensor:
         if torch.is_grad_enabled():
-            found = FeedForwardFunction.recorded(backend, arguments)
-            if found is not None:
-                return found[0]  # type: ignore[no-any-return]
+            result = FeedForwardFunction.recorded(backend, arguments)
+            if result is not None:
+                return result[0]  # type: ignore[no-any-return]
         *tensors, activation, dropout_p, seed = arguments
         code = CODES[activation]
         if dropout_p == 0.0 and backend in INFERENCE.of:
@@ -117,9 +117,9 @@ class FeedForwardFunction(Function):
         if grad is None and grad_kept is None:
             return gradients_of(ctx)
         wants = ctx.needs_input_grad[1:6]
-        found: Sequence[Tensor | None]
+        grads: Sequence[Tensor | None]
         if grad is None or grad_kept is not None or differentiates_again():
-            found = _by_formula(ctx, grad, grad_kept, wants)
+            grads = _by_formula(ctx, grad, grad_kept, wants)
         else:
             input, weight1, _, weight2, seed, kept = ctx.saved_tensors
             hidden, lead = kept.shape[-1], grad.shape[:-1]
@@ -129,11 +129,11 @@ class FeedForwardFunction(Function):
                 weight1 = placeholder(grad, hidden, input.shape[-1])
             if weight2 is None:
                 weight2 = placeholder(grad, grad.shape[-1], hidden)
-            found = gradients(
+            grads = gradients(
                 BACKWARD.of[ctx.backend], grad, input, weight1, weight2, kept,
                 CODES[ctx.activation], ctx.dropout_p, seed, *wants,
             )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, found))
+        return gradients_of(ctx, None, *mask_unwanted(wants, grads))
 
 
 def _by_formula(

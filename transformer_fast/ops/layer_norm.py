@@ -99,9 +99,9 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
     def run(arguments: Any) -> Any:
         given = options(arguments)
         if torch.is_grad_enabled():
-            found = NormFunction.recorded(backend, (arguments.input, None, *given, 0.0, None))
-            if found is not None:
-                return found
+            result = NormFunction.recorded(backend, (arguments.input, None, *given, 0.0, None))
+            if result is not None:
+                return result
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](arguments.input, *given)
         return TRAINING.of[backend](arguments.input, None, *given, 0.0, None)[0]
@@ -110,9 +110,9 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
         given = (arguments.input, arguments.residual, *options(arguments))
         p, seed = arguments.dropout_p, arguments.seed
         if torch.is_grad_enabled():
-            found = NormFunction.recorded(backend, (*given, p, seed))
-            if found is not None:
-                return found
+            result = NormFunction.recorded(backend, (*given, p, seed))
+            if result is not None:
+                return result
         if p == 0.0 and backend in ADD_INFERENCE.of:
             return ADD_INFERENCE.of[backend](*given)
         return TRAINING.of[backend](*given, p, seed)[:2]

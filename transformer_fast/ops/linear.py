@@ -59,9 +59,9 @@ def linear_on(backend: str) -> Callable[[LinearArguments], Tensor]:
 
     def run(arguments: LinearArguments) -> Tensor:
         if torch.is_grad_enabled():
-            found = LinearFunction.recorded(backend, arguments)
-            if found is not None:
-                return found[0]  # type: ignore[no-any-return]
+            result = LinearFunction.recorded(backend, arguments)
+            if result is not None:
+                return result[0]  # type: ignore[no-any-return]
         input, weight, bias, activation, residual = arguments
         code = CODES[activation]
         if backend in INFERENCE.of:
@@ -107,13 +107,13 @@ class LinearFunction(Function):
         if (grad is None and grad_preactivation is None) or not any(wants):
             return None, None, None, None, None, residual
         input, weight, preactivation = ctx.saved_tensors
-        found: Sequence[Tensor | None]
+        grads: Sequence[Tensor | None]
         if grad is None or grad_preactivation is not None or differentiates_again():
             if grad is not None and ctx.activation is not None:
                 (grad,) = vjp(
                     lambda z: activate(z, ctx.activation), (preactivation,), (True,), (grad,)
                 )
-            found = products(total(grad, grad_preactivation), input, weight, wants)
+            grads = products(total(grad, grad_preactivation), input, weight, wants)
         else:
             outputs, lead = grad.shape[-1], grad.shape[:-1]
             if input is None:
@@ -121,11 +121,11 @@ class LinearFunction(Function):
                 input = placeholder(grad, *lead, columns)
             if weight is None:
                 weight = placeholder(grad, outputs, input.shape[-1])
-            found = gradients(
+            grads = gradients(
                 BACKWARD.of[ctx.backend], grad, input, weight, preactivation,
                 CODES[ctx.activation], *wants,
             )  # fmt: skip
-        return None, *mask_unwanted(wants, found), None, residual
+        return None, *mask_unwanted(wants, grads), None, residual
 
 
 def total(grad: Tensor | None, other: Tensor | None) -> Tensor:
