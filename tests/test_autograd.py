@@ -338,6 +338,16 @@ def test_nodes_return_only_public_results(op):
     assert len(node._input_metadata) == len(results) + more
 
 
+@pytest.mark.parametrize("op", CASES)
+def test_nodes_take_one_argument_that_is_no_tensor_and_call_backward_directly(op):
+    node = as_results(run_of(op)(*arguments_of(op)))[0].grad_fn
+    function = node._forward_cls
+    _, options, *tensors = inspect.signature(function.forward).parameters.values()
+    assert options.name == "options"
+    assert all("Tensor" in each.annotation or each.name == "tensors" for each in tensors)
+    assert node.apply.__func__ is function.backward
+
+
 def test_first_derivatives_do_not_enter_no_grad(monkeypatch):
     x = torch.randn(4, 8, requires_grad=True)
     total = F.layer_norm(x, (8,), backend="cpu").sum()

@@ -13,6 +13,7 @@ from .. import reference
 from .arguments import AttentionArguments
 from .autograd import (
     Function,
+    called_directly,
     differentiates_again,
     gradients,
     gradients_of,
@@ -79,20 +80,26 @@ def attention_on(
     def run(arguments: AttentionArguments) -> Result:
         if by_padding is not None and arguments.query_lengths is not None:
             return by_padding(*arguments)
-        if torch.is_grad_enabled():
-            result = AttentionFunction.recorded(backend, arguments)
-            if result is not None:
-                return result  # type: ignore[no-any-return]
-        query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights = arguments[
-            :11
-        ]
+        (
+            query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights,
+            query_lengths, longest, contiguous,
+        ) = arguments  # fmt: skip
         if scale is None:
             scale = 1.0 / math.sqrt(query.shape[-1] or 1)
+        if torch.is_grad_enabled():
+            result = AttentionFunction.recorded(
+                (backend, is_causal, scale, p, need_weights, longest, contiguous),
+                (query, key, value, mask, lengths, seed, query_lengths),
+            )
+            if result is not None:
+                return result  # type: ignore[no-any-return]
         call = (query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights)
         if backend in INFERENCE.of:
-            output, weights = INFERENCE.of[backend](*call, bool(arguments.contiguous))
+            output, weights = INFERENCE.of[backend](*call, bool(contiguous))
         else:
-            output, weights, *_ = TRAINING.of[backend](*call, *_rest(*arguments[11:]))
+            output, weights, *_ = TRAINING.of[backend](
+                *call, *_rest(query_lengths, longest, contiguous)
+            )
         return output, weights if need_weights else None
 
     by_padding = None if query_lengths else _by_padding(run)
@@ -124,19 +131,18 @@ def _rest(
     return (query_lengths,) if longest is None else (query_lengths, *longest)
 
 
+@called_directly
 class AttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, backend: str, *given: Any) -> Result:  # type: ignore[override]
-        query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights, *rest = given
-        if scale is None:
-            scale = 1.0 / math.sqrt(query.shape[-1] or 1)
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> Result:  # type: ignore[override]
+        query, key, value, mask, lengths, seed, query_lengths = tensors
+        backend, is_causal, scale, p, need_weights, *layout = ctx.options = options
         output, weights, row_max, row_sum = TRAINING.of[backend](
-            query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights, *_rest(*rest)
-        )
+            query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights,
+            *_rest(query_lengths, *layout),
+        )  # fmt: skip
         if not need_weights:
             weights = None
-        ctx.backend, ctx.options, ctx.need_weights = backend, (is_causal, scale, p), need_weights
-        query_lengths, ctx.longest, _ = rest
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             query, key, value, None if mask is None else savable(mask), lengths, seed, output,
@@ -155,21 +161,22 @@ class AttentionFunction(Function):
         *primals, key_lengths, seed, output, weights, row_max, row_sum, query_lengths = (
             ctx.saved_tensors
         )
-        others = key_lengths, *ctx.options, seed
+        backend, is_causal, scale, p, need_weights, longest, _ = ctx.options
+        others = key_lengths, is_causal, scale, p, seed
         wants = ctx.needs_input_grad[1:5]
         if differentiates_again():
 
             def formula(*primals: Tensor | None) -> Any:
                 both = reference.attention(
-                    *primals, *others, True, ctx.need_weights, query_lengths, ctx.longest
+                    *primals, *others, True, need_weights, query_lengths, longest
                 )
-                return both if ctx.need_weights else both[0]
+                return both if need_weights else both[0]
 
-            grads = (grad, grad_weights) if ctx.need_weights else (grad,)
-            return gradients_of(ctx, None, *vjp(formula, primals, wants, grads))
+            grads = (grad, grad_weights) if need_weights else (grad,)
+            return None, *vjp(formula, primals, wants, grads), None, None, None
         grads = gradients(
-            BACKWARD.of[ctx.backend], torch.zeros_like(output) if grad is None else grad,
+            BACKWARD.of[backend], torch.zeros_like(output) if grad is None else grad,
             grad_weights, *primals, *others, output, weights, row_max, row_sum, *wants,
-            *_rest(query_lengths, ctx.longest),
+            *_rest(query_lengths, longest),
         )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, grads))
+        return None, *mask_unwanted(wants, grads), None, None, None

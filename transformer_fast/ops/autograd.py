@@ -8,12 +8,14 @@ inside torch.func's transforms, never get here (`dispatch.select`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._context import in_forward_mode, unwrap_if_dead
+
+_Function = TypeVar("_Function", bound="type[Any]")
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
@@ -29,30 +31,38 @@ class Function(torch.autograd.Function):
     """Base class of the autograd functions: all arguments are positional, and torch.func's
     transforms are not supported (see `_context.is_transformed`).
 
-    The autograd node takes much of a small call's time. So ``forward`` sets up the context itself,
-    and saves results that only the backward uses without returning them.
+    The autograd node takes much of a small call's time. So all arguments that are not tensors are one,
+    ``options``; ``forward`` sets up the context itself, and saves results that only the backward uses
+    without returning them.
     """
 
     @classmethod
-    def recorded(cls, backend: str, arguments: Sequence[Any]) -> Any:
-        """Returns ``apply(backend, *arguments)`` if autograd records the call, else None.
+    def recorded(cls, options: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> Any:
+        """Returns ``apply(options, *tensors)`` if autograd records the call, else None.
 
         PyTorch's ``apply`` is avoided: it inspects the signature of ``forward``, which takes longer
         than many ops.
         """
         if not torch.is_grad_enabled():
             return None
-        for each in arguments:
-            if isinstance(each, Tensor) and each.requires_grad:
+        for each in tensors:
+            if each is not None and each.requires_grad:
                 break
         else:
             return None
         if torch.compiler.is_compiling():
-            return cls.apply(backend, *arguments)  # type: ignore[no-untyped-call]
+            return cls.apply(options, *tensors)  # type: ignore[no-untyped-call]
         own = []
-        for each in arguments:  # a loop: until Python 3.12 a comprehension is a call
-            own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)
-        return super(torch.autograd.Function, cls).apply(backend, *own)  # type: ignore[misc]
+        for each in tensors:  # a loop: until Python 3.12 a comprehension is a call
+            own.append(None if each is None else unwrap_if_dead(each))
+        return super(torch.autograd.Function, cls).apply(options, *own)  # type: ignore[misc]
+
+
+def called_directly(function: _Function) -> _Function:
+    """Makes the node of a `Function` call ``backward``; PyTorch's node looks up each time which
+    method the class defines."""
+    function._backward_cls.apply = function.backward
+    return function
 
 
 def gradients_of(ctx: Any, *found: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from .. import reference
 from .arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from .autograd import (
     Function,
+    called_directly,
     differentiates_again,
     gradients,
     gradients_of,
@@ -84,7 +85,7 @@ def cross_entropy_on(
             losses = run(CrossEntropyArguments(rows, target.reshape(-1), *options))
             return losses.view(target.shape)
         if torch.is_grad_enabled():
-            result = LossFunction.recorded(backend, (input, None, None, target, *options))
+            result = LossFunction.recorded((backend, *options), (input, None, None, target))
             if result is not None:
                 return result  # type: ignore[no-any-return]
         return FORWARD.of[backend](*arguments)[0]  # type: ignore[no-any-return]
@@ -97,34 +98,32 @@ def linear_cross_entropy_on(backend: str) -> Callable[[LinearCrossEntropyArgumen
 
     def run(arguments: LinearCrossEntropyArguments) -> Tensor:
         given = arguments[:6]
-        result = LossFunction.recorded(backend, given)
+        result = LossFunction.recorded((backend, *given[4:]), given[:4])
         return LINEAR_FORWARD.of[backend](*given)[0] if result is None else result  # type: ignore[no-any-return]
 
     return run
 
 
+@called_directly
 class LossFunction(Function):
     """Losses of logits: the input, or with a weight the result of a linear layer."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        backend: str,
+        options: tuple[str, int, float],
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
     ) -> Tensor:
+        backend, ignore_index, label_smoothing = ctx.options = options
         if weight is None:
             losses, statistics = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
         else:
             losses, statistics = LINEAR_FORWARD.of[backend](
                 input, weight, bias, target, ignore_index, label_smoothing
             )
-        ctx.backend = backend
-        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, weight, bias, target, statistics)
         return losses  # type: ignore[no-any-return]
@@ -134,7 +133,7 @@ class LossFunction(Function):
         if grad is None:
             return gradients_of(ctx)
         input, weight, bias, target, statistics = ctx.saved_tensors
-        wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
+        wants, (backend, *options) = ctx.needs_input_grad[1:4], ctx.options
         if differentiates_again():
 
             def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -144,11 +143,11 @@ class LossFunction(Function):
 
             grads = vjp(formula, (input, weight, bias), wants, (grad,))
         elif weight is None:
-            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, statistics, *options)
+            dinput = gradients(BACKWARD.of[backend], grad, input, target, statistics, *options)
             grads = [dinput, None, None]
         else:
             grads = gradients(
-                LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, statistics,
+                LINEAR_BACKWARD.of[backend], grad, input, weight, bias, target, statistics,
                 *options, *wants,
             )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, grads))
+        return None, *mask_unwanted(wants, grads), None

@@ -14,6 +14,7 @@ from ..reference.linear import activate
 from .arguments import FeedForwardArguments
 from .autograd import (
     Function,
+    called_directly,
     differentiates_again,
     gradients,
     gradients_of,
@@ -67,11 +68,13 @@ def feed_forward_on(backend: str) -> Callable[[FeedForwardArguments], Tensor]:
     """Returns the function that the dispatcher runs for a backend with operators."""
 
     def run(arguments: FeedForwardArguments) -> Tensor:
+        *tensors, activation, dropout_p, seed = arguments
         if torch.is_grad_enabled():
-            result = FeedForwardFunction.recorded(backend, arguments)
+            result = FeedForwardFunction.recorded(
+                (backend, activation, dropout_p), (*tensors, seed)
+            )
             if result is not None:
                 return result[0]  # type: ignore[no-any-return]
-        *tensors, activation, dropout_p, seed = arguments
         code = CODES[activation]
         if dropout_p == 0.0 and backend in INFERENCE.of:
             return INFERENCE.of[backend](*tensors, code)  # type: ignore[no-any-return]
@@ -80,14 +83,17 @@ def feed_forward_on(backend: str) -> Callable[[FeedForwardArguments], Tensor]:
     return run
 
 
+@called_directly
 class FeedForwardFunction(Function):
     @staticmethod
-    def forward(ctx: Any, backend: str, *given: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        input, weight1, bias1, weight2, bias2, activation, dropout_p, seed = given
+    def forward(  # type: ignore[override]
+        ctx: Any, options: tuple[str, str, float], *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
+        input, weight1, bias1, weight2, bias2, seed = tensors
+        backend, activation, dropout_p = ctx.options = options
         output, kept = TRAINING.of[backend](
             input, weight1, bias1, weight2, bias2, CODES[activation], dropout_p, seed, True
         )
-        ctx.backend, ctx.activation, ctx.dropout_p = backend, activation, dropout_p
         ctx.set_materialize_grads(False)
         need_input, need_weight1, need_bias1 = ctx.needs_input_grad[1:4]
         through = need_input or need_weight1 or need_bias1
@@ -121,6 +127,7 @@ class FeedForwardFunction(Function):
         if grad is None or grad_kept is not None or differentiates_again():
             grads = _by_formula(ctx, grad, grad_kept, wants)
         else:
+            backend, activation, dropout_p = ctx.options
             input, weight1, _, weight2, seed, kept = ctx.saved_tensors
             hidden, lead = kept.shape[-1], grad.shape[:-1]
             if input is None:
@@ -130,15 +137,16 @@ class FeedForwardFunction(Function):
             if weight2 is None:
                 weight2 = placeholder(grad, grad.shape[-1], hidden)
             grads = gradients(
-                BACKWARD.of[ctx.backend], grad, input, weight1, weight2, kept,
-                CODES[ctx.activation], ctx.dropout_p, seed, *wants,
+                BACKWARD.of[backend], grad, input, weight1, weight2, kept, CODES[activation],
+                dropout_p, seed, *wants,
             )  # fmt: skip
-        return gradients_of(ctx, None, *mask_unwanted(wants, grads))
+        return None, *mask_unwanted(wants, grads), None
 
 
 def _by_formula(
     ctx: Any, grad: Tensor | None, grad_kept: Tensor | None, wants: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
+    _, activation, dropout_p = ctx.options
     input, weight1, bias1, weight2, seed, z = ctx.saved_tensors
     if ctx.makes:
         z = F.linear(input, weight1, bias1)
@@ -147,7 +155,7 @@ def _by_formula(
     if grad is not None:
 
         def rest(z: Tensor, weight2: Tensor) -> Tensor:
-            hidden = dropout(activate(z, ctx.activation), ctx.dropout_p, seed)
+            hidden = dropout(activate(z, activation), dropout_p, seed)
             return F.linear(hidden, weight2)
 
         if weight2 is None:  # not saved: its gradient does not depend on its values

@@ -14,6 +14,7 @@ from ..reference.dropout import dropout
 from .arguments import RECORDS
 from .autograd import (
     Function,
+    called_directly,
     differentiates_again,
     gradients,
     gradients_of,
@@ -89,47 +90,61 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
     has_bias, annotated = "bias" in fields, "unbiased" in fields
     kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind
 
-    def options(arguments: Any) -> tuple[Any, ...]:
-        bias = arguments.bias if has_bias else None
+    def options(arguments: Any) -> tuple[int, float, int]:
         if annotated:
-            own = kind if arguments.unbiased else ANNOTATED_BIASED
-            return arguments.weight, bias, 1, arguments.eps, own
-        return arguments.weight, bias, len(arguments.normalized_shape), arguments.eps, kind
+            return 1, arguments.eps, kind if arguments.unbiased else ANNOTATED_BIASED
+        return len(arguments.normalized_shape), arguments.eps, kind
 
     def run(arguments: Any) -> Any:
-        given = options(arguments)
+        dims, eps, own = options(arguments)
+        input, weight = arguments.input, arguments.weight
+        bias = arguments.bias if has_bias else None
         if torch.is_grad_enabled():
-            result = NormFunction.recorded(backend, (arguments.input, None, *given, 0.0, None))
+            result = NormFunction.recorded(
+                (backend, dims, eps, own, 0.0), (input, None, weight, bias, None)
+            )
             if result is not None:
                 return result
         if backend in INFERENCE.of:
-            return INFERENCE.of[backend](arguments.input, *given)
-        return TRAINING.of[backend](arguments.input, None, *given, 0.0, None)[0]
+            return INFERENCE.of[backend](input, weight, bias, dims, eps, own)
+        return TRAINING.of[backend](input, None, weight, bias, dims, eps, own, 0.0, None)[0]
 
     def run_behind_sum(arguments: Any) -> Any:
-        given = (arguments.input, arguments.residual, *options(arguments))
+        given = options(arguments)
+        tensors = (
+            arguments.input, arguments.residual, arguments.weight,
+            arguments.bias if has_bias else None,
+        )  # fmt: skip
         p, seed = arguments.dropout_p, arguments.seed
         if torch.is_grad_enabled():
-            result = NormFunction.recorded(backend, (*given, p, seed))
+            result = NormFunction.recorded((backend, *given, p), (*tensors, seed))
             if result is not None:
                 return result
         if p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](*given)
-        return TRAINING.of[backend](*given, p, seed)[:2]
+            return ADD_INFERENCE.of[backend](*tensors, *given)
+        return TRAINING.of[backend](*tensors, *given, p, seed)[:2]
 
     return run_behind_sum if "residual" in fields else run
 
 
+@called_directly
 class NormFunction(Function):
     """Normalises input, or residual + dropout(input); this sum is then a second result."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, backend: str, input: Tensor, residual: Tensor | None, *rest: Any
+        ctx: Any,
+        options: tuple[str, int, float, int, float],
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
     ) -> Any:
-        output, sum, mean, rstd = TRAINING.of[backend](input, residual, *rest)
-        weight, _, ctx.dims, ctx.eps, ctx.kind, ctx.dropout_p, seed = rest
-        ctx.backend = backend
+        backend, dims, eps, kind, dropout_p = ctx.options = options
+        output, sum, mean, rstd = TRAINING.of[backend](
+            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
+        )
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         source = sum
@@ -154,39 +169,46 @@ class NormFunction(Function):
         needs = ctx.needs_input_grad
         if grad is None:
             grad = torch.zeros_like(source)
-        drops = ctx.dropout_p > 0.0
+        backend, dims, eps, kind, dropout_p = ctx.options
+        drops = dropout_p > 0.0
         wants = needs[1] or needs[2], needs[3], needs[4]
         if differentiates_again():
-            dsource, dweight, dbias = _by_formula(ctx, grad, source, weight, wants)
+            dsource, dweight, dbias = _by_formula(dims, eps, kind, grad, source, weight, wants)
             if dsource is not None and grad_sum is not None:
                 dsource = dsource + grad_sum
             dinput = dsource
             if drops and needs[1]:
                 assert dsource is not None
-                dinput = dropout(dsource, ctx.dropout_p, seed)
+                dinput = dropout(dsource, dropout_p, seed)
         else:
             dsource, dinput, dweight, dbias = gradients(
-                BACKWARD.of[ctx.backend], grad, grad_sum, source, weight, mean, rstd, ctx.dims,
-                ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
+                BACKWARD.of[backend], grad, grad_sum, source, weight, mean, rstd, dims, kind,
+                dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
                 *needs[3:5],
             )  # fmt: skip
             dsource, dweight, dbias = mask_unwanted(wants, (dsource, dweight, dbias))
             if not drops:
                 dinput = dsource
-        return gradients_of(
-            ctx, None, dinput if needs[1] else None, dsource if needs[2] else None, dweight, dbias
-        )
+        return (
+            None, dinput if needs[1] else None, dsource if needs[2] else None, dweight, dbias, None
+        )  # fmt: skip
 
 
 def _by_formula(
-    ctx: Any, grad: Tensor, source: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
+    dims: int,
+    eps: float,
+    kind: int,
+    grad: Tensor,
+    source: Tensor,
+    weight: Tensor | None,
+    wants: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
-    shape = tuple(source.shape[-ctx.dims :])
+    shape = tuple(source.shape[-dims:])
     # The gradients of weight and bias do not depend on their values.
     if wants[1] and weight is None:
         weight = grad.new_ones(shape)
     bias = grad.new_zeros(shape) if wants[2] else None
     return vjp(
-        lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
+        lambda x, w, b: _FORMULAS[kind](x, shape, w, b, eps),
         (source, weight, bias), wants, (grad,),
     )  # fmt: skip

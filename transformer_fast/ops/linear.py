@@ -12,6 +12,7 @@ from ..reference.linear import activate
 from .arguments import LinearArguments
 from .autograd import (
     Function,
+    called_directly,
     differentiates_again,
     gradients,
     mask_unwanted,
@@ -58,11 +59,11 @@ def linear_on(backend: str) -> Callable[[LinearArguments], Tensor]:
     """Returns the function that the dispatcher runs for a backend with operators."""
 
     def run(arguments: LinearArguments) -> Tensor:
+        input, weight, bias, activation, residual = arguments
         if torch.is_grad_enabled():
-            result = LinearFunction.recorded(backend, arguments)
+            result = LinearFunction.recorded((backend, activation), (input, weight, bias, residual))
             if result is not None:
                 return result[0]  # type: ignore[no-any-return]
-        input, weight, bias, activation, residual = arguments
         code = CODES[activation]
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight, bias, residual, code)  # type: ignore[no-any-return]
@@ -71,21 +72,21 @@ def linear_on(backend: str) -> Callable[[LinearArguments], Tensor]:
     return run
 
 
+@called_directly
 class LinearFunction(Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        backend: str,
+        options: tuple[str, str | None],
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        activation: str | None,
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        backend, activation = ctx.options = options
         output, preactivation = TRAINING.of[backend](
             input, weight, bias, residual, CODES[activation], activation is not None
         )
-        ctx.backend, ctx.activation = backend, activation
         if preactivation is not None and (activation is None or torch.compiler.is_compiling()):
             ctx.mark_non_differentiable(preactivation)
         ctx.set_materialize_grads(False)
@@ -103,16 +104,15 @@ class LinearFunction(Function):
         if grad_preactivation is not None and torch.compiler.is_compiling():
             grad_preactivation = None  # always zeros here
         wants = ctx.needs_input_grad[1:4]
-        residual = grad if ctx.needs_input_grad[5] else None
+        residual = grad if ctx.needs_input_grad[4] else None
         if (grad is None and grad_preactivation is None) or not any(wants):
-            return None, None, None, None, None, residual
+            return None, None, None, None, residual
+        backend, activation = ctx.options
         input, weight, preactivation = ctx.saved_tensors
         grads: Sequence[Tensor | None]
         if grad is None or grad_preactivation is not None or differentiates_again():
-            if grad is not None and ctx.activation is not None:
-                (grad,) = vjp(
-                    lambda z: activate(z, ctx.activation), (preactivation,), (True,), (grad,)
-                )
+            if grad is not None and activation is not None:
+                (grad,) = vjp(lambda z: activate(z, activation), (preactivation,), (True,), (grad,))
             grads = products(total(grad, grad_preactivation), input, weight, wants)
         else:
             outputs, lead = grad.shape[-1], grad.shape[:-1]
@@ -122,10 +122,10 @@ class LinearFunction(Function):
             if weight is None:
                 weight = placeholder(grad, outputs, input.shape[-1])
             grads = gradients(
-                BACKWARD.of[ctx.backend], grad, input, weight, preactivation,
-                CODES[ctx.activation], *wants,
+                BACKWARD.of[backend], grad, input, weight, preactivation, CODES[activation],
+                *wants,
             )  # fmt: skip
-        return None, *mask_unwanted(wants, grads), None, residual
+        return None, *mask_unwanted(wants, grads), residual
 
 
 def total(grad: Tensor | None, other: Tensor | None) -> Tensor:
