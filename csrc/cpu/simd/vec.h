@@ -230,12 +230,14 @@ TF_INLINE Vec exp(Vec x) {
   return scale_where(not_less(x, set1(kMinExponent)), fma(p, f, set1(1.0f)), n);
 }
 
-// e^x - 1 for x <= 0, without the cancellation near 0; NaN stays NaN.
+// e^x - 1 for x <= 0, without the cancellation near 0; -1 below -87.3, -inf included. NaN stays
+// NaN.
 TF_INLINE Vec expm1(Vec x) {
   Vec n, f;
   const Vec p = exp_parts(x, n, f);
-  const Vec power = scale_where(not_less(x, set1(kMinExponent)), set1(1.0f), n);
-  return fma(power, p * f, power - set1(1.0f));
+  const Mask counts = not_less(x, set1(kMinExponent));
+  // p f is NaN for -inf, and overflows far from 0.
+  return scale_where(counts, p * f, n) + (scale_where(counts, set1(1.0f), n) - set1(1.0f));
 }
 
 // The natural logarithm of a positive normal number, within 1 unit in the last place; NaN stays
