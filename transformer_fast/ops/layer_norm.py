@@ -90,15 +90,11 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
     has_bias, annotated = "bias" in fields, "unbiased" in fields
     kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind
 
-    def options(arguments: Any) -> tuple[int, float, int]:
-        if annotated:
-            return 1, arguments.eps, kind if arguments.unbiased else ANNOTATED_BIASED
-        return len(arguments.normalized_shape), arguments.eps, kind
-
     def run(arguments: Any) -> Any:
-        dims, eps, own = options(arguments)
-        input, weight = arguments.input, arguments.weight
+        input, weight, eps = arguments.input, arguments.weight, arguments.eps
         bias = arguments.bias if has_bias else None
+        dims = 1 if annotated else len(arguments.normalized_shape)
+        own = ANNOTATED_BIASED if annotated and not arguments.unbiased else kind
         if torch.is_grad_enabled():
             result = NormFunction.recorded(
                 (backend, dims, eps, own, 0.0), (input, None, weight, bias, None)
@@ -110,11 +106,11 @@ def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
         return TRAINING.of[backend](input, None, weight, bias, dims, eps, own, 0.0, None)[0]
 
     def run_behind_sum(arguments: Any) -> Any:
-        given = options(arguments)
-        tensors = (
-            arguments.input, arguments.residual, arguments.weight,
-            arguments.bias if has_bias else None,
-        )  # fmt: skip
+        bias = arguments.bias if has_bias else None
+        tensors = (arguments.input, arguments.residual, arguments.weight, bias)
+        dims = 1 if annotated else len(arguments.normalized_shape)
+        own = ANNOTATED_BIASED if annotated and not arguments.unbiased else kind
+        given = (dims, arguments.eps, own)
         p, seed = arguments.dropout_p, arguments.seed
         if torch.is_grad_enabled():
             result = NormFunction.recorded((backend, *given, p), (*tensors, seed))
