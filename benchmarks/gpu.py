@@ -164,6 +164,10 @@ def _checks(first_and_last: bool) -> list[list[Item]]:
     return groups
 
 
+def _dropout_p(call: dispatch.Call) -> float:
+    return getattr(call.arguments, "dropout_p", 0.0)
+
+
 def rank(case: GpuCase) -> int:
     """Returns the priority of a case; lower runs first, so that a short run has what matters most."""
     if case.op != "attention":
@@ -171,7 +175,8 @@ def rank(case: GpuCase) -> int:
         return places.get(case.op, 5)
     call = call_of(case.op, case.case.build(torch.bfloat16, "meta", None))
     *_, queries, size = call.tensors[0].shape  # type: ignore[union-attr]
-    masked = call.mask is not None or call.key_lengths is not None
+    given = call.arguments
+    masked = given.attn_mask is not None or given.key_lengths is not None
     return 6 if queries <= 4 else 3 if size > 64 else int(masked)
 
 
@@ -293,7 +298,7 @@ def _kernel(op: str, backend: str) -> Kernel:
 def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
     """Returns the reason why the kernel cannot be checked in this call, or None."""
     if kernel.backend == "torch" and not call.tensors[0].is_cpu:  # type: ignore[union-attr]
-        return unchecked(call.dropout_p)
+        return unchecked(_dropout_p(call))
     return "; ".join(dispatch.why_not(kernel, call)) or None
 
 
@@ -360,7 +365,7 @@ def bench(item: Item, device: torch.device, clock: Clock) -> Item:
             with torch.no_grad():
                 work(0)
             # With dropout PyTorch's result cannot be checked, because it drops other elements.
-            if name in ("cuda", "triton") or not unchecked(trial.call.dropout_p):
+            if name in ("cuda", "triton") or not unchecked(_dropout_p(trial.call)):
                 parity = trial.parity(work)
                 if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
                     found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
