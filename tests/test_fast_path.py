@@ -304,22 +304,24 @@ def test_small_losses_ignore_nan_in_ignored_rows(ignored: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "classes", "widens"),
+    ("dtype", "classes", "smoothing", "widens"),
     [
-        (torch.bfloat16, 64, False), (torch.bfloat16, 10, False),
-        (torch.bfloat16, 20, True), (torch.float16, 64, True),
+        (torch.bfloat16, 64, 0.0, False), (torch.bfloat16, 10, 0.0, False),
+        (torch.bfloat16, 20, 0.0, True), (torch.bfloat16, 64, 1.0, True),
+        (torch.float16, 64, 0.0, True),
     ],
 )  # fmt: skip
 def test_small_losses_of_low_precision_are_pytorchs(
-    dtype: torch.dtype, classes: int, widens: bool
+    dtype: torch.dtype, classes: int, smoothing: float, widens: bool
 ) -> None:
     x, target = torch.randn(20, classes, dtype=dtype), torch.randint(classes, (20,))
     x[0], target[0] = 0.0, 1
     x[0, 0] = 6e4  # a float16 sum of two such losses overflows
     wide = x.float() if widens else x
     ours, theirs = x.clone().requires_grad_(), wide.clone().requires_grad_()
-    loss, expected = functional.cross_entropy(ours, target), F.cross_entropy(theirs, target)
-    assert _ours(lambda: functional.cross_entropy(ours, target)) == []
+    loss = functional.cross_entropy(ours, target, label_smoothing=smoothing)
+    expected = F.cross_entropy(theirs, target, label_smoothing=smoothing)
+    assert _ours(lambda: functional.cross_entropy(ours, target, label_smoothing=smoothing)) == []
     assert torch.equal(loss, expected.to(dtype))
     for result in (loss, expected):
         result.backward()

@@ -162,15 +162,15 @@ def logits_size(input: Tensor) -> int:
     return 32 * count if input.dim() == 2 and input.shape[1] < 16 else count
 
 
-def widens_logits(input: Tensor) -> bool:
+def widens_logits(input: Tensor, label_smoothing: float) -> bool:
     """True if logits of a small call are converted to float32 before PyTorch's op.
 
     PyTorch's op sums losses in their dtype, and float16 overflows at 65504; bfloat16 stays within
-    the error budget. Rows of 16 to 31 values are too short for its vectors in bfloat16, but not in
-    float32.
+    the error budget without label smoothing, whose gradients are differences of rounded values.
+    Rows of 16 to 31 values are too short for its vectors in bfloat16, but not in float32.
     """
     if input.dtype is torch.bfloat16:
-        return input.dim() == 2 and 16 <= input.shape[1] < 32
+        return label_smoothing != 0.0 or (input.dim() == 2 and 16 <= input.shape[1] < 32)
     return input.dtype is torch.float16
 
 

@@ -170,7 +170,7 @@ def cross_entropy(
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
     ):
-        widens = fast_path.widens_logits(input)
+        widens = fast_path.widens_logits(input, label_smoothing)
         loss = F.cross_entropy(
             input.float() if widens else input,
             target, None, None, ignore_index, None, reduction, label_smoothing,
