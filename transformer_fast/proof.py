@@ -131,16 +131,18 @@ def _up_to(value: int, limits: Iterable[int], what: str) -> str:
     return f"more than {limit} {what}"
 
 
+def columns_of(call: Any) -> int:
+    """Returns the number of values in a row: of norms, those that are normalised together."""
+    return math.prod(getattr(call.arguments, "normalized_shape", call.tensors[0].shape[-1:]))
+
+
 def _rows_class(call: Any) -> list[str]:
-    first = call.tensors[0]
-    columns = math.prod(getattr(call.arguments, "normalized_shape", first.shape[-1:]))
-    return [_up_to(first.numel() // max(1, columns), (64, 1024, 8192), "rows")]
+    rows = call.tensors[0].numel() // max(1, columns_of(call))
+    return [_up_to(rows, (64, 1024, 8192), "rows")]
 
 
 def _norm_class(call: Any) -> list[str]:
-    first = call.tensors[0]
-    columns = math.prod(getattr(call.arguments, "normalized_shape", first.shape[-1:]))
-    return [*_rows_class(call), _up_to(columns, (1024, 8192), "columns")]
+    return [*_rows_class(call), _up_to(columns_of(call), (1024, 8192), "columns")]
 
 
 def _attention_class(call: Any) -> list[str]:

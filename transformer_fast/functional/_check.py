@@ -77,6 +77,12 @@ def require_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must have a floating-point dtype, not {tensor.dtype}")
 
 
+def require_rows(name: str, tensor: Tensor) -> None:
+    require_floating(name, tensor)
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension, not 0")
+
+
 def require_float(function: str, name: str, value: Any, position: int | None = None) -> Any:
     """Returns the value as a number, for all types that PyTorch accepts; symbolic while tracing."""
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):

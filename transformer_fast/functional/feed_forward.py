@@ -22,8 +22,8 @@ from ._check import (
     defers_to_torch,
     named_activation,
     require_activation,
-    require_floating,
     require_probability,
+    require_rows,
     require_same_device,
     require_tensor,
 )
@@ -124,9 +124,7 @@ def check_feed_forward(given: FeedForwardArguments, backend: str | None = None) 
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
     require_activation(activation)
-    require_floating("input", input)
-    if input.dim() == 0:
-        raise ValueError("input must have at least one dimension, not 0")
+    require_rows("input", input)
     p = require_probability("feed_forward", "dropout_p", dropout_p)
     wrong = weight_problem(("input", "weight1", "bias1"), input.shape[-1], weight1, bias1)
     if wrong is None:

@@ -19,10 +19,11 @@ from ._check import (
     named_activation,
     require_activation,
     require_floating,
+    require_rows,
     require_same_device,
     require_tensor,
 )
-from .linear import dtype_problem, weight_problem
+from .linear import dtype_problem, require_shape_of_result, weight_problem
 
 __all__ = ["int8_feed_forward", "int8_linear", "quantize_weight"]
 
@@ -141,17 +142,12 @@ def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) ->
         require_activation(activation)
         activation = named_activation(activation)
     _require_no_gradients("int8_linear", input, scale, bias, residual)
-    _check_input(input)
+    require_rows("input", input)
     require_same_device("input", input, weight=weight, scale=scale, bias=bias, residual=residual)
     input, bias, residual = autocast(input, bias, residual)  # type: ignore[assignment]
     _check_map(("input", "weight", "scale", "bias"), input.shape[-1], weight, scale, bias)
     if residual is not None:
-        shape = (*input.shape[:-1], weight.shape[0])
-        if residual.shape != shape:
-            raise ValueError(
-                f"residual must have the shape of the result, {list(shape)}, not "
-                f"{list(residual.shape)}"
-            )
+        require_shape_of_result(input, weight, residual)
     if (wrong := dtype_problem(input, bias=bias, residual=residual)) is not None:
         raise ValueError(wrong)
     return make_call(Int8LinearArguments(input, weight, scale, bias, activation, residual), False)
@@ -168,7 +164,7 @@ def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None
         raise ValueError("activation must be a name or a callable, not None")
     require_activation(activation)
     _require_no_gradients("int8_feed_forward", input, scale1, bias1, scale2, bias2)
-    _check_input(input)
+    require_rows("input", input)
     require_same_device(
         "input", input, weight1=weight1, scale1=scale1, bias1=bias1, weight2=weight2,
         scale2=scale2, bias2=bias2,
@@ -196,12 +192,6 @@ def _require_no_gradients(function: str, *tensors: Tensor | None) -> None:
             f"{function} has no gradients: call it under torch.no_grad(), or train with the weights "
             "before quantize_weight, which transformer_fast.restore(model) brings back"
         )
-
-
-def _check_input(input: Tensor) -> None:
-    require_floating("input", input)
-    if input.dim() == 0:
-        raise ValueError("input must have at least one dimension, not 0")
 
 
 def _check_map(

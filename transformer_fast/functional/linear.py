@@ -61,6 +61,14 @@ def dtype_problem(input: Tensor, **others: Tensor | None) -> str | None:
     return None
 
 
+def require_shape_of_result(input: Tensor, weight: Tensor, residual: Tensor) -> None:
+    shape = (*input.shape[:-1], weight.shape[0])
+    if residual.shape != shape:
+        raise ValueError(
+            f"residual must have the shape of the result, {list(shape)}, not {list(residual.shape)}"
+        )
+
+
 def _bias_row(bias: Tensor, columns: int) -> Tensor:
     """Returns the bias as one value per column, if it broadcasts to that, as in PyTorch."""
     if bias.numel() == 1:
@@ -176,12 +184,7 @@ def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
             # Not a lambda, whose cell variables would slow down every call.
             same_error_as(partial(F.linear, input, weight, bias), ValueError(wrong))
         if residual is not None:
-            shape = (*input.shape[:-1], weight.shape[0])
-            if residual.shape != shape:
-                raise ValueError(
-                    f"residual must have the shape of the result, {list(shape)}, not "
-                    f"{list(residual.shape)}"
-                )
+            require_shape_of_result(input, weight, residual)
             wrong = dtype_problem(input, residual=residual) if cast else None
             if wrong is not None:
                 raise ValueError(wrong)

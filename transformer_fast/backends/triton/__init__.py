@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ import torch
 
 from ...dispatch import AHEAD, STATES, Call, Kernel, compute_capability, register, rows
 from ...ops.linear import CODES
+from ...proof import columns_of
 from ..norms import norm_kernels
 from . import operators
 from .plans import Replayed
@@ -70,8 +70,7 @@ def _refuse_place(call: Call) -> str | None:
 
 
 def _refuse_norm(call: Call) -> str | None:
-    shape = getattr(call.arguments, "normalized_shape", call.tensors[0].shape[-1:])
-    columns = math.prod(shape)
+    columns = columns_of(call)
     most = MAX_COLUMNS_BACKWARD if call.needs_grad else MAX_COLUMNS
     if columns > most:
         when = " with gradients" if call.needs_grad else ""

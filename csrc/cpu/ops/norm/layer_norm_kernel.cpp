@@ -74,18 +74,18 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       to[0] = to[0] + at(j, count);
     });
   }
-  const Statistics known = statistics_of(args, at, total[0]);
+  const Statistics statistics = statistics_of(args, at, total[0]);
   const W *weight = static_cast<const W*>(args.weight), *bias = static_cast<const W*>(args.bias);
-  const Vec mean = set1(known.mean), scale = set1(known.rstd);
-  const Vec offset = set1(-known.offset * known.rstd);
+  const Vec mean = set1(statistics.mean), scale = set1(statistics.rstd);
+  const Vec offset = set1(-statistics.offset * statistics.rstd);
   each_vector(n, [&](long j, long count) {
     Vec value = fma(at(j, count) - mean, scale, offset);
     if (weight != nullptr) value = value * load_some(weight + j, count);
     if (bias != nullptr) value = value + load_some(bias + j, count);
     store_some(y + j, value, count);
   });
-  if (args.mean != nullptr) args.mean[row] = known.mean + known.offset;
-  if (args.rstd != nullptr) args.rstd[row] = known.rstd;
+  if (args.mean != nullptr) args.mean[row] = statistics.mean + statistics.offset;
+  if (args.rstd != nullptr) args.rstd[row] = statistics.rstd;
 }
 
 template <class T, class W>
