@@ -65,7 +65,7 @@ def _generate() -> Callable[[], Any]:
 #: name -> (the call, True with gradients, the maximum counts)
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(50, 9, 18)),
-    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(105, 20, 63)),
+    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(108, 21, 66)),
     "attention, inference": (lambda: _attention(False), False, Count(4, 4, 3)),
     "attention, training": (lambda: _attention(True), True, Count(7, 5, 5)),
     "linear, inference": (_linear, False, Count(13, 6, 6)),
@@ -185,7 +185,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 #: Number of files in the package, csrc, tests and benchmarks that name an op in their code: as an
 #: identifier or a string, not in comments or docstrings. The default limit is ten.
 NAMED_IN = {
-    "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 15, "attention": 112, "linear": 112,
+    "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 15, "attention": 112, "linear": 113,
     "feed_forward": 70, "cross_entropy": 48, "linear_cross_entropy": 23,
 }  # fmt: skip
 

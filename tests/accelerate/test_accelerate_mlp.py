@@ -10,7 +10,6 @@ import linecache
 import pickle
 import textwrap
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,12 +104,13 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Returns the keyword arguments of each call of `functional.feed_forward`."""
     found: list[dict[str, Any]] = []
+    feed_forward = functional.feed_forward
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         found.append(kwargs)
-        return functional.feed_forward(*args, **kwargs)
+        return feed_forward(*args, **kwargs)
 
-    monkeypatch.setattr(mlp, "functional", SimpleNamespace(feed_forward=noted))
+    monkeypatch.setattr(functional, "feed_forward", noted)
     return found
 
 

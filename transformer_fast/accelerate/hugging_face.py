@@ -26,10 +26,11 @@ from .._context import is_plain_eager
 from ..fast_path import LINEAR
 from ..functional.attention import general_attention
 from ..nn import fusion
+from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 from . import classes
 from .classes import Change, ClassChange
-from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, is_model, parts
+from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, example_of, is_model, parts
 
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
@@ -391,10 +392,7 @@ def activation_name(activation: Any) -> str | None:
 def _feed_forward(x: Tensor, first: Any, activation: Any, dropout_p: float, second: Any) -> Tensor:
     name = activation_name(activation)
     if name is not None and all(fusion.is_unhooked(m, fusion.LINEAR) for m in (first, second)):
-        return functional.feed_forward(
-            x, first.weight, first.bias, second.weight, second.bias, activation=name,
-            dropout_p=dropout_p,
-        )  # fmt: skip
+        return run_feed_forward(x, *fusion.affine(first), *fusion.affine(second), name, dropout_p)
     return second(F.dropout(activation(first(x)), dropout_p))
 
 
@@ -580,6 +578,8 @@ class Conv1D(FusedLayer):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        if INT8 in self.__dict__:
+            return run_linear(x, *fusion.affine(self))
         if is_faster_transposed(self, x):
             return functional.linear(x, self.weight.t(), self.bias)
         return super().forward(x)
@@ -587,7 +587,9 @@ class Conv1D(FusedLayer):
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         if training:
             return []
-        return [("linear", (x(ROWS, self.weight.shape[0]), self.weight.t(), self.bias), {})]
+        weight, bias = fusion.affine(self)
+        weight = weight if INT8 in self.__dict__ else weight.t()
+        return [example_of("linear", x, {}, (weight, bias))]
 
 
 def is_conv1d(module: Any) -> bool:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional
 from ..nn import fusion
 from ..nn.drop_in import runs_torch_forward
+from ..nn.int8 import INT8, run_feed_forward
 from . import classes
 from .classes import ClassChange
 from .hugging_face import activation_name, is_conv1d, is_faster_transposed
-from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p
+from .parts import Example, FusedLayer, Op, Part, dropout_p, example_of
 
 _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)
 
@@ -83,7 +83,7 @@ class FeedForward(FusedLayer):
         for start in net.starts:
             x = modules[start](x)  # type: ignore[misc]
         p = active[0] if active else 0.0
-        x = functional.feed_forward(x, *first, *second, activation=name, dropout_p=p)
+        x = run_feed_forward(x, first[0], first[1], second[0], second[1], name, p)
         for end in net.ends:
             x = modules[end](x)  # type: ignore[misc]
         return x
@@ -109,8 +109,7 @@ class FeedForward(FusedLayer):
         assert op.activation is not None
         _, value, name_of = op.activation
         options = {"activation": name_of(value), "dropout_p": op.dropout_p if training else 0.0}
-        rows = x(ROWS, one[0].shape[1])
-        return [("feed_forward", (rows, *one, *two), options)]
+        return [example_of("feed_forward", x, options, one, two)]
 
 
 @functools.cache
@@ -126,6 +125,8 @@ def _affine(module: Any, x: Tensor | None = None) -> Any:
     if fusion.is_unhooked(module, fusion.LINEAR):
         return fusion.affine(module)
     plain = is_conv1d(module) and fusion.is_unhooked(module, (type(module),))
+    if plain and INT8 in module.__dict__:
+        return fusion.affine(module)
     if plain and (x is None or is_faster_transposed(module, x)):
         return module.weight.t(), module.bias
     return None

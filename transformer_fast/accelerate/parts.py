@@ -16,6 +16,7 @@ from ..dispatch import Explanation
 from ..nn import fusion
 from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
+from ..nn.int8 import INT8, Int8Weight
 from ..ops.layer_norm import NORMS
 from .report import BATCH, LENGTH
 
@@ -51,16 +52,26 @@ class Op(NamedTuple):
             return self.name, (rows, rows, shape, norm.weight, norm.bias), p
         first, second = (part.module for part in self.parts if part.kinds is fusion.LINEAR)
         _, value, name_of = self.activation
-        weights = first.weight, first.bias, second.weight, second.bias
-        return (
-            self.name,
-            (x(ROWS, first.in_features), *weights),
-            {"activation": name_of(value), **p},
-        )
+        options = {"activation": name_of(value), **p}
+        return example_of("feed_forward", x, options, fusion.affine(first), fusion.affine(second))
 
 
 #: An op and the arguments of an example call.
 Example = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def example_of(
+    op: str, x: Callable[..., Tensor], options: dict[str, Any], *layers: tuple[Any, Any]
+) -> Example:
+    """Returns a call of linear or feed_forward with the weights and biases of these layers."""
+    if all(isinstance(weight, Int8Weight) for weight, _ in layers):
+        options.pop("dropout_p", None)
+        op, layers = f"int8_{op}", tuple((w.values, w.scale, bias) for w, bias in layers)  # type: ignore[misc]
+    elif any(isinstance(weight, Int8Weight) for weight, _ in layers):
+        return example_of(
+            "linear", x, {}, *(each for each in layers if isinstance(each[0], Int8Weight))
+        )
+    return op, (x(ROWS, layers[0][0].shape[1]), *(t for layer in layers for t in layer)), options
 
 
 class FusedLayer(DropIn):
@@ -83,11 +94,15 @@ def in_parts(module: torch.nn.Module) -> dict[str, str]:
 
 def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
     """Returns, for each op of the module, the backend in inference and the one in training."""
-    weight = next(torch.nn.Module.parameters(module), None)
-    if weight is None or is_lazy(weight) or not weight.is_floating_point():
+    parameters = torch.nn.Module.parameters(module)
+    weight = next((p for p in parameters if is_lazy(p) or p.is_floating_point()), None)
+    if weight is None or is_lazy(weight):
         return {}, {}
-    found = []
+    found: list[dict[str, Explanation]] = []
     for training in (False, True):
+        if training and any(INT8 in m.__dict__ for m in torch.nn.Module.modules(module)):
+            found.append({})  # a call raises
+            continue
         with torch.set_grad_enabled(training):
             examples = _examples(module, weight.detach(), training)
             found.append({example[0]: _explain(*example) for example in examples})
@@ -117,11 +132,14 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
             biases = (module.bias,) if norm.has_bias else ()
             return [(op, (x(ROWS, *shape), shape, module.weight, *biases), {})]
     if isinstance(module, torch.nn.Linear):
-        return [("linear", (x(ROWS, module.in_features), module.weight, module.bias), {})]
+        return [example_of("linear", x, {}, fusion.affine(module))]
     if isinstance(module, torch.nn.MultiheadAttention):
         width, heads = module.embed_dim, x(BATCH, module.num_heads, LENGTH, module.head_dim)
-        projection: Example = ("linear", (x(ROWS, width), x(width, width)), {})
-        return [projection, attention(heads, module.dropout)]
+        weight, bias = (x(width, width), None)
+        if INT8 in module.__dict__:
+            weight, bias = fusion.affine(module, module.__dict__[INT8].names[0], "in_proj_bias")
+            bias = None if bias is None else bias[: weight.shape[0]]
+        return [example_of("linear", x, {}, (weight, bias)), attention(heads, module.dropout)]
     if isinstance(module, FusedLayer):
         return module._examples(x, training)
     return [op.example(x, training) for op in _fused(module) if op.why_not() is None]

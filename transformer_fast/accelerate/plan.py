@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..nn.drop_in import recorded_classes
-from . import classes, hugging_face, mlp
+from . import classes, hugging_face, mlp, quantize
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts
 from .report import Entry, Report
@@ -26,6 +26,9 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     changed = recorded_classes(module)
     if changed is not None:
         found.append(ClassChange(name, module, *changed))
+    quantised = quantize.recorded(name, module)
+    if quantised is not None:
+        found.append(quantised)
     return found
 
 

@@ -25,6 +25,53 @@ _BACKENDS = {
 }
 
 
+@dataclass
+class Int8Report:
+    """The quantised weights of a model, and the error of its results on the inputs of ``verify``."""
+
+    #: Number of quantised modules, bytes of their weights before and after (scales included).
+    count: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    #: False: the weights before were freed.
+    keeps_weights: bool = True
+    #: Bytes of the other weights of two or more dimensions, by class.
+    float_bytes: Counter[str] = field(default_factory=Counter)
+    #: Norm of the outputs' error relative to that of the outputs, and the least cosine of a row of
+    #: outputs with the float model's; None: not measured.
+    error: float | None = None
+    cosine: float | None = None
+    #: The module with the largest relative error on the inputs that it had in the float model.
+    worst: str = ""
+    worst_error: float | None = None
+    worst_cosine: float | None = None
+
+    def __str__(self) -> str:
+        kept = "beside" if self.keeps_weights else "in place of"
+        lines = [
+            f"Int8: {self.count} modules with {_megabytes(self.bytes_after)} of weights {kept} "
+            f"{_megabytes(self.bytes_before)}."
+        ]
+        if self.float_bytes:
+            left = ", ".join(f"{k} {_megabytes(n)}" for k, n in self.float_bytes.most_common())
+            lines.append(
+                f"Not in int8: {left}. Embeddings are looked up, not multiplied, and convolutions "
+                "have no kernel."
+            )
+        if self.error is not None:
+            lines.append(
+                f"Verify: relative error of int8 {self.error:.2g}, least cosine {self.cosine:.6f}; "
+                f"largest in {self.worst or 'the model'}: {self.worst_error:.2g}, cosine "
+                f"{self.worst_cosine:.6f}. Judged: finite where the float model is. The error itself "
+                "is for you to judge."
+            )
+        return "\n".join(lines)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.3g} MB"
+
+
 @dataclass(frozen=True)
 class Entry:
     """One module that `accelerate` replaced, or left unchanged for a reason."""
@@ -45,6 +92,8 @@ class Entry:
     training: dict[str, Explanation] = field(default_factory=dict)
     #: Op -> the reason why it is not fused; the module calls its parts one by one.
     in_parts: dict[str, str] = field(default_factory=dict)
+    #: True if the module's weight is quantised.
+    int8: bool = False
 
     def __str__(self) -> str:
         head = f"{self.name or '(the model)'}: {self.kind}"
@@ -59,9 +108,12 @@ class Entry:
             if op not in self.inference or self.inference[op].backend != found.backend
         }
         notes += [f"with gradients {use}" for use in _uses(moved)]
-        if original:
+        if any(op.startswith("int8") for op in self.inference):
+            notes.append("with gradients it raises")
+        elif original:
             notes.append(f"with gradients {_verb(original)} the original forward")
         notes += [f"{op} is not fused: {reason}" for op, reason in self.in_parts.items()]
+        notes += [self.reason] if self.reason else []
         return f"{head} {change} {self.now}" + (f" ({'; '.join(notes)})" if notes else "")
 
     def why_not(self) -> dict[str, str]:
@@ -104,6 +156,8 @@ class Report:
     #: class.
     weights_swapped: int = 0
     weights_left: Counter[str] = field(default_factory=Counter)
+    #: None: ``accelerate`` was called without ``quantize``.
+    int8: Int8Report | None = None
 
     def _with(self, outcome: Outcome) -> list[Entry]:
         return [entry for entry in self.entries if entry.outcome == outcome]
@@ -132,6 +186,7 @@ class Report:
         if self.already:
             counts += f", {len(self.already)} replaced before"
         lines = [f"{counts}.{self._share()}", *_grouped(self.entries), *self.notes]
+        lines += [] if self.int8 is None else [str(self.int8)]
         if any(entry.inference or entry.training for entry in self.entries):
             lines[1:1] = [_SIZES]
         return "\n".join(lines)

@@ -29,6 +29,8 @@ def accelerate(
     *,
     filter_fn: Filter | None = None,
     verify: Any = None,
+    quantize: str | None = None,
+    keep_weights: bool = True,
 ) -> Report:
     """Replaces modules of a model by those of `transformer_fast`, in place and reversibly.
 
@@ -72,8 +74,11 @@ def accelerate(
     """
     from .classes import apply_all, undo_all
     from .plan import complete, make_plan
+    from .quantize import check_options, finish, measure
+    from .quantize import make_plan as plan_of_weights
 
     _require_module(model)
+    check_options(model, quantize, keep_weights)
     report = Report()
     changes = make_plan(model, filter_fn, report)
     apply_all(changes)
@@ -82,10 +87,18 @@ def accelerate(
             from .verify import verify_changes
 
             verify_changes(model, changes, verify, report)
+        if quantize is not None and report.verified is not False:
+            more = plan_of_weights(model, filter_fn, report)
+            apply_all(more)
+            changes += more
+            if verify is not None and more:
+                measure(model, more, verify, report)
         if report.verified is False:
             undo_all(changes)
             changes = []
         complete(model, report)
+        if quantize is not None and report.verified is not False:
+            finish(model, report, keep_weights)
     except BaseException:
         undo_all(changes)
         raise
@@ -107,7 +120,7 @@ def restore(model: torch.nn.Module) -> list[str]:
     _require_module(model)
     changes = _changes_of(model)
     undo_all(changes)
-    return [change.name for change in changes]
+    return [*dict.fromkeys(change.name for change in changes)]
 
 
 @contextmanager

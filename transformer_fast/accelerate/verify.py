@@ -43,7 +43,7 @@ def verify_changes(
     model: torch.nn.Module, changes: Sequence[Change], example: Any, report: Report
 ) -> None:
     """Compares the model with and without ``changes``, which are applied; reports the result."""
-    inputs = _inputs(example)
+    inputs = parse_inputs(example)
     inner: Any = model
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         inner = model.module  # skip DDP, which would all-reduce the gradients of the copies
@@ -74,7 +74,7 @@ _ADVICE = (
 )
 
 
-def _inputs(example: Any) -> Inputs:
+def parse_inputs(example: Any) -> Inputs:
     if isinstance(example, tuple):
         return Inputs(example, {})
     if isinstance(example, dict):
@@ -101,7 +101,7 @@ def _compare_model(
     def run(jitter: torch.Generator | None = None, exact: bool = False) -> Run:
         torch.manual_seed(0)
         if mode == "inference" and jitter is None and not exact:
-            return _forward_only(model, inputs)
+            return forward_only(model, inputs)
         return _with_gradients(model, inputs, jitter, exact)
 
     with _without_dropout(model):
@@ -244,7 +244,7 @@ def _is_variable(leaf: Any) -> bool:
     return _is_real(leaf) and not bool(leaf.isinf().any())
 
 
-def _forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
+def forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
     """Runs the model as it is, without gradients."""
     with torch.no_grad():
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(inputs))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import functional
 from ..nn import Embedding
+from ..nn.fusion import affine
+from ..nn.int8 import HoldsInt8, Int8Weight, run_linear
 from .tokens import check_ids
 
 __all__ = ["LearnedPositions", "OutputProjection", "SinusoidalPositions", "TokenEmbedding"]
@@ -176,14 +178,14 @@ class TokenEmbedding(torch.nn.Module):
         if self.scale != 1.0:
             x = x * self.scale
         if self.projection is not None:
-            x = functional.linear(x, self.projection.weight)
+            x = run_linear(x, *affine(self.projection))
         return x if position is None else x + position
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}"
 
 
-class OutputProjection(torch.nn.Module):
+class OutputProjection(HoldsInt8):
     """Vectors (..., M) to logits (..., V): ``x W^T + b``, or ``(x P^T) W^T + b``.
 
     Called with ``expected``, the correct tokens (...), it returns their losses (...) instead, by
@@ -249,9 +251,10 @@ class OutputProjection(torch.nn.Module):
             ignored: expected token whose loss is 0; None: no such token.
         """
         if self.projection is not None:
-            input = functional.linear(input, self.projection.weight)
+            input = run_linear(input, *affine(self.projection))
+        weight, bias = affine(self)
         if expected is None:
-            return functional.linear(input, self.weight, self.bias)
+            return run_linear(input, weight, bias)
         check_ids("expected", expected)
         if expected.shape != input.shape[:-1]:
             raise ValueError(
@@ -260,13 +263,17 @@ class OutputProjection(torch.nn.Module):
             )
         rows, target = input.reshape(-1, input.shape[-1]), expected.reshape(-1).long()
         ignore_index = -100 if ignored is None else ignored
-        if rows.dtype == torch.float32 and not torch.is_autocast_enabled(rows.device.type):
+        if (
+            rows.dtype == torch.float32
+            and not torch.is_autocast_enabled(rows.device.type)
+            and not isinstance(weight, Int8Weight)
+        ):
             losses = functional.linear_cross_entropy(
-                rows, self.weight, target, linear_bias=self.bias, reduction="none",
+                rows, weight, target, linear_bias=bias, reduction="none",
                 ignore_index=ignore_index, label_smoothing=smoothing,
             )  # fmt: skip
         else:  # the op returns losses in the dtype of its input
-            logits = functional.linear(rows, self.weight, self.bias)
+            logits = run_linear(rows, weight, bias)
             losses = functional.cross_entropy(
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), target,
                 reduction="none", ignore_index=ignore_index, label_smoothing=smoothing,

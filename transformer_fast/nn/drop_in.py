@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _native, dispatch
 from .._context import function_mode_is_active, is_observed
+from .int8 import HoldsInt8
 
 #: Name of the attribute that holds the original class and its replacement. Replaced instances have
 #: this attribute, and so do classes that `accelerate` creates.
@@ -120,7 +121,7 @@ def is_patched(*kinds: type) -> bool:
     return False
 
 
-class DropIn(torch.nn.Module):
+class DropIn(HoldsInt8):
     """Base of the classes that `accelerate` assigns to existing modules.
 
     A copy of such a module keeps its class, but a pickle has the original one, so that it loads where

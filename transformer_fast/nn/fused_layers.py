@@ -21,6 +21,7 @@ from ..ops.autograd import wants_grad
 from . import masks
 from .drop_in import DropIn
 from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer
+from .int8 import Int8Weight
 from .multihead_attention import MultiheadAttention
 
 #: torch.nn's attention gives other results for queries that may attend to nothing.
@@ -112,6 +113,8 @@ def _prepare(
             for _, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
                 if norm.module is not None:
                     raise Unreadable("norm is hooked, replaced or of other sizes")
+                if isinstance(weight1, Int8Weight) or isinstance(weight2, Int8Weight):
+                    raise Unreadable("weights are int8")
                 parameters += weight1, bias1, weight2, bias2, norm.weight, norm.bias
                 eps.append(norm.eps)
         if parameters[2].shape[0] != x.shape[2]:  # type: ignore[union-attr]

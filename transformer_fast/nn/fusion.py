@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import functional
 from .._context import function_mode_is_active, is_observed
 from .drop_in import is_patched, note_forward
+from .int8 import INT8, Weight, run_feed_forward, run_linear
 from .ops import LayerNorm, Linear
 
 LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
@@ -95,16 +96,16 @@ class Sublayer(NamedTuple):
     """
 
     kind: Kind
-    weight1: Tensor
+    weight1: Weight
     bias1: Tensor | None
-    weight2: Tensor
+    weight2: Weight
     bias2: Tensor | None
     norm: Norm
     #: Attention only.
     heads: int = 0
     batch_first: bool = False
 
-    def of_query(self) -> tuple[Tensor, Tensor | None]:
+    def of_query(self) -> tuple[Weight, Tensor | None]:
         """Returns the query's projection, (M, M) and (M,)."""
         width = self.weight1.shape[1]
         return self.weight1[:width], None if self.bias1 is None else self.bias1[:width]
@@ -150,9 +151,15 @@ def a_kind(module: Any) -> str:
 
 def affine(
     module: torch.nn.Module, weight: str = "weight", bias: str = "bias"
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns these parameters without Module.__getattr__, which takes ten times as long."""
+) -> tuple[Any, Tensor | None]:
+    """Returns these parameters, a quantised weight as `Int8Weight`.
+
+    Module.__getattr__ takes ten times as long.
+    """
     parameters = module._parameters
+    record = module.__dict__.get(INT8)
+    if record is not None and weight in record.names:
+        return record.of(module, weight), parameters.get(bias)
     if weight in parameters and bias in parameters:
         return parameters[weight], parameters[bias]
     return getattr(module, weight), getattr(module, bias)
@@ -282,7 +289,7 @@ def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:
     """Returns ``module(input)``."""
     if is_unhooked(module, LINEAR):
-        return functional.linear(input, *affine(module))  # type: ignore[arg-type]
+        return run_linear(input, *affine(module))
     return module(input)
 
 
@@ -301,13 +308,8 @@ def feed_forward(
         and is_unhooked(dropout, DROPOUT)
         and is_unhooked(linear2, LINEAR)
     ):
-        return functional.feed_forward(
-            input,
-            *affine(linear1),  # type: ignore[arg-type]
-            *affine(linear2),  # type: ignore[arg-type]
-            activation=name,
-            dropout_p=dropout.p if dropout.training else 0.0,  # type: ignore[arg-type]
-        )
+        p: Any = dropout.p if dropout.training else 0.0
+        return run_feed_forward(input, *affine(linear1), *affine(linear2), name, p)
     return linear(linear2, dropout(activation(linear(linear1, input))))
 
 

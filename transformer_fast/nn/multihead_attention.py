@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import fast_path, functional
+from .. import fast_path
 from .._context import is_plain_eager, is_traced, only_torch_supports
 from ..functional.attention import attend
 from ..ops.arguments import AttentionArguments
 from ..ops.autograd import savable
 from . import fusion, masks
 from .drop_in import DropIn, by_torch, runs_torch_forward
+from .int8 import INT8, run_linear
 
 _in_one_call: Any = torch._native_multi_head_attention
 
@@ -160,7 +161,8 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             return True
         dtype, own = query.dtype, self._parameters
         weight, bias = own.get("in_proj_weight"), own.get("in_proj_bias")
-        if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
+        right = weight is None or weight.dtype in (dtype, torch.int8)
+        if right and (bias is None or bias.dtype is dtype):
             return False
         return not torch.is_autocast_enabled(query.device.type)
 
@@ -173,6 +175,8 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             and query.numel() < fast_path.MULTIHEAD_ATTENTION.below[0]
             and query.dtype is fast_path.FLOAT
             and fusion.is_unhooked(out, fusion.LINEAR)
+            and INT8 not in self.__dict__
+            and INT8 not in out.__dict__
         ):
             return None
         found = [*fusion.affine(self, "in_proj_weight", "in_proj_bias"), *fusion.affine(out)]
@@ -236,19 +240,20 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         width = self.embed_dim
         weight, bias = fusion.affine(self, "in_proj_weight", "in_proj_bias")
         if self._qkv_same_embed_dim and query is key and key is value:
-            packed = functional.linear(self._saved(query), weight, bias)  # type: ignore[arg-type]
+            packed = run_linear(self._saved(query), weight, bias)
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
         inputs = (query, key) if key is value and self._qkv_same_embed_dim else (query, key, value)
         sizes = [width, 2 * width] if len(inputs) == 2 else [width, width, width]
         if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.split(sizes)
+            weights = weight.split(sizes)
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            weights = [fusion.affine(self, name, "in_proj_bias")[0] for name in names]
         biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
         heads = []
         for x, weight, part, size in zip(inputs, weights, biases, sizes, strict=True):
-            projected = functional.linear(self._saved(x), weight, part)
+            projected = run_linear(self._saved(x), weight, part)
             heads += self._heads(projected, sequence, size // width)
         q, k, v = heads
         return q, k, v

@@ -15,6 +15,7 @@ from ..functional.linear import linear
 from ..ops.arguments import LayerArguments
 from ..ops.autograd import differentiates_again, wants_grad
 from .drop_in import DropIn, by_torch, pytorchs_forward, runs_torch_forward
+from .int8 import INT8, run_linear
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
@@ -45,6 +46,8 @@ class Linear(DropIn, torch.nn.Linear):
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrised by torch.nn.utils
             weight, bias = self.weight, self.bias  # type: ignore[assignment]
+        if INT8 in self.__dict__:
+            return run_linear(input, self.__dict__[INT8].of(self, "weight"), bias)
         if (
             type(input) is not Tensor and runs_torch_forward(input, _LINEAR)
         ) or _LINEAR.forward is not _LINEAR_FORWARD:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional
 from .._context import are_plain_on_cpu, is_traced
 from ..functional.attention import attend as attend_to_heads
 from ..ops.arguments import AttentionArguments
 from . import fused_layers, fusion, masks
 from .fused_layers import Masks
+from .int8 import run_linear
 from .multihead_attention import MultiheadAttention
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -94,7 +94,7 @@ def _compose(
 
     def attend(layer: TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, torch.nn.Module]:
         module = layer.self_attn
-        projected = functional.linear(x, module.in_proj_weight, module.in_proj_bias)
+        projected = run_linear(x, *fusion.affine(module, "in_proj_weight", "in_proj_bias"))
         spread = projected.new_zeros((batch * length, projected.shape[1]))
         spread = spread.index_copy(0, places, projected)
         heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)

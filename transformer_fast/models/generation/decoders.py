@@ -28,10 +28,12 @@ from ...nn.fusion import (
     Norm,
     Sublayer,
     Unreadable,
+    affine,
     is_unhooked,
     read_layer,
     read_norm,
 )
+from ...nn.int8 import Int8Weight, Weight, run_feed_forward, run_linear
 from ...ops.arguments import (
     AddLayerNormArguments,
     AttentionArguments,
@@ -92,7 +94,7 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
             raise Unreadable("the layers differ in norm_first")
         if layer.sublayers[0].heads != heads:
             raise Unreadable("the layers differ in heads")
-    if len({(p.dtype, p.device) for p in stack.parameters()}) != 1:
+    if len({(p.dtype, p.device) for p in stack.parameters() if p.dtype != torch.int8}) != 1:
         raise Unreadable("its parameters differ in dtype or device")
     final = None if stack.norm is None else read_norm(stack.norm, d_model)
     return Stack(d_model, heads, first.norm_first, layers, final)
@@ -124,7 +126,9 @@ def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, An
 # calls on the kernel that the dispatcher chooses.
 
 
-def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
+def bind_linear(rows: int, weight: Weight, bias: Tensor | None) -> Linear:
+    if isinstance(weight, Int8Weight):
+        return lambda x: run_linear(x, weight, bias)
     dtype, (w, b) = _cast(weight, bias)
     sample = w.new_empty((rows, w.shape[1]))
     run = select(make_call(LinearArguments(sample, w, b), False)).function
@@ -134,6 +138,8 @@ def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
+    if isinstance(f.weight1, Int8Weight) or isinstance(f.weight2, Int8Weight):
+        return lambda x: run_feed_forward(x, *f[1:5], activation)
     dtype, (w1, b1, w2, b2) = _cast(f.weight1, f.bias1, f.weight2, f.bias2)
     sample = w1.new_empty((rows, w1.shape[1]))
     rest = (w1, b1, w2, b2, activation)
@@ -198,9 +204,11 @@ def bind_stack(
         for one in layer.sublayers:
             if one.norm.module is not None or layer.activation != activation:
                 return None
+            if isinstance(one.weight1, Int8Weight) or isinstance(one.weight2, Int8Weight):
+                return None
             # Skips keys and values of the memory: they were computed before the first step.
             first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
-            parameters += *first, *one[3:5], *one.norm[:2]
+            parameters += *first, *one[3:5], *one.norm[:2]  # type: ignore[arg-type]
             eps.append(one.norm.eps)
     tensors = (sample, cache, *memories, *parameters)
     arguments = LayerArguments(activation=activation)
@@ -239,7 +247,7 @@ class _Attention:
         self.size = self.width // self.heads
         self.scale = self.size**-0.5
 
-    def _bind(self, sample: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def _bind(self, sample: Tensor, weight: Weight, bias: Tensor | None) -> None:
         w, rows = self.weights, sample.shape[0]
         self.project_in = bind_linear(rows, weight, bias)
         self.project_out = bind_linear(rows, w.weight2, w.bias2)
@@ -373,13 +381,13 @@ Project = Callable[[Tensor], Tensor]
 def bind_project(project: Any, rows: int) -> Linear:
     """Returns ``project`` for (R, M), on this package's kernels if it is a plain Linear."""
     if is_unhooked(project, LINEAR):
-        return bind_linear(rows, project.weight, project.bias)
+        return bind_linear(rows, *affine(project))
     if is_unhooked(project, (OutputProjection,)):
-        last = bind_linear(rows, project.weight, project.bias)
+        last = bind_linear(rows, *affine(project))
         if project.projection is None:
             return last
         if is_unhooked(project.projection, LINEAR):
-            first = bind_linear(rows, project.projection.weight, None)
+            first = bind_linear(rows, *affine(project.projection))
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)
 
