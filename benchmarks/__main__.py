@@ -19,18 +19,21 @@ from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 
 from . import compare, findings, peers, report
-from .suites import Scope, Suite, models, ops, third_party
+from .suites import Scope, Suite, models, ops, text, third_party
 
 #: Suites of the command ``run``, in the order of the report.
 SUITES: dict[str, Suite] = {
     "ops": ops.table,
     "backward": partial(ops.table, gradients=True),
     "layers": models.layers,
+    "layers, int8": models.int8_layers,
     "models": models.transformers,
     "training": models.training,
     "hand-written": third_party.hand_written,
     "third-party": third_party.third_party,
+    "text encoders": text.text_encoders,
     "decode": models.decoding,
+    "decode, int8": models.int8_decoding,
     "overhead": ops.overhead,
 }
 #: Suites of the command ``scaling``, separate because they take long.
@@ -56,6 +59,10 @@ def add_arguments(
     parser.add_argument(
         "--peer", nargs="*", default=None,
         help="names of peers in benchmarks/peers.py; without a name: no peers (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-k", nargs="+", default=[], dest="words", metavar="TEXT",
+        help="only cases whose names contain all of these",
     )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not saved")
@@ -104,7 +111,11 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     suffix = "" if options.dtype == "float32" else f", {options.dtype}"
     for name in options.suite:
         full = not scope.quick
-        work = [*options.suites[name](scope)]
+        work = [
+            (label, make)
+            for label, make in options.suites[name](scope)
+            if all(word in label for word in options.words)
+        ]
         rows, remarks = run(work, scope.plan, probe_before=full, memory=full)
         if not rows:
             continue

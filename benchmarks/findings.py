@@ -232,3 +232,56 @@ def table(found: Iterable[Finding], headings: Sequence[str]) -> str:
     words = sum(heading in ("work", "suite", "op", "case", "on", "faster") for heading in headings)
     rows = [[CELLS[heading](one) for heading in headings] for one in found]
     return markdown(headings, rows, words)
+
+
+# Sentence encoders: what they do in a second, and how close it is to fp64.
+
+#: The suite, whose cases are named "MODEL, ORDER, PRECISION, N threads".
+TEXT = "text encoders"
+
+
+def per_second(row: Row | None) -> str:
+    """Formats sentences a second, and the cosine of the worst to fp64's: '231 (0.99993)'."""
+    if row is None or row.time is None or row.items is None or row.error is None:
+        return ""
+    # The error is the distance of unit vectors.
+    return f"{form.three_digits(row.items / row.time.median)} ({1 - row.error**2 / 2:.5f})"
+
+
+def text_rows(rows: Sequence[Row]) -> str:
+    """Formats a Markdown table of all cases and candidates of the suite."""
+    names = list(dict.fromkeys(row.candidate for row in rows if row.time is not None))
+    lines = []
+    for (_, case), group in by_case(rows).items():
+        known = {row.candidate: row for row in group}
+        lines.append([case, *(per_second(known.get(name)) for name in names)])
+    return markdown(("sentences a second (cosine)", *names), lines, words=1)
+
+
+def text_summary(rows: Sequence[Row]) -> str:
+    """Formats a Markdown table: for each model and order PyTorch, and ours beside the fastest other.
+
+    With the highest number of threads only. Returns '' if nothing of ours was timed.
+    """
+    known: dict[str, dict[str, Finding]] = {}
+    most = max((row.case.rpartition(", ")[2] for row in rows), default="")
+    for one in findings([row for row in rows if row.case.endswith(most)]):
+        name, precision, _ = one.chosen.case.rsplit(", ", 2)
+        known.setdefault(name, {})[precision] = one
+    precisions = [
+        p for p in ("float32", "bfloat16", "int8") if any(p in row for row in known.values())
+    ]
+    eager = {row.case: row for row in rows if row.candidate == "torch eager"}
+    lines = []
+    for name, found in known.items():
+        line = [name, per_second(eager.get(f"{name}, float32, {most}")).partition(" ")[0]]
+        for one in map(found.get, precisions):
+            rival = one and one.rival
+            other = f"{rival.candidate}: {per_second(rival)}" if rival else ""
+            ratio = interval(one.against) if one and one.against else ""
+            line += [per_second(one and one.chosen), other, ratio.partition(" ")[0]]
+        lines.append(line)
+    heads = [text for p in precisions for text in (p, f"fastest other, {p}", "ratio")]
+    return (
+        markdown(("sentences a second", "PyTorch float32", *heads), lines, words=1) if lines else ""
+    )

@@ -10,9 +10,14 @@ peer cannot run the call; or None if the peer does not apply to this kind of wor
     hand_written(model, adapt)       ``adapt(run)``, where ``run`` has the arguments of the model, a
                                      Transformer written by hand
     training(model, adapt)           the same for a model whose gradients are computed
+    module(module, examples, precision)
+                                     function with the arguments of the module, which are tensors;
+                                     ``examples``: arguments of some calls; ``precision``: "float32",
+                                     "bfloat16" or "int8" (products of 8 bits, results as in float32)
     generate(adapt)                  ``adapt(**settings)``, a function of (prompt,) that returns the
                                      tokens of transformers' ``generate`` with these settings
-    decode(model, arguments, new)    function of (source,) that returns greedily decoded tokens
+    decode(model, arguments, new), decode_int8
+                                     function of (source,) that returns greedily decoded tokens
                                      (B, new); the model is a `suites.models.Translator`
 
 Weights may be prepared (packed, converted) when the function is created, because they do not change
@@ -33,9 +38,11 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.managers import BaseManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +65,35 @@ def missing(*packages: str) -> str | None:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             return f"{package} is not installed (pip install {package})"
     return None
+
+
+#: Arguments of several calls of a module.
+Examples = Sequence[tuple[Tensor, ...]]
+
+
+def varied(examples: Examples) -> bool:
+    """True if the shapes of the calls differ."""
+    return len({tuple(x.shape for x in one) for one in examples}) > 1
+
+
+def in_precision(module: nn.Module, precision: str) -> nn.Module:
+    return copy.deepcopy(module).to(getattr(torch, precision))
+
+
+def fastest(runs: Sequence[Callable[..., Any]], examples: Examples) -> Callable[..., Any]:
+    """Returns the function with the shortest time on the examples: the best of three, in turn."""
+
+    def taken(run: Callable[..., Any]) -> float:
+        start = time.perf_counter()
+        for one in examples:
+            run(*one)
+        return time.perf_counter() - start
+
+    for run in runs if len(runs) > 1 else ():
+        taken(run)  # the first call of a shape may compile
+    times = [[taken(run) for run in runs] for _ in range(3 if len(runs) > 1 else 1)]
+    best = [min(column) for column in zip(*times, strict=True)]
+    return runs[best.index(min(best))]
 
 
 class Peer:
@@ -243,6 +279,26 @@ class Frozen(Peer):
 
     encoder = transformer = encoder_layer
 
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        if precision == "int8":
+            return None
+        return self.compiled(in_precision(module, precision), examples)
+
+    def compiled(self, module: nn.Module, examples: Examples) -> Callable[..., Any]:
+        """Compiles with dynamic shapes if those of the examples differ."""
+        from torch._inductor import config
+
+        torch._dynamo.reset()
+        run = torch.compile(module, dynamic=varied(examples), **self.options)
+
+        def forward(*arguments: Any) -> Any:
+            # In effect for all calls, since further shapes may be compiled later.
+            with config.patch(self.settings), fast_path(False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
+                return run(*arguments)
+
+        return forward
+
 
 class InductorTuned(Frozen):
     """torch.compile with its fastest CPU settings: autotuned C++ templates for matrix products."""
@@ -266,6 +322,30 @@ class InductorTuned(Frozen):
         if (name := named_isa()) is not None:
             return f"its templates cannot be limited to {name}"
         return super().why_not()
+
+
+class _ZentorchLinear(nn.Module):
+    """zentorch's linear layer with 8-bit products, which quantises its input in each call."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1) / 127
+        weight = torch.round(linear.weight.detach() / scale[:, None]).to(torch.int8)
+        pack = torch.ops.zentorch.zentorch_weight_prepack_for_dynamic_qlinear
+        self.weight, self.scale, self.bias = pack(weight), scale, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = torch.ops.zentorch.zentorch_dynamic_qlinear
+        found: Tensor = run(x, self.weight, self.scale, self.bias, is_weight_prepacked=True)
+        return found
+
+
+def _with_zentorch_int8(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    for name, part in [*module.named_modules()]:
+        if type(part) is nn.Linear:
+            module.set_submodule(name, _ZentorchLinear(part))
+    return module
 
 
 class Zentorch(Frozen):
@@ -297,6 +377,12 @@ class Zentorch(Frozen):
         importlib.import_module("zentorch")
         return super().hand_written(model, adapt)
 
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        importlib.import_module("zentorch")
+        if precision != "int8":
+            return super().module(module, examples, precision)
+        return self.compiled(_with_zentorch_int8(module), examples)
+
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "attention":
             return None
@@ -317,6 +403,39 @@ class Zentorch(Frozen):
             return attend(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0], None
 
         return run
+
+
+class TorchAo(Peer):
+    """torchao's dynamic int8, compiled with inductor's fastest settings."""
+
+    name, packages = "torchao", ("torchao",)
+
+    def why_not(self) -> str | None:
+        return super().why_not() or PEERS["inductor_tuned"].why_not()
+
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        if precision != "int8":
+            return None
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        module = copy.deepcopy(module)
+        quantize_(module, Int8DynamicActivationInt8WeightConfig())
+        inductor: Any = PEERS["inductor_tuned"]
+        return inductor.compiled(module, examples)
+
+
+class QuantizeDynamic(Peer):
+    """PyTorch's own dynamic int8, not compiled."""
+
+    name = "quantize_dynamic"
+
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        if precision != "int8":
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated in favour of torchao
+            quantise = torch.ao.quantization.quantize_dynamic
+            return with_fast_path(quantise(copy.deepcopy(module), {nn.Linear}), False)
 
 
 class OneDnnPrepacked(Peer):
@@ -367,6 +486,18 @@ class OneDnnPrepacked(Peer):
         return lambda x, *rest: second(first(x))
 
 
+def _exported(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> bytes:
+    """Returns the ONNX graph of the module in fp32, with its weights."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning: no torchvision
+    module, file = copy.deepcopy(module).float(), io.BytesIO()
+    with fast_path(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
+        torch.onnx.export(
+            module, inputs, file, dynamo=True, external_data=False, verbose=False, **options
+        )
+    return file.getvalue()
+
+
 class OnGraphs(Peer):
     """Base of peers that run ONNX graphs, exported by PyTorch, on the CPU."""
 
@@ -375,19 +506,14 @@ class OnGraphs(Peer):
     runner: type[Any]
 
     def _run(self, module: nn.Module, x: Tensor, **others: Tensor) -> Callable[..., Tensor] | str:
-        """Exports the module for inputs of these shapes, in fp32; returns a function that runs it."""
+        """Exports the module for inputs of these shapes; returns a function that runs it."""
         if x.device.type != "cpu" or x.dtype not in self.dtypes:
             names = " or ".join(str(dtype)[6:] for dtype in self.dtypes)
             return f"the exported graph is for {names} on the CPU"
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning: no torchvision
-        module, file = copy.deepcopy(module).float(), io.BytesIO()
-        with fast_path(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
-            torch.onnx.export(
-                module, (x.float(),), file, kwargs=others, input_names=["x", *others], dynamo=True,
-                external_data=False, verbose=False,
-            )  # fmt: skip
-        return self.runner(file.getvalue(), x.dtype)
+        names = ["x", *others]
+        return self.runner(
+            _exported(module, (x.float(),), kwargs=others, input_names=names), x.dtype
+        )
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "feed_forward":
@@ -427,6 +553,21 @@ class _Session:
     def __call__(self, *inputs: Tensor) -> Tensor:
         feeds = dict(zip(self.names, (x.numpy() for x in inputs), strict=True))
         return torch.from_numpy(self.session.run(None, feeds)[0])
+
+
+def _quantised(graph: bytes) -> bytes:
+    """Quantises the weights of an ONNX graph, and activations when it runs."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder, "before.onnx"), Path(folder, "after.onnx")
+        before.write_bytes(graph)
+        logging.disable(logging.WARNING)  # no advice to preprocess the graph
+        try:
+            quantize_dynamic(before, after, per_channel=True, weight_type=QuantType.QInt8)
+        finally:
+            logging.disable(logging.NOTSET)
+        return after.read_bytes()
 
 
 def _attention_graph(arguments: Arguments) -> bytes:
@@ -477,6 +618,20 @@ class OnnxRuntime(OnGraphs):
             return f"it cannot be limited to {name}"
         return why
 
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        if precision == "bfloat16":
+            return "it computes in float32 or in 8 bits"
+        changing = [
+            {
+                axis: torch.export.Dim.DYNAMIC
+                for axis, sizes in enumerate(zip(*(x.shape for x in given), strict=True))
+                if len(set(sizes)) > 1
+            }
+            for given in zip(*examples, strict=True)
+        ]
+        graph = _exported(module, examples[0], dynamic_shapes=tuple(changing))
+        return self.runner(_quantised(graph) if precision == "int8" else graph, torch.float32)
+
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "attention":
             return super().op(op, arguments)
@@ -504,6 +659,19 @@ class OnnxRuntime(OnGraphs):
         return run
 
 
+def _compiled_by_openvino(model: Any, threads: int, hint: str) -> Any:
+    import openvino
+
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
+        "INFERENCE_PRECISION_HINT": hint,
+    }
+    return openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
+
+
 class _Request:
     """A compiled graph, whose first input and output have the dtype ``dtype``."""
 
@@ -512,22 +680,15 @@ class _Request:
         from openvino.preprocess import PrePostProcessor
 
         self.half = dtype != torch.float32
-        settings = {
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "NUM_STREAMS": 1,
-            "PERFORMANCE_HINT": "LATENCY",
-            # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
-            "INFERENCE_PRECISION_HINT": "bf16" if self.half else "f32",
-        }
-        core = openvino.Core()
-        model = core.read_model(model=graph)
+        model = openvino.Core().read_model(model=graph)
         if self.half:
             ends = PrePostProcessor(model)
             ends.input(0).tensor().set_element_type(openvino.Type.bf16)
             ends.output(0).tensor().set_element_type(openvino.Type.bf16)
             model = ends.build()
         self.tensor, self.bf16 = openvino.Tensor, openvino.Type.bf16
-        self.request = core.compile_model(model, "CPU", settings).create_infer_request()
+        hint = "bf16" if self.half else "f32"
+        self.request = _compiled_by_openvino(model, torch.get_num_threads(), hint)
 
     def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
         # NumPy has no bf16, so the bits are passed as integers.
@@ -543,11 +704,47 @@ class _Request:
         return found.view(torch.bfloat16) if self.half else found
 
 
+class _ByShape:
+    """A graph with dynamic shapes, compiled for each shape, which is faster than once for all."""
+
+    def __init__(self, model: Any, hint: str) -> None:
+        self.model, self.hint, self.threads = model, hint, torch.get_num_threads()
+        self.requests: dict[tuple[torch.Size, ...], Any] = {}
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self.requests:
+            model = self.model.clone()
+            model.reshape({i: list(shape) for i, shape in enumerate(shapes)})
+            self.requests[shapes] = _compiled_by_openvino(model, self.threads, self.hint)
+        given = {i: x.numpy() for i, x in enumerate(inputs)}
+        found = self.requests[shapes].infer(given, share_inputs=True, share_outputs=True)[0]
+        return torch.from_numpy(found.copy())
+
+
 class OpenVino(OnGraphs):
-    """OpenVINO, in full precision for fp32 and in bf16 for bf16."""
+    """OpenVINO, in full precision for fp32, in bf16 for bf16; int8 is calibrated by NNCF."""
 
     name, packages = "OpenVINO", ("onnx", "onnxscript", "openvino")
     dtypes, runner = (torch.float32, torch.bfloat16), _Request
+
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        """Its own conversion, which fuses attention. Of int8 with both precision hints the faster."""
+        import openvino
+
+        with fast_path(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
+            model = openvino.convert_model(copy.deepcopy(module), example_input=examples[0])
+        if precision != "int8":
+            return _ByShape(model, "f32" if precision == "float32" else "bf16")
+        if (reason := missing("nncf")) is not None:
+            return reason
+        import nncf
+
+        nncf.set_log_level(logging.ERROR)
+        data = nncf.Dataset([tuple(x.numpy() for x in one) for one in examples])
+        model = nncf.quantize(model, data, model_type=nncf.ModelType.TRANSFORMER)
+        return fastest([_ByShape(model, hint) for hint in ("f32", "bf16")], examples)
 
 
 def _marian(model: Any) -> Any:
@@ -611,11 +808,11 @@ def _names(vocabulary: int) -> list[str]:
     return ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))]
 
 
-def _translator(folder: str, threads: int, names: list[str], new: int) -> Any:
+def _translator(folder: str, precision: str, threads: int, names: list[str], new: int) -> Any:
     import ctranslate2
 
     translator = ctranslate2.Translator(
-        folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+        folder, device="cpu", compute_type=precision, inter_threads=1, intra_threads=threads
     )
     numbers = {name: number for number, name in enumerate(names)}
 
@@ -649,14 +846,20 @@ class CTranslate2(Peer):
 
     name, packages = "CTranslate2", ("ctranslate2", "transformers")
 
-    def decode(self, model: Any, arguments: Arguments, new: int) -> Offer:
+    def decode_int8(self, model: Any, arguments: Arguments, new: int) -> Offer:
+        return self.decode(model, arguments, new, "int8")
+
+    def decode(
+        self, model: Any, arguments: Arguments, new: int, precision: str = "float32"
+    ) -> Offer:
         (source,) = arguments
         if source.device.type != "cpu" or model.positions.dtype != torch.float32:
             return "it is measured with float32 models on the CPU"
         names = _names(model.embedding.num_embeddings)
         with tempfile.TemporaryDirectory() as folder:
             _converted(model, names).save(folder)
-            translate = Remote(_translator, folder, torch.get_num_threads(), names, new)
+            threads = torch.get_num_threads()
+            translate = Remote(_translator, folder, precision, threads, names, new)
         return lambda source: torch.tensor(translate(source.tolist()))
 
 
@@ -780,6 +983,8 @@ PEERS: dict[str, Peer] = {
     "onednn_prepacked": OneDnnPrepacked(),
     "onnx_runtime": OnnxRuntime(),
     "openvino": OpenVino(),
+    "quantize_dynamic": QuantizeDynamic(),
     "torch_compile": TorchCompile(),
+    "torchao": TorchAo(),
     "zentorch": Zentorch(),
 }

@@ -22,7 +22,7 @@ from transformer_fast.measure import machine
 from transformer_fast.specs import OPS
 
 from . import findings
-from .findings import FIGURES, markdown, table, work
+from .findings import FIGURES, TEXT, markdown, table, text_summary, work
 from .report import Machine, all_findings, headline, hurried, is_scaling, machines, mean_vs_torch
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -49,6 +49,12 @@ _SPLIT = (
     "A roof of 100 % is the peak of fp32's multiply-adds. With AMX, products of fp32 can be made of "
     "six products of bfloat16 pieces, as precise as fp32's, and exceed it; in parentheses is the "
     "share of the roof that this has, a sixth of the tiles' bfloat16 rate."
+)
+
+#: Above the table of sentence encoders.
+_TEXTS = (
+    'Sentence encoders after `accelerate(model)`, int8 after `accelerate(model, quantize="int8")`, '
+    "on {}:\nsentences a second and, in parentheses, the cosine of the worst sentence to fp64's."
 )
 
 
@@ -119,6 +125,8 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
         "- the same weights, `state_dict` and numbers as `torch.nn`: every result is within an error\n"
         "  budget against fp64",
     ]
+    if TEXT in first.suites and (texts := text_summary(first.suites[TEXT]["rows"])):
+        parts.append(f"\n{_TEXTS.format(first.title)}\n\n{texts}")
     if "layers" in first.suites:
         parts.append(
             f"\n![Encoder layers: times the speed of PyTorch's best, on {first.title}]"

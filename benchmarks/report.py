@@ -31,6 +31,7 @@ from .findings import (
     FOLDER,
     LOST,
     SUMMARY,
+    TEXT,
     Finding,
     ResultsError,
     by_case,
@@ -39,6 +40,7 @@ from .findings import (
     losses,
     read,
     table,
+    text_rows,
 )
 
 LEGEND = (
@@ -341,6 +343,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
             yield "" if line == one.line else f"Taken at another time: {line}"
             svg = speed_ups(cases, f"{name}: {one.title}")
             yield _picture(svg, "speed-ups", file(name))
+            yield text_rows(suite["rows"]) if name == TEXT else ""
             yield table(cases, SUMMARY)
         for name, suite in one.suites.items():
             if is_scaling(name) and (svg := scaling(suite["rows"], name)):

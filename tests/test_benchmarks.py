@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import types
 from pathlib import Path
@@ -29,7 +30,8 @@ from benchmarks import findings, peers, readme, report
 from benchmarks import test_speed as speed
 from benchmarks.__main__ import SCALING, SUITES, main
 from benchmarks.peers import PEERS, Remote
-from benchmarks.suites import Scope, lengths, models, ops, third_party
+from benchmarks.suites import Directions, Scope, lengths, models, ops, third_party
+from benchmarks.suites import text as encoders
 from transformer_fast import _native
 from transformer_fast.cli import form
 from transformer_fast.measure import machine
@@ -50,7 +52,7 @@ FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_compute_the_same_or_give_a_reason(name, dtype):
-    if name in ("torch_compile", "inductor_tuned"):
+    if name in ("torch_compile", "inductor_tuned", "torchao"):
         pytest.skip("compiling takes long; torch's own tests are about it")
     peer = PEERS[name]
     if (reason := peer.why_not()) is not None:
@@ -79,6 +81,29 @@ def test_peers_compute_the_same_or_give_a_reason(name, dtype):
                 real = slice(None) if hidden is None else ~hidden
                 got, right = offered.run(*arguments), layer(*arguments)
             torch.testing.assert_close(got[real], right[real], **limits)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[EXHAUSTIVE] if name in ("zentorch", "torchao") else [])
+        for name, peer in PEERS.items()
+        if hasattr(peer, "module") and name != "inductor_tuned"
+    ],
+)
+def test_peers_run_modules_with_8_bit_products(name):
+    if (reason := PEERS[name].why_not()) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    parts = torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)
+    module = torch.nn.Sequential(*parts).eval().requires_grad_(False)
+    examples = [(torch.randn(4, 64),), (torch.randn(6, 64),)]
+    (offered,) = peers.candidates([PEERS[name]], "module", module, examples, "int8")
+    for one in examples if offered.reason is None else ():
+        right = module(*one)
+        error = (offered.run(*one) - right).norm() / right.norm()
+        assert 1e-4 < error < 0.05
+    assert offered.reason is None or "nncf is not installed" in offered.reason
 
 
 def _translators() -> tuple[Any, Any]:
@@ -123,9 +148,59 @@ def test_missing_or_broken_peers_have_a_reason():
         peers.load(["nobody"])
 
 
+def test_embeddings_are_compared_by_direction():
+    true = torch.tensor([[3.0, 4.0], [1.0, 0.0]], dtype=torch.float64)
+    for precision, angle, ok in (
+        *(("float32", 1e-7, True), ("float32", 1e-5, False), ("bfloat16", 1e-2, True)),
+        *(("int8", 0.04, True), ("int8", 0.05, False)),
+    ):
+        checker = Directions(lambda: true, lambda: true, precision)
+        turned = torch.tensor([[math.cos(angle), math.sin(angle)]], dtype=torch.float64)
+        parity = checker(torch.cat((true[:1] * 2, turned)), ())
+        assert parity.error == pytest.approx(angle, rel=1e-3)
+        assert parity.ok == ok
+        assert not checker(true[:1], ()).ok
+
+
+def test_sentence_encoders_are_fed_padded_text():
+    work = encoders.Work("MiniLM, small")
+    for ordered, calls in work.inputs.items():
+        first, again = calls
+        assert [len(tokens) for tokens, _ in first] == [4, 4, 4]
+        lengths = torch.cat([mask.sum(1) for _, mask in first])
+        assert (lengths.diff() <= 0).all() == ordered
+        for (tokens, mask), (flipped, _) in zip(first, again, strict=True):
+            assert tokens.shape[1] == mask.sum(1).max()
+            assert torch.equal(tokens.flip(0), flipped)
+            assert not torch.equal(tokens, flipped)
+    assert sorted(len(one) for one in encoders.sentences(12)) == sorted(lengths.tolist())
+
+
+@pytest.mark.parametrize("precision", encoders.PRECISIONS)
+def test_sentence_encoders_are_right_in_every_precision(precision):
+    case = encoders._case(Scope(quick=True), encoders.Case("MiniLM, small", precision, 1, True))
+    for one in run_case(case, FAST):
+        assert one.ok or (one.candidate == "accelerated" and "no accelerate" in one.reason)
+        assert one.items == 12
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_stacks_and_decoding_with_8_bits_match(padded):
+    layer = models.Layers(2, 6, 0.65 if padded else 1.0, 2)
+    scope = Scope(peers=[PEERS["quantize_dynamic"]])
+    found = [models._int8_layers(scope, layer)]
+    if not padded:
+        found.append(models._int8_decoding(Scope(), models.Decoding(2, 4, 3, 50, 1)))
+    for case in found:
+        rows = {one.candidate: one for one in run_case(case, FAST)}
+        for name, one in rows.items():
+            assert one.ok or (name == "accelerated" and "no accelerate" in one.reason), one
+        assert not padded or rows["quantize_dynamic"].error > 1e-4
+
+
 @pytest.mark.parametrize("name", [*SUITES, *SCALING])
 def test_cases_of_a_suite_have_distinct_names(name):
-    if name == "third-party":
+    if name in ("third-party", "text encoders"):
         pytest.importorskip("transformers")
     for quick in (True, False):
         work = list((SUITES | SCALING)[name](Scope(quick=quick)))
@@ -524,6 +599,30 @@ def test_readme_figures_come_from_results(results):
     marked = "".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names)
     with pytest.raises(ValueError, match="no generated part 'other'"):
         readme.generated(marked)
+
+
+def test_sentence_encoders_have_a_table_of_their_own(tmp_path):
+    """In the report all candidates, in README ours beside the fastest other."""
+    rows = []
+    for precision, ours, theirs in (("float32", 10.0, 20.0), ("int8", 2.0, 4.0)):
+        case = f"MiniLM, sorted, {precision}, 2 threads"
+        named = [("accelerated", ours, 1e-3), ("peer", theirs, 1e-2)]
+        if precision == "float32":
+            named.append(("torch eager", 30.0, 1e-3))
+        for name, time, error in named:
+            one = row(name, *noisy(time), case=case, items=30)
+            one.error, one.ours = error, name == "accelerated"
+            one.chosen = one.ours
+            rows.append(one)
+    findings.write(tmp_path / "m.json", suites(*rows, name=findings.TEXT))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| MiniLM, sorted, int8, 2 threads | 15000 (1.00000) | 7500 (0.99995) |" in text
+    shown = readme.headline_part(tmp_path)
+    assert (
+        "| MiniLM, sorted | 1000 | 3000 (1.00000) | peer: 1500 (0.99995) | 2.00x | 15000" in shown
+    )
+    assert findings.text_summary([one for one in rows if not one.ours]) == ""
 
 
 def test_another_instruction_set_is_another_machine(results):

@@ -5,19 +5,24 @@ This module has what the suites share, and `Scope`: dtype, device, backends, pee
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import transformer_fast
 from transformer_fast.dispatch import BACKENDS
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
 from transformer_fast.measure.cases import twins
 from transformer_fast.measure.clock import ORDINARY, Plan
 from transformer_fast.specs import OPS, Case
+from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
 from ..peers import Peer, candidates
 
@@ -137,3 +142,48 @@ def spread_biases(model: nn.Module) -> nn.Module:
         if name.endswith("linear1.bias"):
             parameter.data = spread(parameter.data)
     return model
+
+
+#: Smallest cosine to fp64's result that 8-bit products of ours may have.
+COSINE_OF_INT8 = 0.999
+
+
+class Directions:
+    """Checks the directions of vectors, as users compare embeddings; of lower precision, too.
+
+    The error is the largest distance of two unit vectors, the result's and fp64's, which is
+    ``sqrt(2 - 2 * cosine)``. Its unit is PyTorch's error in the same precision; for 8 bits, in which
+    PyTorch has no module of its own, it is a unit of rounding of 8 bits.
+    """
+
+    def __init__(
+        self, oracle: Callable[..., Tensor], reference: Callable[..., Tensor], precision: str
+    ) -> None:
+        self.oracle, self.reference, self.precision = oracle, reference, precision
+
+    def _error(self, result: Tensor, true: Tensor) -> float:
+        if result.shape != true.shape:
+            return math.inf
+        unit = nn.functional.normalize
+        return (unit(result.double(), dim=-1) - unit(true, dim=-1)).norm(dim=-1).max().item()
+
+    def __call__(self, result: Tensor, arguments: Arguments) -> Parity:
+        true = self.oracle(*arguments)
+        error = self._error(result, true)
+        if self.precision == "int8":
+            unit, limit = 2.0**-8, math.sqrt(2 - 2 * COSINE_OF_INT8)
+        else:
+            eps = torch.finfo(getattr(torch, self.precision)).eps
+            unit = max(self._error(self.reference(*arguments), true), eps / 2)
+            limit = OUTPUT_FACTOR * unit + eps
+        cosine = f"the worst cosine is {1 - error**2 / 2:.6f}"
+        return Parity(error, unit, error / unit, limit, error <= limit, cosine)
+
+
+def quantised(model: nn.Module, name: str) -> Candidate:
+    """Returns a candidate: a copy of the model with 8-bit products."""
+    if "quantize" not in inspect.signature(transformer_fast.accelerate).parameters:
+        return Candidate(name, None, "this version has no accelerate(model, quantize=)")
+    model = copy.deepcopy(model)
+    transformer_fast.accelerate(model, quantize="int8")
+    return Candidate(name, model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,12 @@ from transformer_fast.measure.cases import (
     parameter_bytes,
     transformer_case,
     transformer_work,
+    twins,
+    with_fast_path,
 )
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
-from . import Scope, lengths, spread_biases, suite_of
+from . import Directions, Scope, lengths, quantised, spread_biases, suite_of
 
 _SIZE = Size()
 
@@ -71,6 +74,82 @@ def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
         peers=lambda module, arguments: scope.offered(kind, module, arguments),
         layers=case.layers,
     )
+
+
+class _Attention(nn.Module):
+    """Self-attention of an nn.MultiheadAttention, with Linears, which tools for 8 bits convert."""
+
+    def __init__(self, theirs: nn.MultiheadAttention) -> None:
+        super().__init__()
+        size, self.heads = theirs.embed_dim, theirs.num_heads
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.qkv.weight, self.qkv.bias = theirs.in_proj_weight, theirs.in_proj_bias
+        self.out.load_state_dict(theirs.out_proj.state_dict())
+
+    def forward(self, x: Tensor, *rest: Any, key_padding_mask: Any = None, **options: Any) -> Any:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mask = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+        found = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(found.transpose(1, 2).flatten(2)), None
+
+
+class _Stack(nn.Module):
+    """The layers of a TransformerEncoder on (x, padding); padding is True where masked out."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.layers = copy.deepcopy(encoder.layers)
+        for layer in self.layers:
+            layer.self_attn = _Attention(layer.self_attn)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=padding)
+        return x
+
+
+def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
+    """8-bit products in a stack of layers, beside float32; the error is the worst row's."""
+
+    def make(nn: Any) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(_SIZE.model, _SIZE.heads, _SIZE.hidden, batch_first=True)
+        return nn.TransformerEncoder(layer, case.layers or 1, enable_nested_tensor=False)
+
+    ours, theirs = twins(make, torch.float32, "cpu")
+    inputs = case.inputs(Scope())
+    _, _, padding = inputs[0][0]
+    real = ... if padding is None else ~padding
+
+    def of_call(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
+
+    def padded(model: nn.Module) -> Callable[..., Tensor]:
+        return with_fast_path(
+            lambda x, mask, padding: model(x, src_key_padding_mask=padding), False
+        )
+
+    examples = [(x,) if padding is None else (x, padding) for ((x, _, padding),) in inputs]
+    stack = _Stack(theirs).eval().requires_grad_(False)
+    int8, eager = quantised(theirs, "accelerated"), f"{EAGER}, float32"
+    candidates = [
+        Candidate(int8.name, int8.run and padded(int8.run), int8.reason),
+        Candidate("transformer_fast.nn, float32", padded(ours)),
+        Candidate(eager, padded(theirs), ours=False),
+        *(
+            replace(one, run=one.run and of_call(one.run))
+            for one in scope.offered("module", stack, examples, "int8")
+        ),
+    ]
+    oracle = padded(copy.deepcopy(theirs).double())
+    truths = {id(x): oracle(x.double(), None, padding)[real] for ((x, _, padding),) in inputs}
+    directions = Directions(lambda x, *rest: truths[id(x)], oracle, "int8")
+    name = "encoder_layer" if case.layers is None else "encoder"
+    return BenchmarkCase(
+        name, f"{case}, int8", inputs, candidates,
+        lambda found, given: directions(found[real], given), chosen=int8.name, reference=eager,
+        torch=(),
+    )  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -386,6 +465,26 @@ def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     return scope.case("greedy decoding", name, inputs, candidates, checker, work, chosen)
 
 
+def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
+    """8-bit products in decoding. The unit of error is that of bfloat16's logits."""
+    size = Size(layers=case.layers, vocabulary=case.vocabulary)
+    longest = case.length + case.new + 2
+    ours, theirs = twins(lambda nn: Translator(nn, size, longest), torch.float32, "cpu")
+    inputs = scope.tokens(3, case.vocabulary, case.batch, case.length)
+    int8, plain = quantised(theirs, "accelerated"), "transformer_fast.nn, float32"
+    candidates = [
+        Candidate(int8.name, int8.run and cached(int8.run, case.new), int8.reason),
+        Candidate(plain, cached(ours, case.new)),
+        *scope.offered("decode_int8", theirs, inputs[0][0], case.new),
+    ]
+    close = copy.deepcopy(theirs).bfloat16().logits
+    checker = GreedyJudge(copy.deepcopy(theirs).double(), close, case.new)
+    return BenchmarkCase(
+        "greedy decoding", f"{case.layers}+{case.layers}, {case}, int8", inputs, candidates,
+        checker, chosen=int8.name, reference=plain, torch=(), items=case.batch * case.new,
+    )  # fmt: skip
+
+
 _ONE, _BASE = (Case(4, 32, 1000, 2),), Case(8, 128, 32000, 6)
 
 layers = suite_of(
@@ -405,16 +504,23 @@ layers = suite_of(
         [Layers(2, 64, 0.65, _SIZE.layers)],
     ),
 )
+_STACKS = [Layers(*shape, layers=6) for shape in ((1, 32), (1, 128), (8, 128), (2, 1024))]
+int8_layers = suite_of(
+    (
+        "int8",
+        _int8_layers,
+        [Layers(8, 128), Layers(1, 32), Layers(8, 128, 0.65), *_STACKS],
+        [Layers(1, 32), Layers(2, 8, 0.65)],
+    )
+)
 transformers = suite_of(("transformer", _transformer, [_BASE, _BASE._replace(share=0.65)], _ONE))
 training = suite_of(
     ("training step", _training, [_BASE], _ONE),
     ("training step, fused loss,", lambda *given: _training(*given, fuses=True), [_BASE], _ONE),
 )
-decoding = suite_of(
-    (
-        "greedy decoding",
-        _decoding,
-        [Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))],
-        [Decoding(2, 8, 6, 1000, 2)],
-    )
+_DECODINGS = (
+    [Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))],
+    [Decoding(2, 8, 6, 1000, 2)],
 )
+decoding = suite_of(("greedy decoding", _decoding, *_DECODINGS))
+int8_decoding = suite_of(("greedy decoding, int8", _int8_decoding, *_DECODINGS))

@@ -57,6 +57,8 @@ class BenchmarkCase:
     #: Names of the candidates that are the baselines of the speed-ups.
     reference: str = "reference"
     torch: tuple[str, ...] = ("torch",)
+    #: Sentences or tokens in one input; None: not counted.
+    items: int | None = None
     #: (op, backend) that the dispatcher chose -> why not the other backends. Modules: one per op.
     inside: Mapping[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
@@ -89,6 +91,8 @@ class Row:
     flops: float = 0.0
     useful_flops: float = 0.0
     bytes: float = 0.0
+    #: Sentences or tokens in one input.
+    items: int | None = None
     #: Peak memory of one input.
     peak_bytes: int | None = None
 
@@ -124,6 +128,7 @@ class Trial:
         self.row = Row(
             case.op, case.case, candidate.name, candidate.ours, candidate.name == case.chosen,
             candidate.reason, flops=case.flops, useful_flops=case.useful_flops, bytes=case.bytes,
+            items=case.items,
         )  # fmt: skip
         #: Bytes of the results of one input.
         self.written = 0.0
