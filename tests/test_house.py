@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "attention, inference": (lambda: _attention(False), False, Count(4, 4, 3)),
     "attention, training": (lambda: _attention(True), True, Count(7, 5, 5)),
     "linear, inference": (_linear, False, Count(13, 6, 6)),
-    "generate, 8 tokens": (_generate, False, Count(449, 23, 187)),
+    "generate, 8 tokens": (_generate, False, Count(451, 23, 187)),
 }
 
 
@@ -186,7 +186,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 #: identifier or a string, not in comments or docstrings. The default limit is ten.
 NAMED_IN = {
     "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 15, "attention": 112, "linear": 113,
-    "feed_forward": 70, "cross_entropy": 48, "linear_cross_entropy": 23,
+    "feed_forward": 71, "cross_entropy": 48, "linear_cross_entropy": 23,
 }  # fmt: skip
 
 
