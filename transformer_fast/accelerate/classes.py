@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .. import nn
 from .._context import PLAIN
 from ..nn import fusion
-from ..nn.drop_in import RECORD
+from ..nn.drop_in import RECORD, subclass
 from ..nn.transformer_layers import may_have_fast_path
 
 
@@ -124,8 +124,6 @@ _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ..
     if name not in _LEFT
 }
 
-_subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
-
 
 def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     """Returns the replacement class, the reason not to, or None if the class is not PyTorch's."""
@@ -162,22 +160,6 @@ def overrides_ours(module: torch.nn.Module) -> str | None:
             # Our layers call overridden _sa_block and _ff_block, so only forward matters.
             return _own(module, ours, replaced[:1])
     return None
-
-
-def subclass(
-    theirs: type, bases: tuple[type, ...], **attributes: Any
-) -> type[torch.nn.Module] | str:
-    """Returns a class with these bases and the name of ``theirs``, or the reason why it fails."""
-    key = (bases, *attributes.items())
-    if key not in _subclasses:
-        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-        try:
-            made = type(theirs.__name__, bases, {**names, **attributes})
-            setattr(made, RECORD, (theirs, made))
-            _subclasses[key] = made
-        except Exception as error:  # raised by the user's metaclass or __init_subclass__
-            return f"{theirs.__name__} cannot be subclassed: {error}"
-    return _subclasses[key]
 
 
 def sharded(module: torch.nn.Module) -> str | None:

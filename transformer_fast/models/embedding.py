@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import functional
 from ..nn import Embedding
+from ..nn.drop_in import DropIn
 from ..nn.fusion import affine
-from ..nn.int8 import HoldsInt8, Int8Weight, run_linear
+from ..nn.int8 import Int8Weight, run_linear
 from .tokens import check_ids
 
 __all__ = ["LearnedPositions", "OutputProjection", "SinusoidalPositions", "TokenEmbedding"]
@@ -185,7 +186,7 @@ class TokenEmbedding(torch.nn.Module):
         return f"scale={self.scale:g}"
 
 
-class OutputProjection(HoldsInt8):
+class OutputProjection(DropIn):
     """Vectors (..., M) to logits (..., V): ``x W^T + b``, or ``(x P^T) W^T + b``.
 
     Called with ``expected``, the correct tokens (...), it returns their losses (...) instead, by

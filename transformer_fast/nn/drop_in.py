@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _native, dispatch
 from .._context import function_mode_is_active, is_observed
-from .int8 import HoldsInt8
+from .int8 import INT8, HoldsInt8, is_freed
 
 #: Name of the attribute that holds the original class and its replacement. Replaced instances have
 #: this attribute, and so do classes that `accelerate` creates.
@@ -121,11 +121,44 @@ def is_patched(*kinds: type) -> bool:
     return False
 
 
+_subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
+
+
+def subclass(
+    theirs: type, bases: tuple[type, ...], **attributes: Any
+) -> type[torch.nn.Module] | str:
+    """Returns a class with these bases and the name of ``theirs``, or the reason why it fails."""
+    key = (bases, *attributes.items())
+    if key not in _subclasses:
+        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
+        try:
+            made = type(theirs.__name__, bases, {**names, **attributes})
+            setattr(made, RECORD, (theirs, made))
+            _subclasses[key] = made
+        except Exception as error:  # raised by the user's metaclass or __init_subclass__
+            return f"{theirs.__name__} cannot be subclassed: {error}"
+    return _subclasses[key]
+
+
+def _unpickled(original: type, bases: tuple[type, ...]) -> torch.nn.Module:
+    """Returns an empty instance of the class that `accelerate` gave a module of class ``original``."""
+    kind = bases[0] if len(bases) == 1 else subclass(original, bases)
+    module: Any = object.__new__(kind)  # type: ignore[arg-type]
+    if kind is not original:
+        module.__dict__[RECORD] = (original, kind)
+    return module  # type: ignore[no-any-return]
+
+
+#: PyTorch's code reads the weights of the linear layers inside these, which int8 weights would break.
+_READERS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+
+
 class DropIn(HoldsInt8):
     """Base of the classes that `accelerate` assigns to existing modules.
 
     A copy of such a module keeps its class, but a pickle has the original one, so that it loads where
-    this library is not installed. Other instances are not affected.
+    this library is not installed. Other instances are not affected. Without the float weights that
+    ``accelerate(keep_weights=False)`` freed, only our class can run: a pickle then has it.
     """
 
     qconfig = _QConfig()
@@ -136,14 +169,24 @@ class DropIn(HoldsInt8):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        record = recorded_classes(self)
-        if record is None or reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
+        record, int8 = recorded_classes(self), self.__dict__.get(INT8)
+        if (record is None and int8 is None) or reduced[0] not in (
+            copyreg.__newobj__, copyreg._reconstructor,  # type: ignore[attr-defined]
+        ):  # fmt: skip
             return reduced
+        original, kind = record or (type(self), type(self))
+        freed = is_freed(self) or (
+            isinstance(self, _READERS) and any(map(is_freed, self.modules()))
+        )
+        left = (RECORD,) if freed else (RECORD, INT8)
         state = reduced[2]
         if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != RECORD}
+            state = {name: value for name, value in state.items() if name not in left}
+        if freed:
+            is_made = RECORD in kind.__dict__
+            return _unpickled, (original, kind.__bases__ if is_made else (kind,)), state
         # Not __newobj__, which pickle allows for the object's own class only.
-        return copyreg._reconstructor, (record[0], object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
         copied, state = _remade(self)

@@ -164,14 +164,19 @@ def why_float(weight: Tensor) -> str | None:
     return None
 
 
+def is_freed(module: torch.nn.Module) -> bool:
+    """True if ``accelerate(keep_weights=False)`` freed the module's float weights."""
+    record: Int8Weights | None = module.__dict__.get(INT8)
+    return record is not None and record.freed is not None
+
+
 class HoldsInt8(torch.nn.Module):
     """Base of modules that may be quantised."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        record: Int8Weights | None = self.__dict__.get(INT8)
-        if record is None or record.freed is None:
+        if not is_freed(self):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        scales = {SCALE_OF.format(name): None for name in record.names}
+        scales = map(SCALE_OF.format, self.__dict__[INT8].names)
         before = {name: self._buffers[name] for name in scales}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, scale in before.items():
