@@ -38,7 +38,7 @@ from ops.attention import draw, options, tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from transformer_fast import _native
+from transformer_fast import _native, explain
 from transformer_fast import functional as F
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
@@ -1304,9 +1304,36 @@ def test_kernels_return_the_requested_strides(backend, contiguous):
         query, key = in_order(order, b=2, h=2, t=3, d=8), in_order("bhtd", b=2, h=2, t=4, d=8)
         arguments = on(target, arrange(query, key, key[..., :size]))
         query, key, value = arguments[:3]
-        output, _ = run(target, (*arguments[:11], None, None, contiguous))
+        output, _ = run(target, (*arguments[:11], None, None, None, contiguous))
         assert output.stride() == empty_output(query, key, value, contiguous).stride()
         torch.testing.assert_close(output, run(target, arguments)[0])
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan])
+def test_softcap_must_be_positive(softcap):
+    x = torch.randn(1, 1, 3, 8)
+    with pytest.raises(
+        ValueError, match=f"softcap must be a positive number or None, not {softcap}"
+    ):
+        F.scaled_dot_product_attention(x, x, x, softcap=softcap)
+
+
+def test_gradients_with_softcap_are_those_of_the_reference():
+    query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    explained = explain(F.scaled_dot_product_attention, query, key, value, softcap=2.0)
+    assert explained.backend == "reference"
+    assert "softcap" in str(explained)
+    F.scaled_dot_product_attention(query, key, value, softcap=2.0).square().sum().backward()
+    scores = 2.0 * torch.tanh(query @ key.transpose(-2, -1) / math.sqrt(8) / 2.0)
+    expected = torch.autograd.grad((scores.softmax(-1) @ value).square().sum(), (query, key, value))
+    torch.testing.assert_close((query.grad, key.grad, value.grad), expected)
+
+
+def test_large_softcap_is_none_and_small_scores_keep_their_precision():
+    query, key, value = (torch.randn(1, 2, 40, 16, dtype=torch.float32) for _ in range(3))
+    plain = F.scaled_dot_product_attention(query, key, value)
+    capped = F.scaled_dot_product_attention(query, key, value, softcap=1e6)
+    torch.testing.assert_close(capped, plain)
 
 
 def test_packed_results_are_contiguous():

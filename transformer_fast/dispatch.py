@@ -105,6 +105,7 @@ _FEATURES = {
     "mask_gradient": "attn_mask",
     "query_lengths": "query_lengths",
     "dropout": "dropout_p",
+    "softcap": "softcap",
 }
 
 
@@ -125,6 +126,7 @@ class Kernel:
     mask_gradient: bool = False
     query_lengths: bool = False
     dropout: bool = False
+    softcap: bool = False
     activations: frozenset[str | None] | None = None  # None: any, callables too
     #: Reason why the kernel cannot run on this machine (not built, no GPU, ...), or None.
     unavailable: str | None = None
@@ -292,6 +294,8 @@ def _reasons_against(kernel: Kernel, call: Call) -> Iterator[str]:
             yield "it does not support query_lengths"
         if "dropout" in limited and given.dropout_p != 0.0:
             yield "it does not support dropout"
+        if "softcap" in limited and given.softcap is not None:
+            yield "it does not support softcap"
     if kernel.has_activation and kernel.activations is not None:
         activation = call.arguments.activation
         if activation is not None and not isinstance(activation, str):

@@ -507,8 +507,24 @@ def test_calls_with_unknown_arguments_fall_back(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(TypeError):
             model(**inputs)
         assert torch.equal(model(**inputs, s_aux=torch.ones(4)).logits, expected)
-        with pytest.raises(ValueError, match="softcap"):
-            model(**inputs, softcap=2.0)
+
+
+def test_softcap_of_gemma_2() -> None:
+    """Transformers has no fused attention for it: its 'sdpa' raises."""
+    model = build("Gemma2ForCausalLM", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
+    inputs = inputs_of("Gemma2ForCausalLM", padding="left")
+    hugging_face._register()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.set_attn_implementation(hugging_face.NAME)
+        found = model(**inputs).logits
+        model.config.attn_logit_softcapping = None
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        uncapped = model(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real])
+    assert (uncapped - expected)[real].abs().max() > 1e-3
 
 
 def test_masked_rows_and_broadcast_batches_match() -> None:

@@ -47,6 +47,8 @@ _wrong = functools.partial(wrong, "attention")
 _BUGS = {
     "scale 1 / D": ("plain", _wrong(scale=lambda call: 1 / call.query.shape[-1])),
     "no scale": ("plain", _wrong(scale=1.0)),
+    "soft cap forgotten": ("soft cap", _wrong(softcap=None)),
+    "soft cap off by 1e-4": ("soft cap", _wrong(softcap=lambda call: 1.0001 * call.softcap)),
     "scale off by 1e-4": (
         "plain", _wrong(scale=lambda call: (1 + 1e-4) / math.sqrt(call.query.shape[-1])),
     ),
@@ -91,7 +93,7 @@ _BUGS = {
 def defined(
     q: Array, k: Array, v: Array, mask: Any, lengths: Any, causal: bool, scale: float | None,
     p: float, seed: int | None, gqa: bool, need_weights: bool,
-    query_lengths: Any = None,
+    query_lengths: Any = None, longest: Any = None, softcap: float | None = None,
 ) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Grads]]:  # fmt: skip
     """Returns (output, weights after dropout), and the function that takes the gradients of both."""
     batch, heads, queries, size = q.shape
@@ -114,7 +116,7 @@ def defined(
         sees &= np.arange(keys)[None, None, None, :] < lengths[:, None, None, None]
     if query_lengths is not None:
         sees &= np.arange(queries)[None, None, :, None] < query_lengths[:, None, None, None]
-    weights = np.zeros(sees.shape)
+    weights, slope = np.zeros(sees.shape), np.ones(sees.shape)
     output = np.zeros((batch, heads, queries, value_size))
     factor = kept(sees.shape, p, seed)
     for b in range(batch):
@@ -123,6 +125,10 @@ def defined(
             any_visible = here.any(axis=1, keepdims=True)
             with np.errstate(invalid="ignore", over="ignore"):
                 s = (q[b, h] * scale) @ k[b, h // group].T
+                if softcap is not None:
+                    s = np.tanh(s / softcap)
+                    slope[b, h] = 1.0 - s * s
+                    s = s * softcap
                 if added is not None:
                     s = s + added[b, h]
             s = np.where(here, s, -np.inf)
@@ -164,12 +170,14 @@ def defined(
                         mean = mean + (dweights[b, h] * rounded[1][b, h]).sum(axis=1, keepdims=True)
                     dp = dp * factor[b, h]
                 ds[b, h] = w * (dp - mean)
+                inner = np.where(here, ds[b, h] * slope[b, h], 0.0)
                 dropped = w * factor[b, h]
                 if rounded is not None:
                     ds[b, h], dropped = rounded[3](ds[b, h]), rounded[3](dropped)
+                    inner = ds[b, h]
                 clean_q = np.where(here.any(axis=1)[:, None], q[b, h], 0.0)
-                dq[b, h] = scale * ds[b, h] @ clean_k
-                dk[b, g] += scale * ds[b, h].T @ clean_q
+                dq[b, h] = scale * inner @ clean_k
+                dk[b, g] += scale * inner.T @ clean_q
                 dv[b, g] += dropped.T @ doutput[b, h]
         dmask = None
         if added is not None:
@@ -329,6 +337,9 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     gqa = group > 1
     query_lengths = numbers.integers(b, end=t + 1) if draw(st.integers(0, 5)) == 5 else None
     given = (q, k, v, mask, lengths, causal, scale, p, seed, gqa, weights, query_lengths)
+    if draw(st.integers(0, 4)) == 4:
+        softcap = draw(st.sampled_from((0.5, 5.0, 50.0)))
+        return Drawn((*given, None, softcap), (), draw(st.integers(0, 3)))
     return Drawn(given, names, draw(st.integers(0, 3)))
 
 
@@ -380,6 +391,7 @@ def _small(draw: Any) -> list[tuple[Any, ...]]:
     return [
         arrange(*qkv, weights=True),
         arrange(*qkv, mask=mask, weights=True),
+        arrange(*qkv, mask=mask, softcap=0.7),
         arrange(*qkv, mask=draw.normal(1, 2, 3, 4), causal=True),
         arrange(*qkv, lengths=torch.tensor([3, 0]), **options),
         _attention(1, 4, 3, 3, 2, key_heads=2)(draw),

@@ -298,6 +298,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function for transformers; returns output (B, T, H, D), and weights or None.
@@ -311,7 +312,7 @@ def attention(
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
-            position_bias=position_bias, **kwargs,
+            position_bias=position_bias, softcap=softcap, **kwargs,
         )  # fmt: skip
     length, keys = query.shape[2], key.shape[2]
     if is_causal is None:
@@ -327,13 +328,15 @@ def attention(
     # With dropout the public function's result is contiguous, and merging its heads would copy it.
     if dropout:
         arguments = AttentionArguments(
-            query, key, value, mask, None, causal, scaling, dropout, None, gqa, weights
-        )
+            query, key, value, mask, None, causal, scaling, dropout, None, gqa, weights,
+            softcap=softcap,
+        )  # fmt: skip
         found = general_attention(arguments, like_query=True)
     else:
         found = functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, causal, scaling, gqa, need_weights=weights
-        )
+            query, key, value, mask, dropout, causal, scaling, gqa, need_weights=weights,
+            softcap=softcap,
+        )  # fmt: skip
     output, weights = found if isinstance(found, tuple) else (found, None)
     return output.transpose(1, 2).contiguous(), weights
 

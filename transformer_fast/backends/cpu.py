@@ -42,6 +42,8 @@ def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
 
 
 def _refuse_attention(call: Call) -> str | None:
+    if call.needs_grad and call.arguments.softcap is not None:
+        return "it has no backward with softcap, and the call needs gradients"
     mask = call.arguments.attn_mask
     if mask is None or mask.dtype in (torch.bool, torch.float32, call.arguments.query.dtype):
         return None
@@ -149,6 +151,7 @@ def _register() -> None:
             mask_gradient=True,
             query_lengths=True,
             dropout=True,
+            softcap=True,
             refuses=_refuse_attention,
         ),
         Kernel("linear", "cpu", linear, gradients=True, activations=activations),

@@ -22,5 +22,6 @@ for _op in (*OPS, *VARIANTS):
             mask_gradient=True,
             dropout=True,
             query_lengths=True,
+            softcap=True,
         )
     )

@@ -3,6 +3,7 @@ together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -64,7 +65,7 @@ def _check(
     """Returns the checked arguments, as (B, H, L, D), and the result's leading dimensions if they
     are not (B, H)."""
     query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = given
-    enable_gqa, need_weights, query_lengths, longest, _ = given[9:]
+    enable_gqa, need_weights, query_lengths, longest, softcap, _ = given[9:]
     if not are_tensors((query, key, value), (attn_mask, key_lengths, query_lengths)):
         require_tensor(NAME, "query", 1, query)
         require_tensor(NAME, "key", 2, key)
@@ -76,6 +77,10 @@ def _check(
     check_flags(is_causal, enable_gqa)
     if scale is not None:
         scale = require_float(NAME, "scale", scale)
+    if softcap is not None:
+        softcap = require_float(NAME, "softcap", softcap)
+        if not 0.0 < softcap < math.inf:
+            raise ValueError(f"softcap must be a positive number or None, not {softcap}")
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     check_qkv(query, key, value)
     if attn_mask is not None:
@@ -111,7 +116,7 @@ def _check(
         contiguous = None if like_query else _is_unfused(query, value, attn_mask, p)
     checked = AttentionArguments(
         query, key, value, attn_mask, key_lengths, is_causal, scale, p, None, enable_gqa, need_weights,
-        query_lengths, longest, contiguous,
+        query_lengths, longest, softcap, contiguous,
     )  # fmt: skip
     return checked, lead
 
@@ -129,6 +134,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = ...,
     query_lengths: Tensor | None = ...,
+    softcap: float | None = ...,
     need_weights: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -147,6 +153,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = ...,
     query_lengths: Tensor | None = ...,
+    softcap: float | None = ...,
     need_weights: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -165,6 +172,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = ...,
     query_lengths: Tensor | None = ...,
+    softcap: float | None = ...,
     need_weights: bool,
     backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -182,6 +190,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
+    softcap: float | None = None,
     need_weights: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -204,6 +213,8 @@ def scaled_dot_product_attention(
         query_lengths: int (B,) in [0, T], rows at positions >= query_lengths[b] are no queries: their
             output is 0, and neither their values nor their gradients have any effect. None: all are
             queries.
+        softcap: the scores are softcap * tanh(scores / softcap), before the mask is added. None: not
+            capped.
         need_weights: also return the probabilities (..., H, T, S), after dropout.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
@@ -225,6 +236,7 @@ def scaled_dot_product_attention(
         and type(is_causal) is bool
         and type(enable_gqa) is bool
         and not need_weights
+        and softcap is None
         and type(dropout_p) is float
         and dropout_p == 0.0
         and (scale is None or type(scale) is float)
@@ -262,7 +274,7 @@ def scaled_dot_product_attention(
                 )[0]
     arguments = AttentionArguments(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
-        need_weights, query_lengths,
+        need_weights, query_lengths, softcap=softcap,
     )  # fmt: skip
     return general_attention(arguments, backend)  # type: ignore[no-any-return]
 
@@ -287,14 +299,14 @@ def general_attention(
     contiguous.
     """
     query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, *_ = arguments
-    _, need_weights, query_lengths, *_ = arguments[9:]
+    _, need_weights, query_lengths, _, softcap, _ = arguments[9:]
     tensors = (*arguments[:5], query_lengths)
-    others = (*arguments[5:8], *arguments[9:11], backend, like_query)
+    others = (*arguments[5:8], *arguments[9:11], softcap, backend, like_query)
     replay, insert = lookup("attention", tensors, others)
     if replay is not None:
         return replay(*tensors)
     if defers_to_torch("attention", backend, *arguments[:4]):
-        if key_lengths is None and query_lengths is None and not need_weights:
+        if key_lengths is None and query_lengths is None and not need_weights and softcap is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=arguments.enable_gqa,

@@ -138,6 +138,8 @@ class AttentionArguments(NamedTuple):
     query_lengths: Tensor | None = None
     #: Packed sequences only: the largest numbers of queries and of keys. Lengths are then offsets.
     longest: tuple[int, int] | None = None
+    #: Positive; None: scores are not capped.
+    softcap: float | None = None
     #: See `reference.attention.empty_output`; None: any memory order is allowed.
     contiguous: bool | None = None
 

@@ -41,7 +41,7 @@ _TENSORS = (
     " grad_weights:bhts output:bhte weights:bhts row_max:bht row_sum:bht"
 )
 INFERENCE = Operator(
-    f"attention({_CALL}, bool need_weights, bool contiguous=False)"
+    f"attention({_CALL}, bool need_weights, bool contiguous=False, float softcap=0.0)"
     " -> (Tensor output, Tensor weights)",
     Rule(_TENSORS, "bhte/attention bhts?need_weights", by="bh", products="bhtsd bhtse"),
 )
@@ -82,11 +82,11 @@ def attention_on(
             return by_padding(*arguments)
         (
             query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights,
-            query_lengths, longest, contiguous,
+            query_lengths, longest, softcap, contiguous,
         ) = arguments  # fmt: skip
         if scale is None:
             scale = 1.0 / math.sqrt(query.shape[-1] or 1)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and softcap is None:  # calls with gradients have none
             result = AttentionFunction.recorded(
                 (backend, is_causal, scale, p, need_weights, longest, contiguous),
                 (query, key, value, mask, lengths, seed, query_lengths),
@@ -95,7 +95,8 @@ def attention_on(
                 return result  # type: ignore[no-any-return]
         call = (query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights)
         if backend in INFERENCE.of:
-            output, weights = INFERENCE.of[backend](*call, bool(contiguous))
+            rest = (bool(contiguous),) if softcap is None else (bool(contiguous), softcap)
+            output, weights = INFERENCE.of[backend](*call, *rest)
         else:
             output, weights, *_ = TRAINING.of[backend](
                 *call, *_rest(query_lengths, longest, contiguous)
@@ -107,9 +108,11 @@ def attention_on(
 
 
 def _by_padding(attention: Callable[[AttentionArguments], Result]) -> Callable[..., Result]:
-    return reference.supports_query_lengths(
-        lambda *arguments: attention(AttentionArguments(*arguments))
-    )
+    def run(*given: Any) -> Result:
+        *arguments, softcap = given
+        return attention(AttentionArguments(*arguments)._replace(softcap=softcap))
+
+    return reference.supports_query_lengths(run)
 
 
 def with_query_lengths(

@@ -2,6 +2,8 @@
 
     output = softmax(scale * Q K^T + mask) V
 
+With a soft cap c, c tanh(scale * Q K^T / c) takes the place of the scores scale * Q K^T (Gemma 2, 2024).
+
 Padded batches: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
 (B, H, T, S), key_lengths and query_lengths (B,).
 
@@ -134,14 +136,14 @@ def supports_query_lengths(attention: Attention) -> Attention:
     @functools.wraps(attention)
     def run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         given, more = arguments[:11], arguments[11:]
-        query_lengths, longest, contiguous = more + (None,) * (3 - len(more))
+        query_lengths, longest, softcap, contiguous = more + (None,) * (4 - len(more))
         weights: Tensor | None = None
         if longest is not None:
-            output = via_padding(run, *given, query_lengths, longest)  # type: ignore[call-arg]
+            output = via_padding(run, *given, query_lengths, longest, softcap)  # type: ignore[call-arg]
         elif query_lengths is None:
-            output, weights = attention(*given)
+            output, weights = attention(*given, softcap)
         else:
-            output, weights = _of_real(attention, query_lengths, *given)
+            output, weights = _of_real(attention, query_lengths, *given, softcap)
         if contiguous is not None:
             query, key, value = given[:3]
             output = _laid_out(output, query, key, value, contiguous)
@@ -179,6 +181,7 @@ def via_padding(
     need_weights: bool,
     query_lengths: Tensor,
     longest: tuple[int, int],
+    softcap: float | None,
 ) -> Tensor:
     """Computes the output of packed sequences by padding them, without a device synchronisation."""
     assert attn_mask is None
@@ -187,7 +190,7 @@ def via_padding(
     output, _ = attention(
         _padded(query[0], query_lengths, queries), _padded(key[0], key_lengths, keys),
         _padded(value[0], key_lengths, keys), None, key_lengths.diff(), is_causal, scale, dropout_p,
-        seed, enable_gqa, False, query_lengths.diff(),
+        seed, enable_gqa, False, query_lengths.diff(), None, softcap,
     )  # fmt: skip
     return _packed(output, query_lengths, query.shape[2])[None]
 
@@ -249,6 +252,7 @@ def attention(
     seed: Tensor | None,
     enable_gqa: bool,
     need_weights: bool,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     dtype = query.dtype
     if scale is None:
@@ -273,6 +277,8 @@ def attention(
             value = torch.where(seen, value[..., None, :, :], 0.0)
 
     scores = _scores(query, key) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask
     if visible is not None:

@@ -23,12 +23,15 @@ def arrange(
     lengths: Tensor | None = None, causal: bool = False, scale: float | None = None,
     dropout_p: float = 0.0, seed: Tensor | None = None, gqa: bool = False, weights: bool = False,
     query_lengths: Tensor | None = None, longest: tuple[int, int] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Returns the positional arguments of ``reference.attention``."""
     arguments = (
         query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights,
         query_lengths,
     )  # fmt: skip
+    if softcap is not None:
+        return (*arguments, longest, softcap)
     return arguments if longest is None else (*arguments, longest)
 
 
@@ -231,6 +234,13 @@ CASES = (
     case("scale 0.3", _attention(2, 2, 17, 23, 16, scale=0.3)),
     case("scale 0", _attention(2, 2, 17, 23, 16, scale=0.0)),
     case("scale below 0", _attention(2, 2, 17, 23, 16, scale=-0.5)),
+    case("soft cap", _attention(2, 3, 37, 141, 16, softcap=2.0, spread=3.0)),
+    case("soft cap, causal", _attention(2, 2, 70, 300, 24, softcap=50.0, spread=30.0, causal=True)),
+    case("soft cap, float mask", _attention(2, 2, 17, 67, 16, softcap=5.0, scale=-0.5,
+                                            mask=_floats("ts"), weights=True)),
+    case("soft cap, few queries", _attention(8, 2, 1, 90, 16, softcap=1.0, lengths=_lengths)),
+    case("soft cap, query lengths", _attention(3, 2, 21, 37, 16, softcap=3.0, lengths=_lengths,
+                                               query_lengths=_query_lengths)),
     case("large scores", _attention(2, 2, 17, 23, 16, spread=20.0)),
     case("scores of deviation 30", _attention(1, 2, 60, 130, 16, spread=30.0)),
     case("scores of deviation 100", _attention(1, 2, 60, 130, 16, spread=100.0, causal=True)),
@@ -425,17 +435,22 @@ def _joined_mask(
 def _by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
     is_causal: bool, scale: float | None, dropout_p: float, seed: Tensor | None, enable_gqa: bool,
-    need_weights: bool,
+    need_weights: bool, softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     mask, is_causal = _joined_mask(query, key, attn_mask, key_lengths, is_causal)
-    if not need_weights:
+    if not need_weights and softcap is None:
         output = F.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output, None
-    # The computation of torch.nn.MultiheadAttention with need_weights=True.
+    # The computation of torch.nn.MultiheadAttention with need_weights=True, and of transformers' eager
+    # attention with a soft cap.
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device).tril()
     if mask is not None:
@@ -444,7 +459,7 @@ def _by_pytorch(
     weights = torch.softmax(scores, dim=-1)
     if dropout_p:
         weights = F.dropout(weights, dropout_p)
-    return weights @ value, weights
+    return weights @ value, weights if need_weights else None
 
 
 def _text(masked: str, text: Text) -> list[tuple[Any, ...]]:
@@ -555,7 +570,7 @@ ATTENTION = OpSpec(
     paper='"Attention Is All You Need", section 3.2.1',
     arguments=(
         "query", "key", "value", "attn_mask", "key_lengths", "is_causal", "scale", "dropout_p",
-        "seed", "enable_gqa", "need_weights", "query_lengths", "longest",
+        "seed", "enable_gqa", "need_weights", "query_lengths", "longest", "softcap",
     ),
     results=("output", "weights"),
     gradients_of=("query", "key", "value", "attn_mask"),

@@ -32,6 +32,13 @@ struct Sigmoid {
 
 TF_INLINE Vec absolute(Vec x) { return max(x, zero() - x); }
 
+// (1 - e) / (1 + e) with e = e^-2|x|, without the cancellation near 0; NaN stays NaN.
+TF_INLINE Vec tanh(Vec x) {
+  const Vec minus = expm1(set1(-2.0f) * absolute(x));  // e - 1
+  const Vec y = (zero() - minus) / (set1(2.0f) + minus);
+  return select(less(x, zero()), zero() - y, y);
+}
+
 // The normal distribution: phi(x) = e^(-x^2 / 2) / sqrt(2 pi) and its integral Phi(x). With u =
 // |x|, Phi(-u) = e^(-u^2 / 2) t P(t), t = 1 / (1 + 0.375 u / sqrt 2), P a minimax polynomial for u
 // < 13 (relative error 1.2e-8). So the tail on the negative side is the small number itself, not a

@@ -108,7 +108,7 @@ struct Attended {
 Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tensor>& mask,
                 const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
                 double dropout_p, const std::optional<Tensor>& seed, bool need_weights,
-                bool contiguous, bool keep) {
+                bool contiguous, bool keep, double softcap = 0.0) {
   const char* op = "attention";
   const ScalarType type = is_reduced_float(query) ? query.scalar_type() : ScalarType::Float;
   check_type(op, "query", query, type, "query");
@@ -132,6 +132,11 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   AttentionArgs args{};
   std::vector<int64_t> lengths;
   set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
+  if (softcap != 0.0) {
+    args.softcap = static_cast<float>(softcap);
+    args.softcap_scale = static_cast<float>(scale / softcap);
+    args.scale = 1.0f;
+  }
   std::optional<Tensor> row_max, row_sum;
   if (keep) {
     row_max = empty_float_tensor(query, {batch, heads, queries});
@@ -156,10 +161,10 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
 std::tuple<Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
                                      std::optional<Tensor> mask, std::optional<Tensor> key_lengths,
                                      bool is_causal, double scale, double dropout_p,
-                                     std::optional<Tensor> seed, bool need_weights,
-                                     bool contiguous) {
+                                     std::optional<Tensor> seed, bool need_weights, bool contiguous,
+                                     double softcap) {
   const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
-                                seed, need_weights, contiguous, false);
+                                seed, need_weights, contiguous, false, softcap);
   return {found.output, found.weights};
 }
 

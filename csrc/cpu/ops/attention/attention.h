@@ -1,4 +1,5 @@
 // Attention without the (T, S) scores in memory: softmax(scale Q K^T + mask) V by online softmax.
+// With a soft cap c, c tanh(scale Q K^T / c) takes the place of the scores (Gemma 2).
 // For bfloat16 and float16, scores, softmax and sums are in fp32 and rounded once; if products are
 // in bfloat16, the probabilities are rounded to it, both for the product with the values and for
 // the sum that divides it.
@@ -22,6 +23,7 @@ struct AttentionShape {
   long batch, heads, key_heads, queries, keys, size, value_size;
   long query_stride[4], key_stride[4], value_stride[4], mask_stride[4], output_stride[3];
   float scale;
+  float softcap, softcap_scale;  // 0: none; else scale / softcap, and `scale` is 1
   Element mask_type;  // boolean: bytes, nonzero = may attend; else additive, -inf = masked
   bool causal;
 };

@@ -45,9 +45,10 @@ struct Row {
     }
   }
 
-  // Scales and masks a tile; returns its largest score.
+  // Caps, scales and masks a tile; returns its largest score.
   float scale_and_mask(long start, long count) const {
     float* s = scores + start;
+    if (args.softcap != 0.0f) cap_scores(args, s, count);
     if (args.mask != nullptr) {
       block_mask.add_mask(s, block_mask.mask_row(0, start, count), count);
     } else {

@@ -169,6 +169,8 @@ struct Block {
   void softmax(const Strip& strip, float* scores, const Keys& keys, bool clean) const {
     const long n = strip.mask.rows;
     float highest[kPackedRows] = {}, rescale[kPackedRows];
+    if (args.softcap != 0.0f)
+      for (long i = 0; i < n; ++i) cap_scores(args, scores + i * work.score_stride, keys.count);
     for (long i = 0; i < n; ++i)
       highest[i] = mask_scores(strip, scores + i * work.score_stride, i, keys);
     for (long i = 0; i < kPackedRows; i += kLanes) {

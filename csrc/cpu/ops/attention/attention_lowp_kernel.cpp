@@ -222,6 +222,7 @@ class Block : Scores {
                    kPanel, meanwhile);
     if constexpr (P::kIsBf16x3)
       if (exact_max_) score_fp32(panel);
+    if (args.softcap != 0.0f) cap_scores(args, row_scores(panel, 0), rows * kPanel);
   }
 
   // Recomputes the rows whose queries or keys are infinite, or nearly.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/ops/attention/attention_mask.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/exp2.h"
 
 namespace tf::TF_ISA {
@@ -12,6 +13,14 @@ constexpr float kLog2E = 1.44269504089f;
 
 // Exponent of 2 of e^(score + shift); exactly 0 where score = -shift.
 TF_INLINE Vec exponent(Vec score, Vec shift) { return (score + shift) * set1(kLog2E); }
+
+// Replaces products by capped scores.
+inline void cap_scores(const AttentionShape& shape, float* s, long count) {
+  for (long j = 0; j < count; j += kLanes) {
+    const Vec x = load_n(s + j, min(kLanes, count - j)) * set1(shape.softcap_scale);
+    store_some(s + j, set1(shape.softcap) * tanh(x), count - j);
+  }
+}
 
 constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
