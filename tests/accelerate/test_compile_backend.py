@@ -534,7 +534,9 @@ def test_reports_and_options() -> None:
     [report] = compile_reports(clear=True)
     assert str(report) == "rewritten: 1 feed_forward."
     assert compile_reports() == []
-    for options, message in (({"fast": True}, "takes the options inner and report, not fast"),):
+    for options, message in (
+        ({"fast": True}, "takes the options inner, report and quantize, not fast"),
+    ):
         broken = torch.compile(FeedForward(), backend=compile_backend, options=options)
         with pytest.raises(Exception, match=message):
             broken(_x())

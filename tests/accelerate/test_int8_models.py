@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +15,15 @@ from accelerate_checks import TextModel, encoder, encoder_layer, form
 from harness import same_bits
 from torch import Tensor, nn
 
-from transformer_fast import _native, accelerate, functional, restore
+from transformer_fast import _native, accelerate, functional, models, restore
 from transformer_fast.nn import int8
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 #: Largest relative error of the small models here: 8 bits are about 1 %.
 ERROR = 0.05
+#: Largest relative error of the same computation in another order.
+ROUNDING = 1e-5
 
 
 def run(model: nn.Module, *inputs: Tensor) -> Tensor:
@@ -112,3 +118,195 @@ def test_gradients_raise_and_name_restore():
         model(x())
     with pytest.raises(NotImplementedError, match=r"restore"), torch.no_grad():
         torch.func.jvp(model.linear1, (x(),), (x(),))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Own(nn.Linear):
+    """A user's class."""
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    """A user's class."""
+
+
+def own() -> nn.Module:
+    layer = OwnLayer(16, 4, 24, batch_first=True)
+    return nn.Sequential(Own(16, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+@pytest.mark.parametrize("make", [stack, own])
+def test_models_without_float_weights(make):
+    """They give the same results, copied, pickled and from their state_dict; restore says why not."""
+    model = make()
+    floats = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerate(model, quantize="int8")
+    expected = run(model, x())
+    plain = saved(model)
+    assert not any(int8.INT8 in module.__dict__ for module in plain.modules())
+    report = accelerate(model, quantize="int8", keep_weights=False)
+    assert report.int8.bytes_after < 0.4 * report.int8.bytes_before  # scales count in small layers
+    state = model.state_dict()
+    matrices = {n for n, value in state.items() if value.dim() == 2}
+    assert {state[name].dtype for name in matrices} == {torch.int8}
+    assert {f"{name}_scale" for name in matrices} <= state.keys()
+    for each in (model, copy.deepcopy(model), saved(model)):
+        # Norms of a pickle are PyTorch's.
+        assert error(run(each, x()), expected) < ROUNDING
+        with pytest.raises(RuntimeError, match=r"keep_weights=False"):
+            restore(each)
+    for given in (state, floats):
+        again = make()
+        accelerate(again, quantize="int8", keep_weights=False)
+        again.load_state_dict(given, strict=given is state)
+        assert same_bits(run(again, x()), expected)
+    model.to(torch.bfloat16)
+    assert model.state_dict()[f"{min(matrices)}_scale"].dtype == torch.float32
+    assert error(run(model, x().bfloat16()).float(), expected) < ERROR
+
+
+def test_float_weights_are_freed():
+    layer = nn.Linear(64, 32)
+    weight = weakref.ref(layer.weight)
+    accelerate(layer, quantize="int8", keep_weights=False)
+    assert weight() is None
+    run(layer, torch.randn(3, 64))
+    assert sum(p.nbytes for p in layer.parameters()) == 64 * 32 + 4 * 32
+
+
+def test_a_projection_tied_to_the_embedding_is_quantised_and_the_embedding_is_not():
+    for keep in (True, False):
+        model = models.Transformer(
+            13, d_model=16, nhead=4, num_encoder_layers=1, num_decoder_layers=1,
+            dim_feedforward=24, tie_output=True, start_token=1, end_token=2,
+        )  # fmt: skip
+        source = tokens(6)
+        before = run(model, source, source)
+        report = accelerate(model, quantize="int8", keep_weights=keep)
+        assert report["output"].int8
+        assert report.int8.float_bytes["Embedding"] == 13 * 16 * 4
+        found = run(model, source, source)
+        assert 0.0 < error(found, before) < ERROR
+        cached = model.eval().generate(source, max_new_tokens=6)
+        again = model.generate(source, max_new_tokens=6, use_cache=False)
+        assert torch.equal(cached.tokens, again.tokens)
+
+
+def test_verify_tells_the_error_of_the_model_and_of_its_worst_module():
+    model = stack()
+    with torch.no_grad():
+        model[0].weight[:, 0] = 50.0  # one large column takes the steps of each row
+    before = run(model, x())
+    found = accelerate(model, quantize="int8", verify=x()).int8
+    assert found.error == pytest.approx(error(run(model, x()), before), rel=1e-3)
+    assert 0.9 < found.cosine < 1.0
+    assert found.worst in dict(model.named_modules())
+    assert found.worst_error > 0.001
+    assert "relative error" in str(found)
+    with torch.no_grad():
+        model[0].weight[:, 0] = 3e38
+    restore(model)
+    with pytest.warns(UserWarning, match="restored the model"):
+        accelerate(model, quantize="int8", verify=1e3 * x())
+    assert not any(int8.INT8 in module.__dict__ for module in model.modules())
+
+
+def dynamically_quantised() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16))
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+class ReadsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def with_nan() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    nn.init.constant_(layer.weight, math.nan)
+    return layer
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "quantised by torch.ao": (dynamically_quantised, "it is quantised"),
+    "float64": (lambda: nn.Linear(16, 16).double(), "float64, for which kernels have no"),
+    "on meta": (lambda: nn.Linear(16, 16, device="meta"), "is on meta"),
+    "lazy": (lambda: nn.LazyLinear(16), "not initialised"),
+    "not finite": (with_nan, "NaN or infinity"),
+    "its own forward": (lambda: ReadsWeight(16, 16), "has its own forward"),
+    "parametrised": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        "parametrised",
+    ),
+    "read by PyTorch": (
+        lambda: nn.utils.parametrizations.weight_norm(
+            nn.MultiheadAttention(16, 4), "in_proj_weight"
+        ),
+        "reads its weight",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:`LazyModuleMixin`")
+@pytest.mark.parametrize("name", LEFT)
+def test_modules_that_are_left(name):
+    make, reason = LEFT[name]
+    if "torch.ao" in name and torch.backends.quantized.engine == "none":
+        pytest.skip("this build of torch has no quantised kernels")
+    model = make()
+    report = accelerate(model, quantize="int8")
+    assert report.int8.count == 0
+    assert any(reason in entry.reason for entry in report.entries), str(report)
+
+
+def test_filter_fn_excludes_modules():
+    model = stack()
+    report = accelerate(model, quantize="int8", filter_fn=lambda _, name: "linear2" not in name)
+    assert int8.INT8 not in model[1].layers[0].linear2.__dict__
+    assert int8.INT8 in model[1].layers[0].linear1.__dict__
+    assert "filter_fn" in report["1.layers.0.linear2"].reason
+    assert run(model, x()).isfinite().all()
+
+
+def test_other_dtypes_and_wrong_options():
+    layer = nn.Linear(16, 24).bfloat16()
+    accelerate(layer, quantize="int8")
+    assert run(layer, x().bfloat16()).dtype == torch.bfloat16
+    moved = layer.double()
+    with torch.no_grad():
+        assert same_bits(moved(x().double()), nn.Linear.forward(moved, x().double()))
+    for options, message in (
+        ({"quantize": "int4"}, "quantize must be None or one of int8, not 'int4'"),
+        ({"keep_weights": False}, "needs quantize"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accelerate(layer, **options)
+
+
+def test_compiled_models_run_on_8_bits():
+    """An int8 model, and the option of the backend on a float model; changed weights are found."""
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)).eval()
+    plain = copy.deepcopy(model)
+    accelerate(model, quantize="int8")
+    reports: list[Any] = []
+    options = {"quantize": "int8", "report": reports.append}
+    with torch.no_grad():
+        for compiled in (
+            torch.compile(model, backend="aot_eager", fullgraph=True),
+            torch.compile(plain, backend="transformer_fast", options=options, fullgraph=True),
+        ):
+            assert error(compiled(x()), model(x())) < ROUNDING
+            for each in (model, plain):
+                each[0].weight.data.mul_(-1.0)
+            assert error(compiled(x()), model(x())) < ROUNDING
+    assert reports[0].counts["int8_feed_forward"] == 1
+    torch.compile(plain, backend="transformer_fast", options=options)(x()).sum().backward()
+    assert "gradients" in str(reports[-1])
+    with pytest.raises(Exception, match="quantize must be None or int8"):
+        torch.compile(plain, backend="transformer_fast", options={"quantize": "int4"})(x())

@@ -115,11 +115,13 @@ def restore(model: torch.nn.Module) -> list[str]:
         TypeError: ``model`` is not a module.
         RuntimeError: a module's class was changed again after `accelerate`; nothing is restored.
     """
+    from ..nn import int8
     from .classes import undo_all
 
     _require_module(model)
     changes = _changes_of(model)
     undo_all(changes)
+    int8.forget(model)
     return [*dict.fromkeys(change.name for change in changes)]
 
 

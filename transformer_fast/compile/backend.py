@@ -19,6 +19,7 @@ from .canonicalize import canonicalize
 from .editor import Editor
 from .feed_forward import (
     canonicalize_linear,
+    quantize_products,
     rewrite_activations,
     rewrite_convolutions,
     rewrite_feed_forward,
@@ -33,6 +34,7 @@ from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
 
 _log = logging.getLogger("transformer_fast")
+Steps = tuple[Callable[[Editor], None], ...]
 
 #: Default of the option ``inner``.
 INNER: Callable[..., Any] | None = compile_rest
@@ -62,14 +64,16 @@ def compile_backend(
             The default is inductor for inference on a CPU if a C++ compiler is found, except for
             programs with attention masks, whose values are read at run time.
         report: a function that receives each `GraphReport`.
+        quantize: "int8": linear maps and feed-forward networks whose weights are parameters run on
+            8-bit products, where no gradients are needed; None: in the weights' dtype.
 
     `transformer_fast.compile_reports` returns the reports, and the log at level INFO prints them.
 
     Raises:
         ValueError: if an option is unknown, or a mode is given.
     """
-    inner, on_report = _options(options, mode)
-    report = rewrite(module)
+    inner, on_report, steps = _options(options, mode)
+    report = rewrite(module, steps=steps)
     if inner is compile_rest:
         reason = why_not(module, example_inputs)
         report.rest = (
@@ -91,32 +95,38 @@ def compile_backend(
 
 def _options(
     options: dict[str, Any] | None, mode: str | None
-) -> tuple[Callable[..., Any] | None, Callable[[GraphReport], Any] | None]:
+) -> tuple[Callable[..., Any] | None, Callable[[GraphReport], Any] | None, Steps]:
     if mode is not None:
         raise ValueError(f'backend "transformer_fast" takes no mode, but got mode={mode!r}')
     given = dict(options or {})
     inner, on_report = given.pop("inner", INNER), given.pop("report", None)
+    scheme = given.pop("quantize", None)
     if given:
         raise ValueError(
-            f'backend "transformer_fast" takes the options inner and report, not {", ".join(given)}'
+            'backend "transformer_fast" takes the options inner, report and quantize, not '
+            + ", ".join(given)
         )
+    if scheme not in (None, "int8"):
+        raise ValueError(f"quantize must be None or int8, not {scheme!r}")
     if isinstance(inner, str):
         inner = torch._dynamo.lookup_backend(inner)
-    return inner, on_report
+    return inner, on_report, STEPS if scheme is None else (*STEPS, quantize_products)
 
 
-def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
+def rewrite(
+    module: GraphModule, start: Modes | None = None, steps: Steps | None = None
+) -> GraphReport:
     """Replaces recognised ops with calls of this library, in place; leaves the others unchanged.
 
     ``module`` is a graph as torch.compile passes it to a backend: ``meta["example_value"]`` of each
     node holds the value from the capture. ``start``: the modes in which the graph runs; None: the
-    current modes.
+    current modes. ``steps``: the rewrites, in order; None: all that keep the dtype of products.
     """
     report = GraphReport()
     modes = GraphModes(module.graph, start)
     canonicalize(module.graph, modes)
     editor = Editor(module.graph, report, modes)
-    for step in _STEPS:
+    for step in steps or STEPS:
         step(editor)
     _report_unsupported_calls(editor)
     report.others = Counter(
@@ -134,7 +144,7 @@ def rewrite(module: GraphModule, start: Modes | None = None) -> GraphReport:
         # Bodies of selective checkpointing are not rewritten: its policies choose among PyTorch's
         # operators.
         if isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
-            inner = rewrite(child, modes.of_body(next(iter(node.users))))
+            inner = rewrite(child, modes.of_body(next(iter(node.users))), steps)
             report.rewritten += inner.rewritten
             report.left += inner.left
             report.others += inner.others
@@ -200,7 +210,7 @@ def rewrite_pytorch_calls(editor: Editor) -> None:
 
 
 #: Rewrite steps, in order of execution.
-_STEPS: tuple[Callable[[Editor], None], ...] = (
+STEPS: Steps = (
     rewrite_softmax,
     rewrite_attention,
     rewrite_pytorch_calls,

@@ -20,10 +20,12 @@ from .. import functional
 from .._context import is_functorch_wrapped
 from ..dispatch import select
 from ..functional._checked_call import checked_call
+from ..nn.int8 import FLOATS as INT8_DTYPES
 from ..ops.feed_forward import PACKED as FEED_FORWARD
 from ..ops.linear import CODES
 from ..ops.linear import PACKED as LINEAR
 from ..ops.operator import Operator
+from . import run_time
 from .aliasing import is_fresh
 from .editor import Editor
 from .nodes import dtype, is_number, only_user, rank, shape, value
@@ -266,6 +268,53 @@ def rewrite_linear(editor: Editor) -> None:
         )  # fmt: skip
         editor.replace(last, new, node)
         editor.report_rewritten("linear", node)
+
+
+#: Functions with products of weights -> the positions or names of the weights, the same function with
+#: 8-bit products, and its further arguments.
+_INT8: dict[Any, tuple[tuple[Any, ...], Callable[..., Any], dict[str, Any]]] = {
+    functional.linear: ((1,), run_time.int8_linear, {}),
+    functional.feed_forward: ((1, 3), run_time.int8_feed_forward, {}),
+    run_time.encoder_layer: (("ffn_weight_1",), run_time.encoder_layer, {"int8": True}),
+    run_time.multi_head_attention_forward: (
+        ("out_proj_weight",), run_time.multi_head_attention_forward, {"int8": True}
+    ),
+}  # fmt: skip
+
+
+def quantize_products(editor: Editor) -> None:
+    """Replaces linear maps and feed-forward networks with weights by those with 8-bit products."""
+    for node in editor.graph.nodes:
+        if node.target not in _INT8:
+            continue
+        places, target, more = _INT8[node.target]
+        given = {**dict(enumerate(node.args)), **node.kwargs}
+        reason = _why_not_int8(editor, node, [given[place] for place in places])
+        if reason is not None:
+            editor.report_left(f"int8_{target.__name__.removeprefix('int8_')}", node, reason)
+            continue
+        node.target, node.kwargs = target, {**node.kwargs, **more}
+        editor.report_rewritten(f"int8_{target.__name__.removeprefix('int8_')}", node)
+
+
+def _why_not_int8(editor: Editor, node: Node, weights: Sequence[Any]) -> str | None:
+    """Returns the reason why products with these weights do not run on 8 bits, or None."""
+    grad = editor.modes.at(node).grad
+    for weight in weights:
+        root = weight
+        while isinstance(root, Node) and is_view(root):
+            root = root.all_input_nodes[0]
+        if not isinstance(value(root), torch.nn.Parameter):
+            return "its weight is computed, or is no parameter"
+        found = value(weight)
+        if found.dim() != 2 or not found.is_cpu or found.dtype not in INT8_DTYPES:
+            return f"no kernel multiplies {str(found.dtype)[6:]} on {found.device} in 8 bits"
+    if grad and any(getattr(value(each), "requires_grad", False) for each in node.all_input_nodes):
+        return "it needs gradients"
+    if node.kwargs.get("dropout_p", 0.0) != 0.0:
+        return "it has dropout"
+    bias = node.args[2] if node.target is functional.linear and len(node.args) > 2 else None
+    return None if _has_full_bias(bias, weights[0]) else "its bias broadcasts"
 
 
 #: Positions of the weights among an operator's arguments; the packed copy follows each.

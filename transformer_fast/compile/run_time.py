@@ -20,6 +20,7 @@ from .. import nn
 from .._context import values_are_known
 from ..functional._check import autocast
 from ..functional.attention import attend
+from ..nn.int8 import INT8, Int8Weight, Int8Weights, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 
 
@@ -190,11 +191,36 @@ _ENCODER_LAYER = {
 }  # fmt: skip
 
 
-def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` by keyword, without ``static_k`` and ``static_v``."""
+def int8_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+) -> Tensor:
+    """`functional.linear` with a float weight that is quantised when this first runs."""
+    return run_linear(input, Int8Weight(weight, None, weight.dtype), bias, activation)
+
+
+def int8_feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`functional.feed_forward` with float weights that are quantised when this first runs."""
+    one, two = (Int8Weight(weight, None, weight.dtype) for weight in (weight1, weight2))
+    return run_feed_forward(input, one, bias1, two, bias2, activation, dropout_p)
+
+
+def multi_head_attention_forward(int8: bool = False, **given: Any) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward` by keyword, without ``static_k`` and ``static_v``.
+
+    ``int8``: the projections run on 8-bit products.
+    """
     module = _filled(
         _attention(int(given["embed_dim_to_check"]), int(given["num_heads"])),
-        {name: given[argument] for name, argument in _ATTENTION.items()},
+        {name: given[argument] for name, argument in _ATTENTION.items()}, int8,
         training=given["training"], dropout=given["dropout_p"], add_zero_attn=given["add_zero_attn"],
         _qkv_same_embed_dim=not given["use_separate_proj_weight"],
     )  # fmt: skip
@@ -207,7 +233,12 @@ def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def encoder_layer(
-    *, src: Tensor, mask: Tensor | None = None, mask_type: int | None = None, **given: Any
+    *,
+    src: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+    int8: bool = False,
+    **given: Any,
 ) -> Tensor:
     """`torch._transformer_encoder_layer_fwd` by keyword; an inference-only function."""
     layer = _filled(
@@ -217,6 +248,7 @@ def encoder_layer(
             given["use_gelu"], float(given["eps"]), given["norm_first"],
         ),
         {name: given[argument] for name, argument in _ENCODER_LAYER.items()},
+        int8,
     )  # fmt: skip
     if mask is not None and mask_type != 1 and mask.dim() == 4:
         # A mask that broadcasts over batches and heads is not materialized for each.
@@ -242,8 +274,13 @@ def _encoder_layer(
     ).eval()
 
 
-def _filled(module: Any, parameters: Mapping[str, Tensor | None], **attributes: Any) -> Any:
-    """Returns a copy of ``module`` with other parameters, given by their qualified names."""
+def _filled(
+    module: Any, parameters: Mapping[str, Tensor | None], int8: bool = False, **attributes: Any
+) -> Any:
+    """Returns a copy of ``module`` with other parameters, given by their qualified names.
+
+    ``int8``: products with them run on 8 bits.
+    """
     own: dict[str, Tensor | None] = {}
     inner: dict[str, dict[str, Tensor | None]] = {}
     for name, tensor in parameters.items():
@@ -254,10 +291,15 @@ def _filled(module: Any, parameters: Mapping[str, Tensor | None], **attributes: 
             own[name] = tensor
     filled = object.__new__(type(module))
     children = {
-        n: _filled(child, inner.get(n, {})) for n, child in module._modules.items() if child
+        n: _filled(child, inner.get(n, {}), int8) for n, child in module._modules.items() if child
     }
     # A parameter that is None in the template is an instance attribute, which would hide the new
     # one.
     rest = {name: value for name, value in module.__dict__.items() if name not in own}
+    matrices = tuple(
+        name for name, tensor in own.items() if tensor is not None and tensor.dim() == 2
+    )
+    if int8 and matrices:
+        rest[INT8] = Int8Weights(matrices)
     filled.__dict__ = {**rest, **attributes, "_parameters": own, "_modules": children}
     return filled

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._context import has_tangents, values_are_known
+from .._context import has_tangents, is_plain_eager, values_are_known
 from ..dispatch import Call, make_call, run
+from ..fast_path import direct_kernel
 from ..ops.arguments import Int8FeedForwardArguments, Int8LinearArguments
 from ..ops.autograd import wants_grad
+from ..reference.linear import ACTIVATIONS
 from ._check import (
     autocast,
     defers_to_torch,
@@ -26,6 +28,9 @@ from ._check import (
 from .linear import dtype_problem, require_shape_of_result, weight_problem
 
 __all__ = ["int8_feed_forward", "int8_linear", "quantize_weight"]
+
+#: No kernel limits the number of columns further.
+_DEEPEST = 1 << 16
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +94,10 @@ def int8_linear(
     Integer-Arithmetic-Only Inference", section 2, with scales found at run time.
     """
     arguments = Int8LinearArguments(input, weight, scale, bias, activation, residual)
+    if backend is None and residual is None:
+        function = _direct_kernel("int8_linear", input, activation, (weight, scale, bias))
+        if function is not None:
+            return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_linear", backend, *arguments[:4], residual):
         return reference.int8_linear(*arguments)
     return run(check_int8_linear(arguments, backend), backend)  # type: ignore[no-any-return]
@@ -128,9 +137,49 @@ def int8_feed_forward(
     arguments = Int8FeedForwardArguments(
         input, weight1, scale1, bias1, weight2, scale2, bias2, activation
     )
+    if backend is None and activation is not None:
+        maps = (weight1, scale1, bias1), (weight2, scale2, bias2)
+        function = _direct_kernel("int8_feed_forward", input, activation, *maps)
+        if function is not None:
+            return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_feed_forward", backend, *arguments[:7]):
         return reference.int8_feed_forward(*arguments)
     return run(check_int8_feed_forward(arguments, backend), backend)  # type: ignore[no-any-return]
+
+
+def _direct_kernel(
+    op: str, input: Tensor, activation: Any, *maps: tuple[Any, Any, Any]
+) -> Callable[[Any], Any] | None:
+    """Returns the CPU kernel of a plain call whose arguments all fit, else None.
+
+    The full check takes a seventh of the time of a map of 32 rows with 2^18 weights.
+    """
+    named = activation is None or (type(activation) is str and activation in ACTIVATIONS)
+    if not named or type(input) is not Tensor or input.dim() == 0:
+        return None
+    tensors, columns = [input], input.shape[-1]
+    for weight, scale, bias in maps:
+        if (
+            is_plain_eager(input, weight, scale, bias) is not False
+            or weight is None
+            or scale is None
+        ):
+            return None
+        sizes = weight.shape
+        if (
+            len(sizes) != 2
+            or sizes[1] != columns
+            or columns > _DEEPEST
+            or weight.dtype is not torch.int8
+            or scale.dtype is not torch.float32
+            or scale.shape != sizes[:1]
+            or not (weight.is_cpu and scale.is_cpu)
+            or (bias is not None and bias.shape != sizes[:1])
+        ):
+            return None
+        tensors.append(bias)
+        columns = sizes[0]
+    return direct_kernel(op, tuple(tensors))
 
 
 def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) -> Call:

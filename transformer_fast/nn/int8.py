@@ -2,6 +2,10 @@
 
 A quantised module has a record, `Int8Weights`. `fusion.affine` then returns an `Int8Weight` in place of
 the parameter, and `run_linear` and `run_feed_forward` take either.
+
+A float weight is quantised once (`quantized`). The values are kept until the weight changes, which is
+found as for packed weights (`backends.cpu_packing.Snapshot`), or its memory is freed. Programs of
+torch.compile call operators that look the values up when they run.
 """
 
 from __future__ import annotations
@@ -14,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional, memory
-from .._context import PLAIN, values_are_known
+from .._context import (
+    PLAIN,
+    in_torch_func,
+    is_exporting,
+    is_functorch_wrapped,
+    values_are_known,
+)
+from ..functional._check import autocast
 
 #: Name of the attribute of a quantised module that holds its record.
 INT8 = "_int8_of_accelerate"
@@ -26,11 +37,11 @@ SCALE_OF = "{}_scale"
 class Int8Weight:
     """A quantised weight: ``values * scale[:, None]``. Slices and splits by rows, like the tensor."""
 
-    #: int8 (out_features, in_features); packed copies of it are kept.
+    #: int8 (out_features, in_features), a parameter or a view of one: packed copies of it are kept.
     values: Tensor
-    #: float32 (out_features,)
-    scale: Tensor
-    #: Dtype of the weight before.
+    #: float32 (out_features,). None while a program is traced: values are then the float weight.
+    scale: Tensor | None
+    #: Dtype of the float weight.
     dtype: torch.dtype
 
     @property
@@ -38,42 +49,76 @@ class Int8Weight:
         return self.values.shape
 
     def __getitem__(self, rows: slice) -> Int8Weight:
-        return Int8Weight(self.values[rows], self.scale[rows], self.dtype)
+        scale = None if self.scale is None else self.scale[rows]
+        return Int8Weight(self.values[rows], scale, self.dtype)
 
     def split(self, sizes: list[int]) -> list[Int8Weight]:
-        parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
-        return [Int8Weight(values, scale, self.dtype) for values, scale in parts]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: A weight as `fusion.affine` returns it.
 Weight = Tensor | Int8Weight
 
+#: (address, shape, strides, dtype) of a float weight -> its state when quantised, and the result.
+_kept: dict[tuple[Any, ...], tuple[Any, Int8Weight]] = {}
+
+
+def _key(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+
+
+def quantized(weight: Tensor) -> Int8Weight:
+    """Returns the weight in 8 bits: the kept values, or new ones if it has changed.
+
+    weight: (out_features, in_features), for which `why_float` returns None.
+
+    Raises:
+        ValueError: the weight has NaN or infinity.
+    """
+    key = _key(weight)
+    kept = _kept.get(key)
+    if kept is None or not kept[0].is_unchanged(weight, 1):
+        with torch.inference_mode(False), torch.no_grad():
+            # Taken before the weight is read: a concurrent write makes the values stale.
+            state = memory.COPIES["cpu"].snapshot(weight, weight, lambda _: _kept.pop(key, None))
+            values, scale = functional.quantize_weight(weight)
+            parameter = torch.nn.Parameter(values.contiguous(), requires_grad=False)
+            kept = _kept[key] = state, Int8Weight(parameter, scale, weight.dtype)
+    return kept[1]
+
+
+def forget(module: torch.nn.Module | None = None) -> None:
+    """Drops the kept 8-bit values of a module's weights, or all."""
+    if module is None:
+        _kept.clear()
+    for weight in () if module is None else module.parameters():
+        if why_float(weight) is None:
+            for each in (weight, weight.t()) if weight.dim() == 2 else ():
+                _kept.pop(_key(each), None)
+
+
+def held_bytes() -> int:
+    weights = [weight for _, weight in list(_kept.values())]
+    return sum(w.values.nbytes + 4 * w.values.shape[0] for w in weights)
+
+
+memory.packings.append((held_bytes, forget))
+
 
 class Int8Weights:
-    """The record of a quantised module: its 8-bit weights, by parameter name.
-
-    While the module has the float weights, they are quantised once, and again after a change. Changes
-    are found as those of packed weights are (`backends.cpu_packing.Snapshot`). A copy of the module
-    quantises its own.
+    """The record of a quantised module.
 
     Args:
-        names: parameters of the module.
+        names: the quantised parameters.
         transposed: True if they are (in_features, out_features).
     """
 
     def __init__(self, names: tuple[str, ...], transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
-        #: Dtype of the weights before they were freed; None: they were not.
+        #: Dtype of the float weights before they were freed; None: they were not.
         self.freed: torch.dtype | None = None
-        self._kept: dict[str, tuple[Any, Int8Weight]] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Weights:
-        copied = Int8Weights(self.names, self.transposed)
-        copied.freed = self.freed
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": {}}
 
     def of(self, module: torch.nn.Module, name: str) -> Weight:
         """Returns the weight, (out_features, in_features), as products read it.
@@ -85,33 +130,21 @@ class Int8Weights:
             ValueError: the weight was changed and has NaN or infinity.
         """
         weight: Tensor = module._parameters[name]  # type: ignore[assignment]
+        turned = weight.t() if self.transposed else weight
         if self.freed is not None:
-            values = weight.t() if self.transposed else weight
-            return Int8Weight(values, module._buffers[SCALE_OF.format(name)], self.freed)  # type: ignore[arg-type]
+            return Int8Weight(turned, module._buffers[SCALE_OF.format(name)], self.freed)
         if weight.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 "int8 weights have no gradients: call the model under torch.no_grad(), or train it after "
                 "transformer_fast.restore(model)"
             )
-        if not values_are_known(weight):
-            # Traced: the compile backend keeps the values of expressions of parameters.
-            turned = weight.t() if self.transposed else weight
+        if not weight.is_cpu or weight.dtype not in FLOATS:
+            return turned
+        if is_exporting():  # the program has PyTorch's operators alone
             return Int8Weight(*functional.quantize_weight(turned), weight.dtype)
-        kept = self._kept.get(name)
-        if kept is None or not kept[0].is_unchanged(weight, 1):
-            if why_float(weight) is not None:
-                return weight.t() if self.transposed else weight
-            kept = self._kept[name] = self._quantized(weight)
-        return kept[1]
-
-    def _quantized(self, weight: Tensor) -> tuple[Any, Int8Weight]:
-        with torch.inference_mode(False), torch.no_grad():
-            # Taken before the weight is read: a concurrent write makes the values stale.
-            snapshot = memory.COPIES["cpu"].snapshot(weight, weight)
-            turned = weight.t() if self.transposed else weight
-            values, scale = functional.quantize_weight(turned)
-            parameter = torch.nn.Parameter(values.contiguous(), requires_grad=False)
-            return snapshot, Int8Weight(parameter, scale, weight.dtype)
+        if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
+            return quantized(turned) if why_float(weight) is None else turned
+        return Int8Weight(turned, None, weight.dtype)
 
     def held_bytes(self, module: torch.nn.Module) -> tuple[int, int]:
         """Returns the bytes of the float weights and of the 8-bit ones, scales included."""
@@ -120,7 +153,7 @@ class Int8Weights:
             with torch.no_grad():
                 weight = self.of(module, name)
             before += weight.shape.numel() * weight.dtype.itemsize
-            if isinstance(weight, Int8Weight):
+            if isinstance(weight, Int8Weight) and weight.scale is not None:
                 after += weight.values.nbytes + weight.scale.nbytes
         return before, after
 
@@ -136,7 +169,6 @@ class Int8Weights:
             module.register_buffer(SCALE_OF.format(name), weight.scale)
             dtype = weight.dtype
         self.freed = dtype
-        self._kept.clear()
 
     def before_load(self, state: dict[str, Any], prefix: str) -> None:
         """Quantises the float weights in a state_dict that a module without them loads."""
@@ -155,9 +187,9 @@ def why_float(weight: Tensor) -> str | None:
         return f"is a {type(weight).__name__}"
     if not weight.is_cpu or "cpu" not in memory.COPIES:
         return f"is on {weight.device}, without kernels for products of 8 bits"
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return f"is {str(weight.dtype)[6:]}, for which kernels have no products of 8 bits"
-    if weight.numel() == 0 or 1 not in weight.stride() or weight.is_neg():
+    if weight.numel() == 0 or 1 not in weight.stride():
         return "is empty or has gaps in memory"
     if weight.is_inference():
         return "was created in inference mode, where changes of it are not found"
@@ -192,14 +224,14 @@ class HoldsInt8(torch.nn.Module):
 
 
 def run_linear(
-    input: Tensor, weight: Weight, bias: Tensor | None, activation: Any = None
+    input: Tensor, weight: Weight, bias: Tensor | None, activation: str | None = None
 ) -> Tensor:
     """Returns ``activation(input @ weight.T + bias)``."""
-    if isinstance(weight, Int8Weight):
-        return functional.int8_linear(
-            input, weight.values, weight.scale, bias, activation=activation
-        )
-    return functional.linear(input, weight, bias, activation=activation)
+    if not isinstance(weight, Int8Weight):
+        return functional.linear(input, weight, bias, activation=activation)
+    if weight.scale is None:
+        return linear_of_float(*autocast(input, bias), weight.values, activation)
+    return functional.int8_linear(input, weight.values, weight.scale, bias, activation=activation)
 
 
 def run_feed_forward(
@@ -208,7 +240,7 @@ def run_feed_forward(
     bias1: Tensor | None,
     weight2: Weight,
     bias2: Tensor | None,
-    activation: Any,
+    activation: str,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Returns the feed-forward network of these weights, with dropout of the hidden units."""
@@ -217,10 +249,64 @@ def run_feed_forward(
         return functional.feed_forward(
             input, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p  # type: ignore[arg-type]
         )  # fmt: skip
-    if isinstance(weight1, Int8Weight) and isinstance(weight2, Int8Weight) and dropout_p == 0.0:
-        return functional.int8_feed_forward(
-            input, weight1.values, weight1.scale, bias1, weight2.values, weight2.scale, bias2,
-            activation=activation,
-        )  # fmt: skip
-    hidden = run_linear(input, weight1, bias1, activation)
-    return run_linear(F.dropout(hidden, dropout_p), weight2, bias2)
+    if not (isinstance(weight1, Int8Weight) and isinstance(weight2, Int8Weight)) or dropout_p:
+        hidden = run_linear(input, weight1, bias1, activation)
+        return run_linear(F.dropout(hidden, dropout_p), weight2, bias2)
+    if weight1.scale is None or weight2.scale is None:
+        input, bias1, bias2 = autocast(input, bias1, bias2)  # type: ignore[assignment]
+        return feed_forward_of_float(
+            input, bias1, bias2, weight1.values, weight2.values, activation
+        )
+    return functional.int8_feed_forward(
+        input, weight1.values, weight1.scale, bias1, weight2.values, weight2.scale, bias2,
+        activation=activation,
+    )  # fmt: skip
+
+
+# The same with float weights, which the operators quantise when they run.
+
+
+@torch.library.custom_op(
+    "transformer_fast::int8_linear_of_float",
+    mutates_args=(),
+    schema="(Tensor input, Tensor? bias, Tensor weight, str? activation) -> Tensor",
+)
+def linear_of_float(
+    input: Tensor, bias: Tensor | None, weight: Tensor, activation: str | None
+) -> Tensor:
+    return run_linear(input, quantized(weight), bias, activation)
+
+
+@linear_of_float.register_fake
+def _(input: Tensor, bias: Tensor | None, weight: Tensor, activation: str | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op(
+    "transformer_fast::int8_feed_forward_of_float",
+    mutates_args=(),
+    schema="(Tensor input, Tensor? bias1, Tensor? bias2, Tensor weight1, Tensor weight2,"
+    " str activation) -> Tensor",
+)
+def feed_forward_of_float(
+    input: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    weight1: Tensor,
+    weight2: Tensor,
+    activation: str,
+) -> Tensor:
+    weights = quantized(weight1), bias1, quantized(weight2), bias2
+    return run_feed_forward(input, *weights, activation)
+
+
+@feed_forward_of_float.register_fake
+def _(
+    input: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    weight1: Tensor,
+    weight2: Tensor,
+    activation: str,
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight2.shape[0]))
