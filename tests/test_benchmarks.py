@@ -180,7 +180,7 @@ def test_sentence_encoders_are_fed_padded_text():
 def test_sentence_encoders_are_right_in_every_precision(precision):
     case = encoders._case(Scope(quick=True), encoders.Case("MiniLM, small", precision, 1, True))
     for one in run_case(case, FAST):
-        assert one.ok or (one.candidate == "accelerated" and "no accelerate" in one.reason)
+        assert one.ok, one
         assert one.items == 12
 
 
@@ -194,7 +194,7 @@ def test_stacks_and_decoding_with_8_bits_match(padded):
     for case in found:
         rows = {one.candidate: one for one in run_case(case, FAST)}
         for name, one in rows.items():
-            assert one.ok or (name == "accelerated" and "no accelerate" in one.reason), one
+            assert one.ok, (name, one)
         assert not padded or rows["quantize_dynamic"].error > 1e-4
 
 

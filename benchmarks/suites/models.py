@@ -131,9 +131,9 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
 
     examples = [(x,) if padding is None else (x, padding) for ((x, _, padding),) in inputs]
     stack = _Stack(theirs).eval().requires_grad_(False)
-    int8, eager = quantised(theirs, "accelerated"), f"{EAGER}, float32"
+    eager = f"{EAGER}, float32"
     candidates = [
-        Candidate(int8.name, int8.run and padded(int8.run), int8.reason),
+        Candidate(ACCELERATED, padded(quantised(theirs))),
         Candidate("transformer_fast.nn, float32", padded(ours)),
         Candidate(eager, padded(theirs), ours=False),
         *(
@@ -147,7 +147,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     name = "encoder_layer" if case.layers is None else "encoder"
     return BenchmarkCase(
         name, f"{case}, int8", inputs, candidates,
-        lambda found, given: directions(found[real], given), chosen=int8.name, reference=eager,
+        lambda found, given: directions(found[real], given), chosen=ACCELERATED, reference=eager,
         torch=(),
     )  # fmt: skip
 
@@ -200,6 +200,7 @@ def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
 
 # Training step: forward, loss, backward and AdamW.
 
+ACCELERATED = "accelerated"
 EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
 #: (model, *arguments) -> loss
 Loss = Callable[..., Tensor]
@@ -471,9 +472,9 @@ def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     longest = case.length + case.new + 2
     ours, theirs = twins(lambda nn: Translator(nn, size, longest), torch.float32, "cpu")
     inputs = scope.tokens(3, case.vocabulary, case.batch, case.length)
-    int8, plain = quantised(theirs, "accelerated"), "transformer_fast.nn, float32"
+    plain = "transformer_fast.nn, float32"
     candidates = [
-        Candidate(int8.name, int8.run and cached(int8.run, case.new), int8.reason),
+        Candidate(ACCELERATED, cached(quantised(theirs), case.new)),
         Candidate(plain, cached(ours, case.new)),
         *scope.offered("decode_int8", theirs, inputs[0][0], case.new),
     ]
@@ -481,7 +482,7 @@ def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     checker = GreedyJudge(copy.deepcopy(theirs).double(), close, case.new)
     return BenchmarkCase(
         "greedy decoding", f"{case.layers}+{case.layers}, {case}, int8", inputs, candidates,
-        checker, chosen=int8.name, reference=plain, torch=(), items=case.batch * case.new,
+        checker, chosen=ACCELERATED, reference=plain, torch=(), items=case.batch * case.new,
     )  # fmt: skip
 
 

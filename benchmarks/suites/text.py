@@ -24,8 +24,8 @@ from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Ca
 from transformer_fast.measure.cases import paragraphs, parameter_bytes
 
 from . import Directions, Maker, Scope, quantised
-from .models import EAGER
-from .third_party import ACCELERATED, Model, accelerated
+from .models import ACCELERATED, EAGER
+from .third_party import Model, accelerated
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 #: Tokens at which sentences are cut; numbers of tokens that are not words.
@@ -144,14 +144,11 @@ class Work:
         if self._built[0] != (precision, threads):
             self._built = None, []
             plain = self._in("bfloat16" if precision == "bfloat16" else "float32")
-            if precision == "int8":
-                ours = quantised(plain, ACCELERATED)
-            else:
-                ours = Candidate(ACCELERATED, accelerated(plain))
+            fast = quantised(plain) if precision == "int8" else accelerated(plain)
             examples = [call for given in self.inputs.values() for call in given[0]]
             offered = scope.offered("module", self.model, examples, precision)
             eager = Candidate(_eager(precision), plain, ours=False)
-            self._built = (precision, threads), [ours, eager, *offered]
+            self._built = (precision, threads), [Candidate(ACCELERATED, fast), eager, *offered]
         return self._built[1]
 
 

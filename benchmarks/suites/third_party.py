@@ -37,9 +37,9 @@ from transformer_fast.measure.cases import (
 )
 
 from . import Maker, Scope, spread_biases, suite_of
-from .models import EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
+from .models import ACCELERATED, EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
 
-REWRITTEN, ACCELERATED, NN = "rewritten", "accelerated", "transformer_fast.nn"
+REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
 
 def rewritten(model: nn.Module) -> Callable[..., Tensor]:
