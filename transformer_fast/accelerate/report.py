@@ -55,8 +55,7 @@ class Int8Report:
         if self.float_bytes:
             left = ", ".join(f"{k} {_megabytes(n)}" for k, n in self.float_bytes.most_common())
             lines.append(
-                f"Not in int8: {left}. Embeddings are looked up, not multiplied, and convolutions "
-                "have no kernel."
+                f"Not in int8: {left} (tables are looked up, and convolutions have no kernel)."
             )
         if self.error is not None:
             lines.append(

@@ -23,6 +23,7 @@ from .._context import (
     in_torch_func,
     is_exporting,
     is_functorch_wrapped,
+    only_torch_supports,
     values_are_known,
 )
 from ..functional._check import autocast
@@ -138,7 +139,7 @@ class Int8Weights:
                 "int8 weights have no gradients: call the model under torch.no_grad(), or train it after "
                 "transformer_fast.restore(model)"
             )
-        if not weight.is_cpu or weight.dtype not in FLOATS:
+        if not weight.is_cpu or weight.dtype not in FLOATS or only_torch_supports(weight):
             return turned
         if is_exporting():  # the program has PyTorch's operators alone
             return Int8Weight(*functional.quantize_weight(turned), weight.dtype)
