@@ -1128,6 +1128,16 @@ def test_packed_sequences_match_single_sequences(how, more, dtype, backend):
     torch.testing.assert_close(grads, wanted)
 
 
+@pytest.mark.skipif(_native.module is None, reason="the native kernels are missing")
+def test_packed_sequences_are_not_padded_on_the_cpu(monkeypatch):
+    monkeypatch.setitem(visible_places.__globals__, "via_padding", lambda *_: 1 / 0)
+    leaves = [x.requires_grad_() for x in packed()]
+    starts = starts_of(ROWS), starts_of(KEY_ROWS)
+    F.varlen_attn(*leaves, *starts, 17, 20, backend="cpu").sum().backward()
+    with pytest.raises(ZeroDivisionError):  # more of a sequence is ignored
+        F.varlen_attn(*leaves, *starts, 3, 20, backend="cpu")
+
+
 @EVERY
 def test_packed_dropout_matches_padded_dropout(backend):
     tensors = on(backend.of("attention"), packed(behind=0))

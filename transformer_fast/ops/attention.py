@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from .._context import are_plain_on_cpu, in_torch_func, is_recorded
 from .arguments import AttentionArguments
 from .autograd import (
     Function,
@@ -74,12 +76,14 @@ def attention_on(
 ) -> Callable[[AttentionArguments], Result]:
     """Returns the function that the dispatcher runs for a backend with operators.
 
-    ``query_lengths``: True if the operators support query lengths and packed sequences.
+    ``query_lengths``: True if the operators support query lengths and packed sequences. Operators on
+    the CPU support packed sequences that fit; others are padded.
     """
 
     def run(arguments: AttentionArguments) -> Result:
-        if by_padding is not None and arguments.query_lengths is not None:
-            return by_padding(*arguments)
+        packed = by_padding is not None and arguments.query_lengths is not None
+        if packed and not (backend == "cpu" and _is_packed(arguments)):
+            return by_padding(*arguments)  # type: ignore[misc]
         (
             query, key, value, mask, lengths, is_causal, scale, p, seed, _, need_weights,
             query_lengths, longest, softcap, contiguous,
@@ -94,7 +98,7 @@ def attention_on(
             if result is not None:
                 return result  # type: ignore[no-any-return]
         call = (query, key, value, mask, lengths, is_causal, scale, p, seed, need_weights)
-        if backend in INFERENCE.of:
+        if backend in INFERENCE.of and query_lengths is None:
             rest = (bool(contiguous),) if softcap is None else (bool(contiguous), softcap)
             output, weights = INFERENCE.of[backend](*call, *rest)
         else:
@@ -105,6 +109,26 @@ def attention_on(
 
     by_padding = None if query_lengths else _by_padding(run)
     return run
+
+
+def _is_packed(arguments: AttentionArguments) -> bool:
+    """True for packed sequences whose starts are in memory and no further apart than promised."""
+    if arguments.longest is None or arguments.softcap is not None:
+        return False
+    if is_recorded() or in_torch_func():
+        return False
+    if not are_plain_on_cpu((*arguments[:3], arguments.key_lengths, arguments.query_lengths)):
+        return False
+    for x, starts, longest in (
+        (arguments.query, arguments.query_lengths, arguments.longest[0]),
+        (arguments.key, arguments.key_lengths, arguments.longest[1]),
+    ):
+        first, *rest = starts.tolist()  # type: ignore[union-attr]
+        if first != 0 or (rest and rest[-1] > x.shape[2]):
+            return False
+        if any(not 0 <= after - at <= longest for at, after in pairwise((first, *rest))):
+            return False
+    return True
 
 
 def _by_padding(attention: Callable[[AttentionArguments], Result]) -> Callable[..., Result]:

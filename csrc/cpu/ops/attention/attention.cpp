@@ -108,7 +108,7 @@ struct Attended {
 Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tensor>& mask,
                 const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
                 double dropout_p, const std::optional<Tensor>& seed, bool need_weights,
-                bool contiguous, bool keep, double softcap = 0.0) {
+                bool contiguous, bool keep, const PackedSequences& packed, double softcap = 0.0) {
   const char* op = "attention";
   const ScalarType type = is_reduced_float(query) ? query.scalar_type() : ScalarType::Float;
   check_type(op, "query", query, type, "query");
@@ -130,8 +130,8 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
     value = with_unit_stride(value);
   }
   AttentionArgs args{};
-  std::vector<int64_t> lengths;
-  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
+  Lengths lengths;
+  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, packed, lengths);
   if (softcap != 0.0) {
     args.softcap = static_cast<float>(softcap);
     args.softcap_scale = static_cast<float>(scale / softcap);
@@ -139,9 +139,14 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   }
   std::optional<Tensor> row_max, row_sum;
   if (keep) {
-    row_max = empty_float_tensor(query, {batch, heads, queries});
-    row_sum = empty_float_tensor(query, {batch, heads, queries});
+    row_max = empty_float_tensor(query, {args.batch, heads, args.queries});
+    row_sum = empty_float_tensor(query, {args.batch, heads, args.queries});
   }
+  if (packed) {
+    STD_TORCH_CHECK(!need_weights, "attention: packed sequences have no weights");
+    for (Tensor* rows : {&*row_max, &*row_sum}) torch::stable::zero_(*rows);
+  }
+  if (!lengths.cover) torch::stable::zero_(output);
   Tensor weights =
       need_weights ? empty_tensor(query, {batch, heads, queries, keys}) : empty_tensor(query, {0});
   args.type = element_of(query);
@@ -154,7 +159,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   args.weights = data_if(need_weights, weights);
   set_strides(args.output_stride, output);
   args.dropout = make_dropout(op, dropout_p, seed);
-  if (batch * heads * queries > 0) run_attention(args);
+  if (args.batch * heads * args.queries > 0) run_attention(args);
   return {output, weights, row_max, row_sum};
 }
 
@@ -163,8 +168,9 @@ std::tuple<Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
                                      bool is_causal, double scale, double dropout_p,
                                      std::optional<Tensor> seed, bool need_weights, bool contiguous,
                                      double softcap) {
-  const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
-                                seed, need_weights, contiguous, false, softcap);
+  const Attended found =
+      attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights,
+             contiguous, false, {std::nullopt, -1, -1}, softcap);
   return {found.output, found.weights};
 }
 
@@ -173,9 +179,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
     std::optional<Tensor> key_lengths, bool is_causal, double scale, double dropout_p,
     std::optional<Tensor> seed, bool need_weights, std::optional<Tensor> query_lengths,
     int64_t longest_queries, int64_t longest_keys, bool contiguous) {
-  check_no_query_lengths("attention", query_lengths, longest_queries, longest_keys);
-  const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
-                                seed, need_weights, contiguous, true);
+  const Attended found =
+      attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights,
+             contiguous, true, {query_lengths, longest_queries, longest_keys});
   return {found.output, found.weights, *found.row_max, *found.row_sum};
 }
 

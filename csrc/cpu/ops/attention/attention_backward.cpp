@@ -157,12 +157,12 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
 }
 
 // Whether there is a kernel for bfloat16 without conversion to fp32.
-bool has_bf16_kernel(const Tensor& query) {
+bool has_bf16_kernel(const Tensor& query, int64_t queries) {
 #if TF_HAVE_UNITS
   constexpr int64_t kMinQueries = 16;
   const Isa isa = current_isa();
   return query.scalar_type() == ScalarType::BFloat16 &&
-         (isa == Isa::amx || isa == Isa::avx512_bf16) && query.size(2) >= kMinQueries;
+         (isa == Isa::amx || isa == Isa::avx512_bf16) && queries >= kMinQueries;
 #else
   return false;
 #endif
@@ -208,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
     Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
-    float dominant) {
+    float dominant, const PackedSequences& packed) {
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
                   ": query, key and value must be (B, H, length, size)");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
@@ -223,8 +223,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
   grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}, type));
   output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
-  row_max = as_contiguous(checked("row_max", row_max, {batch, heads, queries}));
-  row_sum = as_contiguous(checked("row_sum", row_sum, {batch, heads, queries}));
+  const int64_t sequences = packed.batch(query), longest = packed.queries(query);
+  row_max = as_contiguous(checked("row_max", row_max, {sequences, heads, longest}));
+  row_sum = as_contiguous(checked("row_sum", row_sum, {sequences, heads, longest}));
   // The sums for a mask are in fp32.
   const auto mask_like = [&](const Tensor& sums) {
     if (!want_mask || sums.scalar_type() == mask->scalar_type()) return sums;
@@ -236,12 +237,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
         gradients(widened(grad), in_float(grad_weights), widened(query), widened(key),
                   widened(value), in_float(mask), key_lengths, is_causal, scale, dropout_p, seed,
                   widened(output), in_float(weights), row_max, row_sum, want_query, want_key,
-                  want_value, want_mask, grad_weights ? kDominantInFloat : dominant);
+                  want_value, want_mask, grad_weights ? kDominantInFloat : dominant, packed);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : empty_tensor(query, {0}));
   };
-  if (reduced_float && !has_bf16_kernel(query)) return all_in_float();
+  if (reduced_float && !has_bf16_kernel(query, longest)) return all_in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
   args.dominant = dominant;
@@ -253,8 +254,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     args.weights = weights->const_data_ptr();
     args.grad_weights = grad_weights->const_data_ptr();
   }
-  std::vector<int64_t> lengths;
-  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
+  Lengths lengths;
+  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, packed, lengths);
   args.query = query.const_data_ptr();
   args.key = key.const_data_ptr();
   args.value = value.const_data_ptr();
@@ -277,12 +278,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     grad_mask = empty_tensor(*mask, mask->sizes(), true);
     for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
   }
-  if (batch * heads * queries == 0 || keys == 0) {
+  const bool is_empty = args.batch * heads * args.queries == 0 || args.keys == 0;
+  if (is_empty || !lengths.cover) {
     for (Tensor* tensor : {&grad_query, &grad_key, &grad_value, &grad_mask})
       torch::stable::zero_(*tensor);
-    return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
+    if (is_empty) return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
   }
-  args.delta = shared_scratch(0).floats(batch * heads * queries);
+  args.delta = shared_scratch(0).floats(args.batch * heads * args.queries);
   float* mask_data = want_mask ? static_cast<float*>(grad_mask.mutable_data_ptr()) : nullptr;
   if (!with_kernels(args, [&](const auto& kernels) { return run(args, kernels, mask_data); }))
     return all_in_float();
@@ -298,11 +300,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
     Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
     std::optional<Tensor> query_lengths, int64_t longest_queries, int64_t longest_keys) {
-  check_no_query_lengths(kOp, query_lengths, longest_queries, longest_keys);
   const float dominant = is_reduced_float(output) ? kDominantInLowp : kDominantInFloat;
   return gradients(grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale,
                    dropout_p, seed, output, weights, row_max, row_sum, want_query, want_key,
-                   want_value, want_mask, dominant);
+                   want_value, want_mask, dominant, {query_lengths, longest_queries, longest_keys});
 }
 
 }  // namespace

@@ -31,13 +31,6 @@ inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
                                                    : Element::float32;
 }
 
-// Calls with query lengths or packed sequences are composed of other operators on the CPU.
-inline void check_no_query_lengths(const char* op, const std::optional<Tensor>& query_lengths,
-                                   int64_t longest_queries, int64_t longest_keys) {
-  STD_TORCH_CHECK(!query_lengths && longest_queries < 0 && longest_keys < 0, op,
-                  ": this backend has no kernel for query lengths");
-}
-
 // Converts `count` integers of any integer type; empty without a tensor.
 inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tensor>& tensor,
                                      int64_t count) {
@@ -54,12 +47,56 @@ void set_strides(long (&strides)[kDims], const Tensor& tensor) {
   for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
 }
 
+// The sequences of a batch of one, (1, H, rows, size), of which each attends to its own keys. Query
+// lengths without packed sequences are composed of other operators.
+struct PackedSequences {
+  PackedSequences(const std::optional<Tensor>& query_starts, int64_t longest_queries,
+                  int64_t longest_keys)
+      : query_starts(query_starts), longest_queries(longest_queries), longest_keys(longest_keys) {
+    STD_TORCH_CHECK(query_starts.has_value() == (longest_queries >= 0) &&
+                        (longest_queries >= 0) == (longest_keys >= 0),
+                    "attention: this backend has no kernel for query lengths");
+  }
+
+  explicit operator bool() const { return query_starts.has_value(); }
+  int64_t batch(const Tensor& query) const {
+    return query_starts ? query_starts->numel() - 1 : query.size(0);
+  }
+  int64_t queries(const Tensor& query) const {
+    return query_starts ? longest_queries : query.size(2);
+  }
+
+  std::optional<Tensor> query_starts;  // (B + 1)
+  int64_t longest_queries, longest_keys;
+};
+
+// Reads the starts (B + 1) of sequences in `rows` rows; `covers` becomes false if a row has none.
+inline std::vector<int64_t> read_starts(const std::optional<Tensor>& starts, int64_t rows,
+                                        int64_t longest, bool& covers) {
+  std::vector<int64_t> found = to_int64("starts", starts, starts ? starts->numel() : 0);
+  STD_TORCH_CHECK(found.size() > 0 && found[0] == 0 && found.back() <= rows,
+                  "attention: starts must go from 0 to the number of rows");
+  for (size_t i = 0; i + 1 < found.size(); ++i) {
+    const int64_t length = found[i + 1] - found[i];
+    STD_TORCH_CHECK(length >= 0 && length <= longest, "attention: sequences are longer than said");
+    covers = covers && length > 0;
+  }
+  covers = covers && found.back() == rows;
+  return found;
+}
+
+// Kept while the call's shape refers to them.
+struct Lengths {
+  std::vector<int64_t> keys, query_starts, key_starts;
+  bool cover = true;  // false if rows belong to no sequence, or a sequence is empty
+};
+
 // Sets the shape of a call on (B, H, length, size) tensors, its mask and its key lengths, which are
 // kept in `lengths`.
 inline void set_shape(AttentionShape& args, const Tensor& query, const Tensor& key,
                       const Tensor& value, const std::optional<Tensor>& mask,
                       const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
-                      std::vector<int64_t>& lengths) {
+                      const PackedSequences& packed, Lengths& lengths) {
   args.batch = query.size(0);
   args.heads = query.size(1);
   args.queries = query.size(2);
@@ -73,8 +110,22 @@ inline void set_shape(AttentionShape& args, const Tensor& query, const Tensor& k
   set_strides(args.key_stride, key);
   set_strides(args.value_stride, value);
   set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, query.scalar_type());
-  lengths = to_int64("key_lengths", key_lengths, args.batch);
-  if (key_lengths) args.key_lengths = lengths.data();
+  if (packed) {
+    STD_TORCH_CHECK(!mask && args.batch == 1, "attention: packed sequences have no mask");
+    lengths.query_starts =
+        read_starts(packed.query_starts, args.queries, packed.longest_queries, lengths.cover);
+    lengths.key_starts = read_starts(key_lengths, args.keys, packed.longest_keys, lengths.cover);
+    STD_TORCH_CHECK(lengths.query_starts.size() == lengths.key_starts.size(),
+                    "attention: starts come in pairs");
+    args.query_starts = lengths.query_starts.data();
+    args.key_starts = lengths.key_starts.data();
+    args.batch = packed.batch(query);
+    args.queries = packed.longest_queries;
+    args.keys = packed.longest_keys;
+    return;
+  }
+  lengths.keys = to_int64("key_lengths", key_lengths, args.batch);
+  if (key_lengths) args.key_lengths = lengths.keys.data();
 }
 
 // Returns the tensor itself if its channels are adjacent, else a contiguous copy.
