@@ -5,6 +5,9 @@ so
 that ``transformer_fast.accelerate.register_converter`` works without importing this package.
 """
 
+from types import ModuleType
+
+from .._on_import import when_imported
 from .report import Entry, Report
 from .swap import accelerate, accelerated, register_converter, restore
 
@@ -12,3 +15,13 @@ __all__ = ["Entry", "Report", "accelerate", "accelerated", "register_converter",
 
 for _public in (Entry, Report, accelerated, register_converter, restore):
     setattr(accelerate, _public.__name__, _public)
+
+
+def _register_attention(_: ModuleType) -> None:
+    from . import hugging_face
+
+    if hugging_face.version_reason() is None:
+        hugging_face.register()
+
+
+when_imported("transformers.modeling_utils", _register_attention)

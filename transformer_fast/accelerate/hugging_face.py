@@ -12,6 +12,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from types import CodeType
@@ -28,7 +29,7 @@ from ..functional.attention import general_attention
 from ..nn import fusion
 from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
-from . import classes
+from . import classes, packing
 from .classes import Change, ClassChange
 from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, example_of, is_model, parts
 
@@ -77,10 +78,10 @@ class AttentionChange:
 
     @property
     def now(self) -> str:
-        return f"{type(self.module).__name__} with the attention of transformer_fast"
+        return described(self.module)
 
     def apply(self) -> None:
-        _register()
+        register()
         setattr(self.module.config, _NAME_OF_ATTENTION, self.after)
         self.module.__dict__[_RECORD] = _Before(self.module.config, self.before)
 
@@ -104,7 +105,18 @@ def is_over(change: Change) -> bool:
     return bool(getattr(change.module.config, _NAME_OF_ATTENTION) != NAME)
 
 
-def _version_reason() -> str | None:
+def described(model: Any) -> str:
+    """Returns the name of a model with our attention, for the report."""
+    return f"{type(model).__name__} with the attention of transformer_fast"
+
+
+def is_ours(model: Any) -> bool:
+    """True if the model's attention is ours, set by `accelerate` or by the user."""
+    return bool(getattr(model.config, _NAME_OF_ATTENTION, None) == NAME)
+
+
+def version_reason() -> str | None:
+    """Returns the reason if this version of transformers is not supported."""
     import transformers
 
     parts = transformers.__version__.split(".")
@@ -147,7 +159,7 @@ def find(name: str, module: torch.nn.Module, refused: Refused) -> Change | str |
 
 def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
     """Returns the change of a model's attention, or the reason not to change it."""
-    reason = _version_reason()
+    reason = version_reason()
     if reason is not None:
         return reason
     if not (model._can_set_attn_implementation() and _registries(model)):
@@ -166,7 +178,7 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     ours = CLASSES.get(theirs.__name__)
     if ours is None:
         return None
-    reason = _version_reason() or classes.parametrised(module) or classes.sharded(module)
+    reason = version_reason() or classes.parametrised(module) or classes.sharded(module)
     if reason is not None:
         return reason
     kind = type(module)
@@ -262,21 +274,39 @@ def _has_comparison(code: CodeType) -> bool:
     return False
 
 
-#: The name of our attention in both registries.
+#: The name of our attention in both registries, which users may name as well.
 NAME = "transformer_fast"
 
 
-def _register() -> None:
-    """Adds our attention to both registries; idempotent.
+def register() -> None:
+    """Adds our attention to both registries; idempotent. Runs when transformers is imported.
 
     The mask registry is needed too: a model whose attention alone is registered gets no mask, and
     then attends to padding without a warning.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+def mask_function(**given: Any) -> Tensor | None:
+    """The mask function for transformers: that of 'sdpa', with a note of the padding."""
+    from transformers.masking_utils import sdpa_mask
+
+    return packing.note_padding(sdpa_mask(**given), **given)
+
+
+@contextmanager
+def with_our_attention(config: Any) -> Iterator[None]:
+    """Makes the config name our attention within the block."""
+    register()
+    before = getattr(config, _NAME_OF_ATTENTION)
+    setattr(config, _NAME_OF_ATTENTION, NAME)
+    try:
+        yield
+    finally:
+        setattr(config, _NAME_OF_ATTENTION, before)
 
 
 #: Arguments that the 'sdpa' function of transformers ignores, and output_attentions.
@@ -293,7 +323,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | packing.Rows | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -307,7 +337,13 @@ def attention(
     returns it, bool (True = may attend) or float (added). Weights are returned if output_attentions
     is true. If any other argument is set, transformers' own 'sdpa' function computes the result.
     """
-    if any(found is not None and name not in _KNOWN for name, found in kwargs.items()):
+    is_known = all(found is None or name in _KNOWN for name, found in kwargs.items())
+    if isinstance(attention_mask, packing.Rows):
+        return attention_mask.attend(
+            attention, module, query, key, value, position_bias, is_known,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    if not is_known:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..nn.drop_in import recorded_classes
-from . import classes, hugging_face, mlp, quantize
+from . import classes, hugging_face, mlp, packing, quantize
 from .classes import Change, ClassChange, class_of_ours
-from .parts import explain_parts, in_parts
+from .parts import explain_parts, in_parts, is_model
 from .report import Entry, Report
 from .swap import converted, why_not_converted
 
@@ -50,6 +51,24 @@ def _find(
     return reason or ClassChange(name, module, type(module), target)
 
 
+def _find_stack(
+    name: str, module: torch.nn.Module, root: torch.nn.Module, changes: list[Change]
+) -> ClassChange | str | None:
+    """Returns the change of a stack of encoder layers of transformers; see `packing`."""
+    if not name or not isinstance(module, torch.nn.ModuleList):
+        return None
+    path, owners = name.split("."), []
+    for end in range(len(path)):
+        owners.append(root.get_submodule(".".join(path[:end])))
+    model: Any = next((owner for owner in reversed(owners) if is_model(owner)), None)
+    if model is None:
+        return None
+    is_ours = any(change.module is model for change in changes) or hugging_face.is_ours(model)
+    return packing.find(
+        name, module, owners[-1], model.config, hugging_face.with_our_attention if is_ours else None
+    )
+
+
 def make_plan(
     model: torch.nn.Module,
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
@@ -65,6 +84,10 @@ def make_plan(
             continue
         kind = type(module).__name__
         changed = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
+        by_name = not changed and is_model(module) and hugging_face.is_ours(module)
+        if by_name:
+            report.entries.append(Entry(name, kind, "already", hugging_face.described(module)))
+            continue
         if changed or classes.is_ours(module):
             own = None if changed else classes.overrides_ours(module)
             if own is not None:
@@ -74,7 +97,7 @@ def make_plan(
                 report.entries.append(Entry(name, kind, "already", now))
                 read |= _read_by(module, changed[0] if changed else None)
             continue
-        found = _find(name, module, refused, cache)
+        found = _find(name, module, refused, cache) or _find_stack(name, module, model, changes)
         quantised = classes.quantised(module)
         if quantised is not None and (found is not None or hasattr(module, "weight")):
             found = quantised
@@ -133,6 +156,8 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     for module in _modules(model):  # parents before children
         if module in left:
             ours -= set(_modules(module))
+        elif isinstance(module, packing.UnpaddedLayers):
+            pass  # its layers count on their own
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # Children of unknown classes are called, not fused, so they do not count.

@@ -15,6 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from ..nn.drop_in import warn_user
 from .classes import Change, undone
+from .packing import UnpaddedLayers
 from .report import Report
 
 
@@ -48,7 +49,7 @@ def verify_changes(
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         inner = model.module  # skip DDP, which would all-reduce the gradients of the copies
     problems: list[str] = []
-    with _no_trace(inner), _zeros_at_padding(changes):
+    with _no_trace(inner), _zeros_at_padding(inner, changes):
         calls: dict[str, tuple[torch.nn.Module, Inputs]] = {}
         for mode in ("inference", "evaluation", "training"):
             found = _compare_model(inner, changes, inputs, mode, calls, report)
@@ -204,9 +205,15 @@ def _batch_first(module: Any) -> bool:
 
 
 @contextmanager
-def _zeros_at_padding(changes: Sequence[Change]) -> Iterator[None]:
-    """Zeroes padded positions of stacks' outputs, where ours differ from PyTorch's in inference."""
+def _zeros_at_padding(model: torch.nn.Module, changes: Sequence[Change]) -> Iterator[None]:
+    """Zeroes padded positions of stacks' outputs, where ours differ from PyTorch's in inference.
+
+    For stacks of transformers, padded positions of the model's outputs.
+    """
     with ExitStack() as stack:
+        if any(isinstance(change.module, UnpaddedLayers) for change in changes):
+            handle = model.register_forward_hook(_zeros_in_outputs, with_kwargs=True)
+            stack.callback(handle.remove)
         for change in changes:
             for kind, mask in (
                 (torch.nn.TransformerEncoder, "src_key_padding_mask"),
@@ -217,6 +224,23 @@ def _zeros_at_padding(changes: Sequence[Change]) -> Iterator[None]:
                     handle = change.module.register_forward_hook(hook, with_kwargs=True)
                     stack.callback(handle.remove)
         yield
+
+
+def _zeros_in_outputs(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    try:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    mask = {**given, **given.get("kwargs", {}), **kwargs}.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+
+    def zeroed(x: Any) -> Any:
+        if not _is_real(x) or x.shape[:2] != mask.shape:
+            return x
+        return x.masked_fill((mask == 0).view(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
+
+    return tree_map(zeroed, output)
 
 
 def _zeros_by(mask: str) -> Any:

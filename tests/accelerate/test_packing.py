@@ -1,0 +1,447 @@
+"""accelerate on encoders of Hugging Face's transformers: no layer computes padded places."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate_checks import form
+from module_checks import assert_same_numbers, check_budget
+from torch import Tensor
+
+from transformer_fast import accelerate, restore
+from transformer_fast.accelerate import packing
+
+pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
+)
+import transformers
+from transformers.models.bert import modeling_bert as bert
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCABULARY, B, T, M = 41, 4, 9, 32
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ENCODER = {
+    **_TOKENS, "hidden_size": M, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "initializer_range": 0.2,
+}  # fmt: skip
+_BOTH = {
+    **_TOKENS, "d_model": M, "encoder_layers": 3, "decoder_layers": 1, "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+    "decoder_start_token_id": 1, "init_std": 0.2, "max_position_embeddings": 32,
+}  # fmt: skip
+_T5 = {
+    **_TOKENS, "d_model": M, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+    "initializer_factor": 2.0,
+}  # fmt: skip
+#: Attention that is not registered.
+NO_REGISTRY = "its attention is not looked up in the registry"
+#: Class -> configuration, and why it is left, if it is.
+ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
+    "AlbertModel": ({**_ENCODER, "embedding_size": 16}, ""),
+    "BartModel": (_BOTH, ""),
+    "BertModel": (_ENCODER, ""),
+    "BertForSequenceClassification": (_ENCODER, ""),
+    "CamembertModel": (_ENCODER, ""),
+    "ConvBertModel": ({**_ENCODER, "embedding_size": M}, NO_REGISTRY),
+    "DebertaV2Model": (_ENCODER, NO_REGISTRY),
+    "DistilBertModel": (
+        {"vocab_size": VOCABULARY, "dim": M, "hidden_dim": 48, "n_layers": 3, "n_heads": 4}, "",
+    ),
+    "ElectraModel": ({**_ENCODER, "embedding_size": 16}, ""),
+    "EsmModel": (
+        {**_ENCODER, "position_embedding_type": "rotary", "mask_token_id": 5}, "",
+    ),
+    "EuroBertModel": ({**_ENCODER, "num_key_value_heads": 2}, ""),
+    "GteModel": (_ENCODER, ""),
+    "MarianModel": (_BOTH, ""),
+    "MBartModel": (_BOTH, ""),
+    "ModernBertModel": ({**_ENCODER, "local_attention": 4, "global_attn_every_n_layers": 2}, ""),
+    "MPNetModel": (_ENCODER, NO_REGISTRY),
+    "NomicBertModel": (_ENCODER, ""),
+    "RobertaModel": (_ENCODER, ""),
+    "T5EncoderModel": (_T5, ""),
+    "UMT5EncoderModel": (_T5, "computes a bias from the number of tokens"),
+    "XLMRobertaForSequenceClassification": (_ENCODER, ""),
+}  # fmt: skip
+PACKED = [name for name, (_, reason) in ENCODERS.items() if not reason]
+
+
+class Real(torch.nn.Module):
+    """Returns an encoder's output at real tokens, or the logits of a classifier."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
+        first: Tensor = self.model(attention_mask=attention_mask, **inputs)[0]
+        return first[attention_mask == 1] if first.dim() == 3 else first
+
+
+def build(name: str, p: float = 0.0, **settings: Any) -> Any:
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = kind.config_class(**{**ENCODERS[name][0], **settings})
+    for key, value in list(vars(config).items()):
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, p)
+    model = kind(config).eval()
+    return model.get_encoder() if config.is_encoder_decoder else model
+
+
+def inputs_of(*real: str, seed: int = 1) -> dict[str, Tensor]:
+    """Returns tokens and their mask; in each sequence ``x`` is a token, and ``-`` padding."""
+    mask = torch.tensor([[x == "x" for x in one] for one in real]).long()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, mask.shape, generator=generator)
+    return {"input_ids": tokens.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+#: Padding at the right, at the left and in the middle; the longest sequence has 8 tokens.
+MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "---xxxxxx")
+#: As classifiers and their pooling need it: the first token is real.
+FIRST_IS_REAL = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the number of tokens in each packed call of attention."""
+    found: list[int] = []
+    attend = packing.Rows.attend
+
+    def counted(self: Any, function: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
+        found.append(query.shape[2])
+        return attend(self, function, module, query, *args, **kw)
+
+    monkeypatch.setattr(packing.Rows, "attend", counted)
+    return found
+
+
+def stack_of(report: Any) -> Any:
+    (entry,) = [entry for entry in report.entries if entry.kind == "ModuleList"]
+    return entry
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
+    theirs = Real(build(name))
+    ours = copy.deepcopy(theirs)
+    entry = stack_of(accelerate(ours))
+    reason = ENCODERS[name][1]
+    assert (entry.outcome, reason in entry.reason) == ("left" if reason else "swapped", True)
+    inputs = inputs_of(*(FIRST_IS_REAL if "Classification" in name else MIXED))
+    assert_same_numbers(ours, theirs, (), inputs, grad=False)
+    tokens = int(inputs["attention_mask"].sum())
+    layers = 0 if reason else 3
+    assert rows == [tokens] * layers
+    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
+    assert rows == [tokens] * 2 * layers
+    del rows[:]
+    for full in (inputs_of("xxxxx", "xxxxx"), inputs_of("xxx")):
+        assert_same_numbers(ours, theirs, (), full, grad=False)
+    assert not rows
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_padded_places_are_zero(name: str) -> None:
+    model = build(name)
+    accelerate(model)
+    inputs = inputs_of(*MIXED)
+    states: list[Tensor] = []
+    stack = next(m for m in model.modules() if isinstance(m, packing.UnpaddedLayers))
+    loop = packing._Loop.call
+
+    def noted(self: Any, layer: Any, is_last: bool, *args: Any) -> Any:
+        output = loop(self, layer, is_last, *args)
+        if is_last:
+            states.append(output[0] if isinstance(output, tuple) else output)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(packing._Loop, "call", noted)
+        model(**inputs)
+    padded = states[-1][inputs["attention_mask"] == 0]
+    assert padded.numel()
+    assert not padded.any()
+    assert [*stack] == [
+        stack[index] for index in range(len(stack))
+    ]  # only its owner's loop differs
+
+
+@pytest.mark.parametrize("name", ["BertModel", "ModernBertModel", "T5EncoderModel"])
+@pytest.mark.parametrize(
+    "real", [("xx-",), ("x--", "xxx"), ("---", "xx-"), ("---", "---"), ("x",), ("---x", "xx--")]
+)
+def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
+    """One sequence, sequences without any token, and no token at all."""
+    theirs = Real(build(name))
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    inputs = inputs_of(*real)
+    assert_same_numbers(ours, theirs, (), inputs, grad=False)
+    assert bool(rows) == ("-" in "".join(real) and "x" in "".join(real))
+
+
+def test_inference_mode_autocast_and_bfloat16(rows: list[int]) -> None:
+    theirs = Real(build("BertModel"))
+    inputs = inputs_of(*MIXED)
+    with torch.no_grad():
+        exact = copy.deepcopy(theirs).double()(**inputs)
+    for dtype, context in (
+        (torch.float32, torch.inference_mode()),
+        (torch.float32, torch.autocast("cpu", torch.bfloat16)),
+        (torch.bfloat16, nullcontext()),
+    ):
+        ours = copy.deepcopy(theirs).to(dtype)
+        accelerate(ours)
+        with torch.no_grad(), context:
+            got, expected = ours(**inputs), copy.deepcopy(theirs).to(dtype)(**inputs)
+        check_budget(got, expected, exact)
+    assert len(rows) == 9
+
+
+@pytest.mark.parametrize("name", ["BertModel", "T5EncoderModel", "BartModel"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int]) -> None:
+    """Padded places have no gradient; checkpointing repeats the rows and the dropped elements."""
+    model = build(name, 0.3).train()
+    accelerate(model)
+    inputs = inputs_of(*MIXED)
+    mask = inputs["attention_mask"]
+    runs = []
+    for checkpointing in (False, True):
+        if checkpointing and reentrant is None:
+            continue
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        x = torch.randn(*mask.shape, M, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        torch.manual_seed(4)
+        output = model(inputs_embeds=x, attention_mask=mask)[0]
+        output.square().sum().backward()
+        assert x.grad is not None
+        assert not x.grad[mask == 0].any()
+        assert x.grad[mask == 1].any(-1).all()
+        runs.append((output.detach(), x.grad))
+    torch.testing.assert_close(runs[-1], runs[0])
+    assert set(rows) == {int(mask.sum())}
+
+
+def test_calls_that_show_layers_are_not_packed(rows: list[int]) -> None:
+    """Hidden states, attention weights and hooks of users have the shapes of padded batches."""
+    theirs = build("BertModel")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    inputs = inputs_of(*MIXED)
+    seen: list[torch.Size] = []
+    for shown in ({"output_hidden_states": True}, {"output_attentions": True}):
+        with torch.no_grad():
+            states = (ours(**inputs, **shown), theirs(**inputs, **shown))
+        for one, other in zip(*(found[-1] for found in states), strict=True):
+            assert one.shape == other.shape
+        assert not rows
+    hook = ours.encoder.layer[1].intermediate.register_forward_hook(
+        lambda module, args, output: seen.append(output.shape)
+    )
+    ours(**inputs)
+    assert (seen, rows) == ([(B, T, 48)], [])
+    hook.remove()
+    ours(**inputs)
+    assert rows
+    theirs.encoder.layer[0].register_forward_hook(lambda *_: None)
+    assert "its layers have hooks" in stack_of(accelerate(theirs)).reason
+
+
+def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
+    theirs = build("BertModel")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    inputs = inputs_of(*MIXED)
+    mask = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(3)) < 0.8
+    with torch.no_grad():
+        for given in (mask, torch.where(mask, 0.0, -1e4)):
+            states = [m(inputs["input_ids"], given).last_hidden_state for m in (ours, theirs)]
+            torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
+    decoder = build("BertModel", is_decoder=True)
+    assert all(entry.kind != "ModuleList" for entry in accelerate(decoder).entries)
+    decoder(**inputs)
+    assert not rows
+    chunked = build("BertModel", chunk_size_feed_forward=3)
+    assert "chunk_size_feed_forward" in stack_of(accelerate(chunked)).reason
+    meta = build("BertModel").to("meta")
+    assert "not all in CPU memory" in stack_of(accelerate(meta)).reason
+
+
+class Shifted(bert.BertLayer):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, memory: Any = None, **kwargs: Any
+    ) -> Tensor:
+        found: Tensor = super().forward(hidden_states, attention_mask, **kwargs)
+        return found + 1e-9 * hidden_states.roll(1, 1)
+
+
+class Placed(bert.BertSelfAttention):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        places = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
+        return super().forward(hidden_states + 1e-3 * places, *args, **kwargs)
+
+
+class Unregistered(bert.BertLayer):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, memory: Any = None, **kwargs: Any
+    ) -> Tensor:
+        heads = hidden_states[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+
+
+class Reading(bert.BertLayer):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, memory: Any = None, **kwargs: Any
+    ) -> Tensor:
+        return super().forward(hidden_states, attention_mask[:, :, :, :], **kwargs)
+
+
+def test_layers_of_different_signatures_are_left() -> None:
+    model = build("BertModel")
+    model.encoder.layer[1].__class__ = Shifted
+    assert stack_of(accelerate(model)).reason == "its layers take different arguments"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "reason"),
+    [
+        ("", Shifted, "it has operations between tokens besides attention"),
+        ("attention.self", Placed, "its results depend on the place of a token"),
+        ("", Unregistered, "its attention is not looked up in the registry"),
+        ("", Reading, "a trial call failed (TypeError"),
+    ],
+)
+def test_layers_that_mix_tokens_are_left(place: str, kind: type, reason: str) -> None:
+    theirs = Real(build("BertModel"))
+    for layer in theirs.model.encoder.layer[: None if place == "" else 1]:
+        layer.get_submodule(place).__class__ = kind
+    ours = copy.deepcopy(theirs)
+    state = torch.random.get_rng_state()
+    assert reason in stack_of(accelerate(ours)).reason
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert_same_numbers(ours, theirs, (), inputs_of(*MIXED), grad=False)
+
+
+class Watched(bert.BertEncoder):
+    """Reads the hidden states between layers, skips one and stops early."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        total = torch.zeros_like(hidden_states)
+        for index, layer in enumerate(self.layer):
+            if index == 0:
+                continue
+            hidden_states = layer(hidden_states, attention_mask)
+            total = total + hidden_states
+            if index == 1:
+                break
+        return transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions(total)
+
+
+def test_loops_that_are_no_chain_get_padded_states(rows: list[int]) -> None:
+    theirs = Real(build("BertModel"))
+    theirs.model.encoder.__class__ = Watched
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    assert_same_numbers(ours, theirs, (), inputs_of(*MIXED), grad=False)
+    assert len(rows) == 1
+
+
+def test_copies_pickles_and_restore(rows: list[int]) -> None:
+    theirs = Real(build("BertModel"))
+    ours = copy.deepcopy(theirs)
+    as_it_was = form(ours)
+    accelerate(ours)
+    inputs = inputs_of(*MIXED)
+    assert not accelerate(ours).swapped
+    assert_same_numbers(copy.deepcopy(ours), theirs, (), inputs, grad=False)
+    assert len(rows) == 3
+    assert type(pickle.loads(pickle.dumps(ours)).model.encoder.layer) is torch.nn.ModuleList
+    restore(ours)
+    assert form(ours) == as_it_was
+    assert_same_numbers(ours, theirs, (), inputs, grad=False)
+    assert len(rows) == 3
+
+
+def test_verify_compares_real_places() -> None:
+    for name in ("BertModel", "ModernBertModel"):
+        report = accelerate(build(name), verify=inputs_of(*FIRST_IS_REAL))
+        assert report.verified, str(report)
+
+
+def test_threads_and_exceptions_share_no_state(rows: list[int]) -> None:
+    model = build("BertModel")
+    accelerate(model)
+    batches = [inputs_of(*MIXED[: 1 + i % 4], seed=i) for i in range(8)]
+    with torch.no_grad():
+        expected = [model(**inputs)[0] for inputs in batches]
+        got: dict[int, Tensor] = {}
+
+        def run(index: int) -> None:
+            with torch.no_grad():
+                got[index] = model(**batches[index])[0]
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert all(torch.equal(got[index], expected[index]) for index in range(8))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model.encoder.layer[1]), "forward", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(**batches[0])
+        assert torch.equal(model(**batches[1])[0], expected[1])
+
+
+def test_compiled_models_match(rows: list[int]) -> None:
+    theirs = Real(build("BertModel"))
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    inputs = inputs_of(*MIXED)
+    with torch.no_grad():
+        got = torch.compile(ours.model, backend="eager")(**inputs)[0]
+        real = inputs["attention_mask"] == 1
+        check_budget(got[real], theirs(**inputs), copy.deepcopy(theirs).double()(**inputs))
+
+
+_NAMED = """
+import torch, transformer_fast
+from transformers import BertConfig, BertModel
+config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+models = [BertModel._from_config(config, attn_implementation="transformer_fast")]
+models.append(BertModel(config))
+models[1].load_state_dict(models[0].state_dict())
+mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+x, y = (m.eval()(torch.ones_like(mask), mask)[0][mask == 1] for m in models)
+torch.testing.assert_close(x, y)
+models[1].set_attn_implementation("transformer_fast")
+report = transformer_fast.accelerate(models[1])
+assert report[""].outcome == "already" and report["encoder.layer"].outcome == "swapped", report
+transformer_fast.restore(models[1])
+assert models[1].config._attn_implementation == "transformer_fast"
+"""
+
+
+@pytest.mark.thorough
+def test_the_attention_has_a_name_after_one_import() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _NAMED], check=True)

@@ -1,0 +1,519 @@
+"""Encoders of transformers without padding: stacks of layers that run on the real tokens only.
+
+The stack is a ModuleList that its owner's ``forward`` iterates over. Within that loop, the first layer's
+input (B, T, M) is gathered to rows (1, N, M), one per real token, and the last layer's output is put
+back, with zeros at padded places. The layers are called as they are, with `Rows` in place of the mask:
+only our attention function reads it. No state outlives the loop, so that threads, exceptions and
+activation checkpointing need no care.
+
+Two facts are established when `accelerate` plans: how the loop passes the hidden states on, read from
+its source, and that each kind of layer computes its tokens independently except in the registered
+attention, by running it on three tokens; see `_mixes_tokens`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook as has_global_hook
+from torch.nn.parameter import is_lazy
+
+from .. import functional
+from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
+from ..nn.drop_in import DropIn
+from . import classes
+from .classes import ClassChange
+
+#: Attribute of a mask (B, 1, T, T) with the `Padding` from which our mask function has made it.
+_PADDING = "_padding_of_transformer_fast"
+
+
+class Index(NamedTuple):
+    """Where the real tokens of a batch are."""
+
+    places: Tensor  #: (N,), indices of the real tokens among the B * T places
+    starts: Tensor  #: (B + 1,) int32, the row at which each sequence begins
+    longest: int  #: the largest number of real tokens in a sequence
+
+
+class Padding:
+    """The padding from which a mask was made."""
+
+    def __init__(self, real: Tensor, is_full: bool, mask: Tensor) -> None:
+        self.real = real  #: (B, T) bool
+        self.is_full = is_full  #: True if every token attends to all real tokens of its sequence
+        self._version = None if mask.is_inference() else mask._version
+        self._index: Index | None = None
+
+    def is_stale(self, mask: Tensor) -> bool:
+        """True if the mask was changed since; inference tensors do not count changes."""
+        return self._version is not None and mask._version != self._version
+
+    def index(self) -> Index:
+        """Returns the places of the real tokens, computed once."""
+        if self._index is None:
+            lengths = self.real.sum(1, dtype=torch.int32)
+            starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+            torch.cumsum(lengths, 0, out=starts[1:])
+            places = self.real.flatten().nonzero().squeeze(1)
+            self._index = Index(places, starts, int(lengths.max()))
+        return self._index
+
+
+def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
+    """Returns the mask with a note of the padding that it was made from.
+
+    given: the arguments of the mask function. Tokens attend to tokens of the same batch only if
+    queries and keys are as many, and the cache is empty.
+    """
+    real = given.get("attention_mask")
+    if mask is None or real is None or is_traced() or real.dim() != 2 or real.dtype != torch.bool:
+        return mask
+    offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
+    sizes = (mask.shape[0], given["q_length"]), (mask.shape[0], given["kv_length"])
+    if all(tuple(real.shape) == size for size in sizes) and offsets == (0, 0) and real.numel():
+        is_full = _is_full(given["mask_function"], real.shape[1])
+        setattr(mask, _PADDING, Padding(real, is_full, mask))
+    return mask
+
+
+def _is_full(function: Any, length: int) -> bool:
+    """True if the mask function hides nothing but padding in sequences of this length."""
+    functions = [function]
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        (functions,) = (cell.cell_contents for cell in function.__closure__)
+    known = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
+    if not {part.__qualname__.partition(".")[0] for part in functions} <= known:
+        return False
+    # The first and the last token are the furthest apart.
+    return all(part(0, 0, 0, length - 1) for part in functions)
+
+
+class Rows:
+    """The packed batch; stands in for the mask in the arguments of layers and of attention."""
+
+    def __init__(self, mask: Tensor, padding: Padding) -> None:
+        self.mask, self.padding, self.index = mask, padding, padding.index()
+        self.batch, self.length = padding.real.shape
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the rows (1, N, ...) of (B, T, ...), or of (1, T, ...) for all sequences."""
+        batch, length, *rest = x.shape
+        if batch != self.batch:
+            x = x.expand(self.batch, *x.shape[1:])
+        return x.reshape(self.batch * length, *rest).index_select(0, self.index.places)[None]
+
+    def put_back(self, rows: Tensor) -> Tensor:
+        """Returns (B, T, ...) with zeros at padded places."""
+        flat = rows.new_zeros((self.batch * self.length, *rows.shape[2:]))
+        flat.index_copy_(0, self.index.places, rows[0])
+        return flat.view(self.batch, self.length, *rows.shape[2:])
+
+    def attend(
+        self, function: Callable[..., Any], module: torch.nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, position_bias: Tensor | None, is_known: bool, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Returns the attention (1, N, H, D) of queries, keys and values (1, heads, N, D).
+
+        Each sequence attends to itself. With a bias, a window or arguments that are not ``is_known``
+        to our kernels, attention alone runs on padded sequences, by ``function``.
+        """
+        if self.padding.is_full and position_bias is None and is_known:
+            if self.batch == 1:
+                own = {**kwargs, "is_causal": False}
+                return function(module, query, key, value, None, **own)  # type: ignore[no-any-return]
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            _, starts, longest = self.index
+            output = functional.varlen_attn(
+                q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"),
+                dropout_p=kwargs.get("dropout", 0.0), enable_gqa=k.shape[1] < q.shape[1],
+            )  # fmt: skip
+            return output[None], None
+        padded = (self.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
+        output, _ = function(module, *padded, self.mask, position_bias=position_bias, **kwargs)
+        return self.gather(output), None
+
+
+class _Loop:
+    """One run of the owner's loop over its layers."""
+
+    def __init__(self, stack: UnpaddedLayers, layers: list[torch.nn.Module]) -> None:
+        self.stack, self.layers = stack, layers
+        #: The output of the last call, if the loop has it as rows; and whose rows these are.
+        self.hidden: Tensor | None = None
+        self.rows: Rows | None = None
+        self.all_rows: dict[int, Rows] = {}  # by the id of the mask, which the value keeps alive
+        self.may_pack: bool | None = None
+        self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def __iter__(self) -> Iterator[_Layer]:
+        last = len(self.layers) - 1
+        return (_Layer(self, layer, index == last) for index, layer in enumerate(self.layers))
+
+    def call(
+        self, layer: torch.nn.Module, is_last: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names = self.stack._parameters_of_layers
+        given = dict(zip(names, args, strict=False)) | kwargs
+        hidden: Any = given.get(names[0])
+        was_packed = hidden is not None and hidden is self.hidden
+        rows = self._rows_for(given, hidden, was_packed)
+        packed = None if rows is None else self._packed(layer, given, rows)
+        if was_packed and (packed is None or not self._are_same(rows)):
+            assert self.rows is not None
+            given[names[0]] = hidden = self.rows.put_back(hidden)
+            was_packed = False
+        if packed is None or rows is None:
+            self.hidden = None
+            positional = [given.pop(name) for name in names[: len(args)]]
+            return layer(*positional, **given)
+        packed[names[0]] = hidden if was_packed else rows.gather(hidden)
+        positional = [packed.pop(name) for name in names[: len(args)]]
+        output = layer(*positional, **packed)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if self.stack._is_chain and not is_last:
+            self.hidden, self.rows = first, rows
+        else:
+            self.hidden, first = None, rows.put_back(first)
+        return (first, *others) if isinstance(output, tuple) else first
+
+    def _are_same(self, rows: Rows | None) -> bool:
+        if rows is None or self.rows is None:
+            return False
+        return rows is self.rows or torch.equal(rows.index.places, self.rows.index.places)
+
+    def _rows_for(self, given: dict[str, Any], hidden: Any, was_packed: bool) -> Rows | None:
+        """Returns the rows that the mask describes; None if the call is not packed."""
+        for mask in given.values():
+            padding = getattr(mask, _PADDING, None) if isinstance(mask, Tensor) else None
+            if padding is not None:
+                break
+        else:
+            return None
+        if self.may_pack is None:
+            self.may_pack = not (is_recorded() or in_torch_func() or any(map(_hooked, self.layers)))
+        if not self.may_pack or padding.is_stale(mask):
+            return None
+        fits = was_packed or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
+        if not fits or (not was_packed and hidden.shape[:2] != padding.real.shape):
+            return None
+        if not 0 < len(padding.index().places) < padding.real.numel():
+            return None  # no token, or no padding
+        if id(mask) not in self.all_rows:
+            self.all_rows[id(mask)] = Rows(mask, padding)
+        return self.all_rows[id(mask)]
+
+    def _packed(
+        self, layer: torch.nn.Module, given: dict[str, Any], rows: Rows
+    ) -> dict[str, Any] | None:
+        """Returns the arguments for rows, with the hidden states as given; None if one has no such
+        form."""
+        names = self.stack._parameters_of_layers
+        packed: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is rows.mask:
+                packed[name] = rows
+            elif value is not None and name in ("position_embeddings", "position_ids"):
+                packed[name] = self._gathered(value, rows)
+            elif name in (names[0], "position_bias") or isinstance(value, _PLAIN_VALUES):
+                packed[name] = value
+            else:
+                return None
+        if "position_bias" in names and packed.get("position_bias") is None:
+            bias = _bias_of(layer)
+            packed["position_bias"] = bias and bias.compute_bias(rows.length, rows.length)
+            if bias is None:
+                return None
+        return None if packed.get("output_attentions") else packed
+
+    def _gathered(self, value: Any, rows: Rows) -> Any:
+        """Returns the positions of the tokens, from a tensor or a tuple of tensors (1 or B, T, ...)."""
+        key = (id(value), id(rows))
+        if key not in self.gathered:
+            several = isinstance(value, tuple)
+            found = [rows.gather(x) for x in (value if several else (value,))]
+            self.gathered[key] = value, tuple(found) if several else found[0]
+        return self.gathered[key][1]
+
+
+#: Types of arguments that are the same for all tokens.
+_PLAIN_VALUES = (bool, int, float, str, type(None))
+
+
+class _Layer:
+    """A layer within its owner's loop."""
+
+    def __init__(self, loop: _Loop, layer: torch.nn.Module, is_last: bool) -> None:
+        self._loop, self._layer, self._is_last = loop, layer, is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.call(self._layer, self._is_last, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """True if a call in the layer is observed or replaced: the observer gets padded batches."""
+    if module._forward_hooks and any(map(_is_active, module._forward_hooks.values())):
+        return True
+    return bool(
+        module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+        or any(_hooked(child) for child in module._modules.values() if child is not None)
+    )
+
+
+def _is_active(hook: Any) -> bool:
+    """False for a hook of transformers that records nothing in this call."""
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+        return True
+    return bool(sys.modules[hook.__module__]._active_collector.get())  # type: ignore[attr-defined]
+
+
+class UnpaddedLayers(DropIn, torch.nn.ModuleList):
+    """A stack of layers that runs on real tokens within its owner's loop."""
+
+    #: The code that runs the loop. Other code that iterates over the stack gets the layers.
+    _code: CodeType
+    #: True if the loop only passes each layer's output on to the next layer.
+    _is_chain: bool
+    _parameters_of_layers: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        layers = super().__iter__()
+        if is_traced() or has_global_hook():
+            return layers
+        code = sys._getframe(1).f_code
+        if code is not self._code and code != self._code:  # copies of a class have equal codes
+            return layers
+        return iter(_Loop(self, list(layers)))
+
+
+_SEVERAL = inspect.Parameter.VAR_POSITIONAL
+
+
+def find(
+    name: str,
+    stack: torch.nn.Module,
+    owner: torch.nn.Module,
+    config: Any,
+    with_our_attention: Callable[[Any], AbstractContextManager[None]] | None,
+) -> ClassChange | str | None:
+    """Returns the change of a stack of encoder layers, the reason not to, or None if it is none.
+
+    with_our_attention: makes the config name our attention; None: the model's attention is another.
+    """
+    layers: list[Any] = [*stack.children()]
+    if not isinstance(stack, torch.nn.ModuleList) or not layers:
+        return None
+    signatures = [inspect.signature(layer.forward).parameters for layer in layers]
+    parameters = tuple(signatures[0])
+    if "attention_mask" not in parameters[1:]:
+        return None
+    if any(getattr(module, "is_causal", False) for module in layers[0].modules()):
+        return None
+    loop = _read_loop(owner, name.rpartition(".")[2])
+    if loop is None:
+        return None
+    if with_our_attention is None:
+        return "its attention is not looked up in the registry of transformers, or is not 'sdpa'"
+    kinds = {parameter.kind for parameter in signatures[0].values()}
+    if any(tuple(found) != parameters for found in signatures) or _SEVERAL in kinds:
+        return "its layers take different arguments"
+    reason = (
+        classes.sharded(stack)
+        or _why_not(layers, config)
+        or _mixing(layers, parameters, config, with_our_attention)
+    )
+    if reason is not None:
+        return reason
+    kind = type(stack)
+    code, is_chain = loop
+    made = classes.subclass(
+        kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
+        _parameters_of_layers=parameters,
+    )  # fmt: skip
+    return made if isinstance(made, str) else ClassChange(name, stack, kind, made)
+
+
+def _why_not(layers: list[Any], config: Any) -> str | None:
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "its layers split sequences into chunks (chunk_size_feed_forward)"
+    if has_global_hook() or any(map(_hooked, layers)):
+        return "its layers have hooks, which expect padded batches"
+    for parameter in (p for layer in layers for p in layer.parameters()):
+        if is_lazy(parameter) or not are_plain_on_cpu((parameter.data,)):
+            return "its weights are not all in CPU memory"
+    norms = torch.nn.modules.batchnorm._NormBase
+    if any(isinstance(module, norms) for layer in layers for module in layer.modules()):
+        return "its layers normalise over tokens"
+    return None
+
+
+# The loop, read from the source of the owner's forward.
+
+
+def _read_loop(owner: torch.nn.Module, attribute: str) -> tuple[CodeType, bool] | None:
+    """Returns the code that iterates over ``self.<attribute>``, and whether the layers are a chain."""
+    function = inspect.unwrap(type(owner).forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and any(_is_self(x, attribute) for x in ast.walk(node.iter)):
+            return function.__code__, _is_chain(node)
+    return None
+
+
+def _is_self(node: ast.AST, attribute: str) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != attribute:
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _is_chain(loop: ast.For) -> bool:
+    """True if each iteration is ``x = layer(x, ...)``, unconditionally, and nothing else reads x."""
+    target = loop.target
+    layer = target.elts[-1] if isinstance(target, ast.Tuple) else target
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    if any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in inside):
+        return False
+    for statement in loop.body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+            continue
+        call, (to, *more) = statement.value, statement.targets
+        to = to.elts[0] if isinstance(to, ast.Tuple) else to
+        if more or not call.args or ast.dump(call.func) != ast.dump(layer).replace("Store", "Load"):
+            continue
+        x = call.args[0]
+        if not isinstance(x, ast.Name) or not isinstance(to, ast.Name) or x.id != to.id:
+            return False
+        return [node.id for node in inside if isinstance(node, ast.Name)].count(x.id) == 2
+    return False
+
+
+# The layers, run on three tokens.
+
+
+class _Probe(Rows):
+    """Stands in for the mask in a run that tests the layer: attention returns its values."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.bias: Tensor | None = None
+
+    def attend(  # type: ignore[override]
+        self, function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor,
+        position_bias: Tensor | None, is_known: bool, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        self.seen += [query, key, value]
+        self.bias = position_bias
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+
+def _mixing(
+    layers: list[Any], parameters: tuple[str, ...], config: Any,
+    with_our_attention: Callable[[Any], AbstractContextManager[None]],
+) -> str | None:  # fmt: skip
+    """Returns the reason if a layer does more between tokens than attention through the registry.
+
+    Layers of the same classes are tested once.
+    """
+    tested: set[tuple[type, ...]] = set()
+    for layer in layers:
+        kinds = tuple(type(module) for module in layer.modules())
+        if kinds in tested:
+            continue
+        tested.add(kinds)
+        with with_our_attention(config), _evaluating(layer):
+            try:
+                reason = _mixes_tokens(layer, _arguments(layers[0], parameters, config))
+            except Exception as error:  # the layer requires other arguments
+                reason = f"a trial call failed ({type(error).__name__}: {error})"
+        if reason is not None:
+            return f"{type(layer).__name__}: {reason}"
+    return None
+
+
+@contextmanager
+def _evaluating(layer: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in layer.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str, Any]:
+    """Returns a layer's arguments for three equal tokens at one place, without the mask."""
+    weight = next(p for p in first.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    token = torch.randn(config.hidden_size, generator=generator).to(weight.dtype)
+    given: dict[str, Any] = {parameters[0]: token.repeat(1, 3, 1)}
+    if "position_embeddings" in parameters:
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        angles = torch.ones(1, 3, size, dtype=weight.dtype)
+        given["position_embeddings"] = angles, torch.zeros_like(angles)
+    bias = _bias_of(first)
+    if "position_bias" in parameters and bias is not None:
+        given["position_bias"] = bias.compute_bias(3, 3)
+    return given
+
+
+def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
+    """Returns the reason if a token's result depends on its place, or on other tokens.
+
+    Attention returns its values instead of mixing them. Equal tokens must then have equal queries,
+    keys and results. A token that is NaN must not reach another one, whatever the weights.
+    """
+    equal, *others = given.values()
+    tainted = equal.clone()
+    tainted[:, 1] = torch.nan
+    found = []
+    for x in (equal, tainted):
+        probe = _Probe()
+        output = layer(x, **dict(zip([*given][1:], others, strict=True)), attention_mask=probe)
+        output = output[0] if isinstance(output, tuple) else output
+        if not probe.seen:
+            return "its attention is not looked up in the registry of transformers"
+        if output.shape != x.shape or len(probe.seen) != 3:
+            return "it is not one attention followed by operations on each token"
+        if probe.bias is not given.get("position_bias"):
+            return "its attention computes a bias from the number of tokens"
+        found.append([x.transpose(1, 2) for x in probe.seen] + [output])
+    for x in found[0]:
+        error = (x - x[:, :1]).abs().max()
+        if not error <= 64 * torch.finfo(x.dtype).eps * x.abs().max():
+            return "its results depend on the place of a token"
+    for x in found[1]:
+        if x[:, ::2].isnan().any():
+            return "it has operations between tokens besides attention"
+    return None
+
+
+def _bias_of(layer: torch.nn.Module) -> Any:
+    """Returns the module that computes the layer's bias of relative positions, as in T5, or None."""
+    for module in layer.modules():
+        if getattr(module, "has_relative_attention_bias", False):
+            return module if hasattr(module, "compute_bias") else None
+    return None
