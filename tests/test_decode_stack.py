@@ -148,7 +148,7 @@ def test_a_step_matches_its_ops(
         weights = [[w if w is None else torch.nn.Parameter(w) for w in s] for s in weights]
         eps = [1e-5] * len(weights)
         step = DecodeStack(
-            flat(weights), eps, norm_first, activation, x.shape[0], memories, mask, lengths
+            flat(weights), [], eps, norm_first, activation, x.shape[0], memories, mask, lengths
         )
         return step(x, cache, start)
 
@@ -179,7 +179,7 @@ def packed_of(step: DecodeStack) -> list[Tensor | None]:
 
 
 def make_step(parameters: list[list[Any]]) -> DecodeStack:
-    return DecodeStack(flat(parameters), [1e-5, 1e-5], False, "relu", 8, [])
+    return DecodeStack(flat(parameters), [], [1e-5, 1e-5], False, "relu", 8, [])
 
 
 def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
@@ -297,7 +297,7 @@ def test_invalid_steps_raise() -> None:
         if change is not None:
             sublayers[change[0]][change[1]] = change[2]
         stack = DecodeStack(
-            flat(sublayers), [1e-5] * 3, False, "relu", 2, memories, key_lengths=lengths
+            flat(sublayers), [], [1e-5] * 3, False, "relu", 2, memories, key_lengths=lengths
         )
         stack(x, cache, start)
 
@@ -328,11 +328,11 @@ def test_invalid_steps_raise() -> None:
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck_of_decode_stack(crossed: bool) -> None:
     stack = DecodeStack(
-        flat(make_sublayers(crossed)), [1e-5] * (6 if crossed else 4), True, "relu", 2,
+        flat(make_sublayers(crossed)), [], [1e-5] * (6 if crossed else 4), True, "relu", 2,
         [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)],
     )  # fmt: skip
     arguments = (
         torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, stack.memories,
-        stack.parameters, packed_of(stack), stack.eps, True, 1, None, None,
+        stack.parameters, packed_of(stack), [], stack.eps, True, 1, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.decode_stack.cpu, arguments)

@@ -227,7 +227,7 @@ def test_flops_of_decoding():
     maps = ((weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4))
     parameters = [tensor for each in maps for tensor in each] * layers
     memories = [torch.randn(2, rows, 4, cross, 8) for _ in range(layers)]
-    step = cpu_blocks.DecodeStack(parameters, [1e-5] * 6, False, "relu", rows, memories)
+    step = cpu_blocks.DecodeStack(parameters, [], [1e-5] * 6, False, "relu", rows, memories)
     cache = torch.zeros(layers, 2, rows, 4, 9, 8)
     with torch.no_grad(), _Count() as found:
         step(torch.randn(rows, width), cache, keys - 1)
@@ -268,7 +268,7 @@ def layers(x: Tensor, starts: Tensor | None, activation: int = 1, heads: int = 2
         (3 * width, width), (), (width, width), (), (width,), ()
     )]  # fmt: skip
     return OPS.layers.cpu(  # type: ignore[no-any-return]
-        x, None, [0], parameters, [None] * 2, [1e-5], False, heads, activation, True, None, False,
+        x, None, [0], parameters, [None] * 2, [], [1e-5], False, heads, activation, True, None, False,
         None, False, starts, None,
     )  # fmt: skip
 

@@ -342,7 +342,7 @@ def test_opcheck(crossed: bool) -> None:
             parameters += [torch.randn(M), None]
     arguments = (
         torch.randn(B, T, M), torch.randn(B, S, M) if crossed else None,
-        [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3),
+        [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3), [],
         [1e-5] * (len(parameters) // 6), True, H, 1, True, None, True, None, False, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.layers.cpu, arguments)
@@ -359,7 +359,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     def call(kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None) -> None:
         packed = [None] * (len(parameters) // 3) if packed is None else packed
         ops.layers.cpu(
-            x, memory, kinds, parameters, packed, [1e-5] * (len(parameters) // 6), False, heads, 1,
+            x, memory, kinds, parameters, packed, [], [1e-5] * (len(parameters) // 6), False, heads, 1,
             True, None, False, None, False, starts, None,
         )  # fmt: skip
 

@@ -322,11 +322,14 @@ class PackedWeights:
         assert _native.module is not None  # only CPU kernels call this
         direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
-            if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):
+            name = _NAMES.get(weight.dtype)
+            if name is None or rows > direct_rows(name, weight.numel()):  # int8 is always packed
                 break
         else:
             return [None] * len(weights)
-        pieces = _in_pieces(weights[0], rows)
+        pieces = _native.module.packs_pieces(rows) and any(
+            weight.dtype == torch.float32 for weight in weights
+        )
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []

@@ -123,7 +123,7 @@ def _prepare(
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
         call = Call(op, tensors, grad, LayerArguments(p, options[-1]))
-        calls.append((call, (layers[0].module, *options, parameters, eps)))
+        calls.append((call, (layers[0].module, *options, parameters, [], eps)))
     if memory is not None:
         batch = 0 if groups[0][0][3] else 1
         if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):

@@ -65,12 +65,13 @@ class Epilogue {
     low = low + read(row, 0);
     high = high + read(row, kLanes);
   }
-  TF_INLINE void write(T* row, Vec low, Vec high) const {
+  template <class To>
+  TF_INLINE void write(To* row, Vec low, Vec high) const {
     // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
     // Rows of fp32 span two lines, and prefetching both delays AMX's products.
     if constexpr (!Product<T>::kIsBf16x3) {
       prefetch_l2(row + kPanel);
-      if constexpr (kPanel * sizeof(T) > kLine) prefetch_l2(row + kPanel + kLanes);
+      if constexpr (kPanel * sizeof(To) > kLine) prefetch_l2(row + kPanel + kLanes);
     }
     if (count_ == kPanel) {
       store(row, low);

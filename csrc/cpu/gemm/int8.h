@@ -88,10 +88,24 @@ TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
 }
 #endif
 
-// kRows rows of A times `steps` steps of a panel, into sums kPanel apart.
+// Where the results of a block and a panel are written: rows `stride` bytes apart.
+struct Destination {
+  const void* rows;
+  long stride;
+
+  Destination from(long row) const {
+    return {static_cast<const char*>(rows) + row * stride, stride};
+  }
+};
+
+// Steps before the end of a tile at which its destination is prefetched, see kPrefetchC.
+constexpr long kPrefetchSteps = 48;
+
+// kRows rows of A times `steps` steps of a panel, into sums kPanel apart. Prefetches `to`, and
+// `ahead_step` bytes a step.
 template <int kRows>
 void int8_tile(const char* a, long a_stride, const char* panel, long steps, int32_t* c,
-               const char* ahead, long ahead_step) {
+               const char* ahead, long ahead_step, Destination to) {
   // Few rows give few independent sums, limited by the latency of a step; so each row has several.
   constexpr int kSums = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
   constexpr int kUnroll = kRows <= 3 ? 4 : 1, kRowBytes = 2 * sizeof(Sums);
@@ -117,7 +131,14 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
     panel += count * kRowBytes;
   };
   long p = 0;
+  const long prefetch_at = max(0, steps / kUnroll * kUnroll - kPrefetchSteps);
   for (; p + kUnroll <= steps; p += kUnroll) {
+    if (p == prefetch_at) {
+      TF_UNROLL for (int i = 0; i < kRows; ++i) {
+        prefetch_to_write(to.from(i).rows);
+        prefetch_to_write(static_cast<const char*>(to.from(i).rows) + kLine);
+      }
+    }
     TF_UNROLL for (int u = 0; u < kUnroll; ++u) {
       prefetch_l2(ahead + u * ahead_step);
       if (kRowBytes > kLine) prefetch_l2(ahead + u * ahead_step + kLine);
@@ -142,6 +163,7 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
 template <class T>
 class Int8Product {
  public:
+  using Destination = tf::TF_ISA::Destination;
   using Operand = char;  // bytes: a block and a panel also hold what belongs to their rows
   static constexpr bool kIsBf16x3 = false, kQuantizes = true;
   static constexpr long kBytes = kHasDot8 ? 1 : 2;  // of a value
@@ -185,14 +207,17 @@ class Int8Product {
 
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
-                       const Operand* next, float* buffer, const Sink& sink, long = kPanel) {
+                       const Operand* next, float* buffer, const Sink& sink, Destination to) {
     auto* sums = reinterpret_cast<int32_t*>(buffer);
-    product(block, rows, k, panel, next, sums);
     const Operand* columns = panel + depth(k) * kBytes * kPanel;
     const Sums low = load_sums(columns), high = load_sums(columns + sizeof(Sums));
     const Sink mine = sink;  // stays in registers
-    for (long i = 0; i < rows; ++i, sums += kPanel)
-      mine(i, whole(block, k, i, sums, low), whole(block, k, i, sums + kLanes, high));
+    product(block, rows, k, panel, next, sums, to, [&](long begin, long end) {
+      for (long i = begin; i < end; ++i) {
+        const int32_t* row = sums + i * kPanel;
+        mine(i, whole(block, k, i, row, low), whole(block, k, i, row + kLanes, high));
+      }
+    });
   }
   static long buffer_size(long rows) { return round_up(rows, kRowUnit) * kPanel; }
 
@@ -281,9 +306,10 @@ class Int8Product {
   }
 
 #if defined(__AMX_BF16__)
-  // Two by two tiles of sums, of 16 rows and 16 columns.
+  // Two by two tiles of sums, of 16 rows and 16 columns. finish(begin, end) takes finished rows.
+  template <class Finish>
   static void product(const Operand* block, long rows, long k, const Operand* panel,
-                      const Operand* next, int32_t* sums) {
+                      const Operand* next, int32_t* sums, Destination, const Finish& finish) {
     const long steps = depth(k) / kDepthUnit, line = stride(k);
     compiler_barrier();
     for (long i = 0; i < rows; i += kRowUnit) {
@@ -311,16 +337,19 @@ class Int8Product {
       _tile_stored(3, c + 16 * kPanel + 16, 4 * kPanel);
     }
     compiler_barrier();
+    finish(0, rows);
   }
 #else
+  template <class Finish>
   static void product(const Operand* block, long rows, long k, const Operand* panel,
-                      const Operand* next, int32_t* sums) {
+                      const Operand* next, int32_t* sums, Destination to, const Finish& finish) {
     // Whole steps only; the padding contributes nothing.
     const long steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
     const long share = 2 * static_cast<long>(sizeof(Sums)) / count;
     each_tile(rows, [&](long, long i, long tile_rows) {
       kTiles[tile_rows - 1](block + i * stride(k) + kHeaderBytes, stride(k), panel, steps,
-                            sums + i * kPanel, next, share);
+                            sums + i * kPanel, next, share, to.from(i));
+      finish(i, i + tile_rows);
       next += steps * share;
     });
   }

@@ -9,6 +9,7 @@
 
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
+#include "cpu/ops/int8_linear/int8_linear.h"
 #include "cpu/ops/norm/layer_norm.h"
 
 namespace tf {
@@ -17,7 +18,14 @@ namespace {
 using MaybeTensor = std::optional<Tensor>;
 
 // Slots of the shared scratch; 0 and 1 hold weights packed during the call.
-enum Slot { kHiddenSlot = 2, kProjectedSlot, kAttendedSlot, kNormedSlot, kStreamSlot };
+enum Slot {
+  kHiddenSlot = 2,
+  kProjectedSlot,
+  kAttendedSlot,
+  kNormedSlot,
+  kStreamSlot,
+  kMemorySlot,
+};
 
 char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
@@ -27,52 +35,101 @@ void check_block_input(const char* op, const Tensor& input) {
       ": input must be float32, bfloat16 or float16, and on the CPU");
 }
 
-// Parameters of a linear layer with weight (n, k), and its cached packed copy.
+// Parameters of a linear layer with weight (n, k), and its cached packed copy. With a scale, one
+// float32 value per row of the weight, the weight is int8.
 struct LinearParameters {
   Tensor weight;
-  MaybeTensor packed, bias;
+  MaybeTensor packed, bias, scale;
 
   LinearParameters(const char* op, const char* name, const MaybeTensor& w, const MaybeTensor& p,
-                   const MaybeTensor& b, const Tensor& input, int64_t n, int64_t k)
-      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)) {
+                   const MaybeTensor& b, const MaybeTensor& s, const Tensor& input, int64_t n,
+                   int64_t k)
+      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)), scale(as_contiguous(s)) {
     const ScalarType type = input.scalar_type();
-    STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == type && weight.dim() == 2 &&
-                        weight.size(0) == n && weight.size(1) == k,
-                    op, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
+    STD_TORCH_CHECK(w && weight.is_cpu() &&
+                        weight.scalar_type() == (scale ? ScalarType::Char : type) &&
+                        weight.dim() == 2 && weight.size(0) == n && weight.size(1) == k,
+                    op, ": ", name, " must be (", n, ", ", k, ") of input's dtype",
+                    scale ? ", or int8 with a scale" : "");
     STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
     STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == type && bias->numel() == n),
                     op, ": the bias of ", name, " must have ", n, " elements of input's dtype");
+    if (!scale) return;
+    check_int8_weight(op, name, weight);
+    STD_TORCH_CHECK(
+        scale->is_cpu() && scale->scalar_type() == ScalarType::Float && scale->numel() == n, op,
+        ": the scale of ", name, " must have ", n, " float32 elements");
+    if (int8_panels_of(weight, packed) == nullptr) packed = pack_int8_weight(weight);
+  }
+
+  const float* scales(int64_t from = 0) const {
+    return scale ? static_cast<const float*>(scale->const_data_ptr()) + from : nullptr;
   }
 };
 
+// Kernels of 8-bit products of rows of x_type, with results of y_type and parameters of `type`.
+const LinearKernels* int8_kernels(Element type, [[maybe_unused]] Element x_type,
+                                  [[maybe_unused]] Element y_type) {
+#if TF_HAVE_UNITS
+  if (x_type != type) return TF_DISPATCH_UNITS(int8_from_bf16_kernels, );
+  if (y_type != type) return TF_DISPATCH_UNITS(int8_into_bf16_kernels, );
+#endif
+  return TF_DISPATCH(int8_linear_kernels, type);
+}
+
 // A linear layer prepared for products of up to m rows; its weight is packed into shared scratch
-// `slot` if there is no packed copy.
+// `slot` if there is no packed copy. Only 8-bit products may have other types of x and y.
 class PackedLinear {
  public:
-  PackedLinear(const LinearParameters& linear, int64_t m, int slot) : linear_(linear) {
-    if (!is_direct(linear.weight, linear.packed, m))
-      panels_ = panels_of(linear.weight, linear.packed, slot, m);
+  PackedLinear(const LinearParameters& linear, Element type, int64_t m, int slot, Element x_type,
+               Element y_type)
+      : linear_(linear), type_(type) {
+    const Tensor& weight = linear.weight;
+    if (linear.scale)
+      panels_ = {int8_kernels(type, x_type, y_type), linear.packed->const_data_ptr()};
+    else if (!is_direct(weight, linear.packed, m))
+      panels_ = panels_of(weight, linear.packed, slot, m);
   }
 
-  // y = x W^T + bias + residual for m contiguous rows.
-  void run(const void* x, int64_t m, const void* residual, void* y) const {
-    run_part(x, m, residual, y, 0, linear_.weight.size(0));
+  // y = x W^T + bias + residual for m contiguous rows, with rows [from, from + n) of W; `from`
+  // starts a panel.
+  void run(const void* x, int64_t m, const void* residual, void* y, int64_t from, int64_t n) const {
+    const LinearArgs args = arguments(x, m, residual, y, from, n);
+    if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
+    run_linear(args, panels_.from(from, args.k));
   }
-  // With rows [from, from + n) of W; `from` starts a panel.
-  void run_part(const void* x, int64_t m, const void* residual, void* y, int64_t from,
-                int64_t n) const {
-    const Tensor& weight = linear_.weight;
-    const int64_t k = weight.size(1);
-    const Element type = element_of(weight);
-    const LinearArgs args{
-        type, x, nullptr, offset_ptr(data_of(linear_.bias), type, from), residual, y, m, k, n, k,
-        n,    n, 0};
-    if (panels_.data == nullptr) return run_direct_linear(args, weight, from);
-    run_linear(args, panels_.from(from, k));
+  // Rows [begin, end) of the same with the first n rows of an 8-bit W, on this thread.
+  void run_rows(const void* x, int64_t m, const void* residual, void* y, int64_t n, int64_t begin,
+                int64_t end) const {
+    LinearArgs args = arguments(x, m, residual, y, 0, n);
+    args.packed = panels_.data;
+    const LinearKernels& kernels = *panels_.kernels;
+    kernels.block(args, begin, end, 0, (n + kernels.panel - 1) / kernels.panel,
+                  bytes_of(kernel_scratch(), kernels.scratch(args)));
   }
 
  private:
+  LinearArgs arguments(const void* x, int64_t m, const void* residual, void* y, int64_t from,
+                       int64_t n) const {
+    const int64_t k = linear_.weight.size(1);
+    return {.type = type_,
+            .x = x,
+            .packed = nullptr,
+            .bias = offset_ptr(data_of(linear_.bias), type_, from),
+            .residual = residual,
+            .y = y,
+            .m = m,
+            .k = k,
+            .n = n,
+            .x_stride = k,
+            .residual_stride = n,
+            .y_stride = n,
+            .activation = 0,
+            .scale = linear_.scales(from)};
+  }
+
   const LinearParameters& linear_;
+  Element type_;
   Panels panels_;
 };
 
@@ -96,19 +153,18 @@ struct Norm {
   }
 
   // May be in place; `like` gives the dtype.
-  void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
+  LayerNormArgs arguments(const Tensor& like, const void* x, void* y, int64_t columns) const {
     const Tensor& parameters = weight ? *weight : bias ? *bias : like;
-    run_layer_norm({.type = element_of(like),
-                    .weight_type = element_of(parameters),
-                    .x = x,
-                    .weight = weight ? weight->const_data_ptr() : nullptr,
-                    .bias = bias ? bias->const_data_ptr() : nullptr,
-                    .y = y,
-                    .n = columns,
-                    .x_stride = columns,
-                    .eps = static_cast<float>(eps),
-                    .dropout_columns = columns},
-                   rows);
+    return {.type = element_of(like),
+            .weight_type = element_of(parameters),
+            .x = x,
+            .weight = weight ? weight->const_data_ptr() : nullptr,
+            .bias = bias ? bias->const_data_ptr() : nullptr,
+            .y = y,
+            .n = columns,
+            .x_stride = columns,
+            .eps = static_cast<float>(eps),
+            .dropout_columns = columns};
   }
 };
 
@@ -125,43 +181,49 @@ struct Sublayer {
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
 // six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
-// packed weights, and the norm's eps. `cross_parts`: how many of the query, key and value
-// projections the first weight of cross-attention contains.
+// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales.
+// `cross_parts`: how many of the query, key and value projections the first weight of
+// cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
+                                     const std::vector<MaybeTensor>& scales,
                                      const std::vector<double>& eps, const Tensor& input,
                                      int64_t cross_parts) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
-                      parameters.size() == 6 * count && packed.size() == 2 * count,
-                  op, ": there must be 6 parameters, 2 packed weights and an eps for each of ",
-                  count, " sub-layers, and ", kinds.size(), " sub-layers a layer");
+                      parameters.size() == 6 * count && packed.size() == 2 * count &&
+                      (scales.empty() || scales.size() == 2 * count),
+                  op, ": there must be 6 parameters, 2 packed weights, an eps and 2 or no scales ",
+                  "for each of ", count, " sub-layers, and ", kinds.size(), " sub-layers a layer");
   const int64_t width = input.size(input.dim() - 1);
   std::vector<Sublayer> sublayers;
   sublayers.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const SublayerKind kind = kinds[i % kinds.size()];
     const MaybeTensor* p = &parameters[6 * i];
-    const MaybeTensor* packed_pair = &packed[2 * i];
+    const auto linear = [&](const char* name, size_t which, int64_t n, int64_t k) {
+      return LinearParameters(op, name, p[2 * which], packed[2 * i + which], p[2 * which + 1],
+                              scales.empty() ? MaybeTensor() : scales[2 * i + which], input, n, k);
+    };
     const Norm norm(op, p[4], p[5], eps[i], input, width);
     if (kind == SublayerKind::feed_forward) {
       const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
-      sublayers.push_back({kind,
-                           {op, "weight1", p[0], packed_pair[0], p[1], input, hidden, width},
-                           {op, "weight2", p[2], packed_pair[1], p[3], input, width, hidden},
-                           norm});
+      sublayers.push_back(
+          {kind, linear("weight1", 0, hidden, width), linear("weight2", 1, width, hidden), norm});
+      STD_TORCH_CHECK(p[0]->scalar_type() == p[2]->scalar_type(), op,
+                      ": weight1 and weight2 must have one dtype");
     } else {
       const int64_t parts = kind == SublayerKind::self_attention ? 3 : cross_parts;
-      sublayers.push_back(
-          {kind,
-           {op, "in_weight", p[0], packed_pair[0], p[1], input, parts * width, width},
-           {op, "out_weight", p[2], packed_pair[1], p[3], input, width, width},
-           norm});
+      sublayers.push_back({kind, linear("in_weight", 0, parts * width, width),
+                           linear("out_weight", 1, width, width), norm});
     }
   }
   return sublayers;
 }
+
+// Whether both linear layers have 8-bit weights.
+bool is_quantized(const Sublayer& layer) { return layer.first.scale && layer.second.scale; }
 
 // Runs sub-layers on the rows of a tensor: y = norm(x + f(x)), or x + f(norm(x)) if norm_first.
 class LayerRunner {
@@ -170,78 +232,163 @@ class LayerRunner {
       : x_(as_contiguous(input)),
         rows_(row_count(x_)),
         width_(x_.size(x_.dim() - 1)),
-        element_(static_cast<int64_t>(x_.element_size())),
+        type_(element_of(x_)),
+        attention_type_(type_),
         norm_first_(norm_first),
         activation_(activation) {}
 
  protected:
-  // In order; attend(sub-layer, index, from) returns what the output projection of attention takes.
+  // In order. attend(sub-layer, index, projected, attended) computes attention from what the first
+  // linear layer has projected, `attended` being the input of the second.
   template <class Attend>
-  Tensor run_sublayers(const std::vector<Sublayer>& sublayers, const Attend& attend) const {
+  Tensor run_sublayers(const std::vector<Sublayer>& sublayers, const Attend& attend) {
     Tensor output = empty_tensor_like(x_);
     if (rows_ * width_ == 0) return output;
     const size_t count = sublayers.size();
-    void* other = count > 1 ? shared_rows(kStreamSlot, width_) : nullptr;
+    choose_blocks(sublayers);
+    void* other = count > 1 && blocks_ == 0 ? shared_bytes(kStreamSlot, stream_bytes()) : nullptr;
+    if (norm_first_) normed_ = shared_bytes(kNormedSlot, stream_bytes());
+    const int64_t attention_bytes = rows_ * width_ * element_bytes(attention_type_);
+    const auto attends = [](const Sublayer& s) { return s.kind != SublayerKind::feed_forward; };
+    if (std::any_of(sublayers.begin(), sublayers.end(), attends)) {
+      projected_ = shared_bytes(kProjectedSlot, 3 * attention_bytes);
+      attended_ = shared_bytes(kAttendedSlot, attention_bytes);
+    }
     const void* x = x_.const_data_ptr();
+    std::vector<Work> works;  // until the next attention
     for (size_t i = 0; i < count; ++i) {
       const Sublayer& layer = sublayers[i];
-      // Alternating buffers, so that the last one writes the result.
-      void* y = (count - i) % 2 == 1 ? output.mutable_data_ptr() : other;
-      const void* from = x;
-      if (norm_first_) {
-        void* normed = shared_rows(kNormedSlot, width_);
-        layer.norm.run(x_, x, normed, rows_, width_);
-        from = normed;
-      }
-      if (layer.kind == SublayerKind::feed_forward) {
-        feed_forward(layer.first, layer.second, from, x, y);
+      // In place in blocks of rows, else in alternating buffers, so that the last one writes the
+      // result.
+      void* y = blocks_ > 0 || (count - i) % 2 == 1 ? output.mutable_data_ptr() : other;
+      if (attends(layer)) {
+        works.push_back({Work::project, layer, x, projected_});
+        run(works);
+        attend(layer, i, projected_, attended_);
+        works.push_back({Work::output, layer, x, y});
       } else {
-        const void* attended = attend(layer, i, from);
-        PackedLinear(layer.second, rows_, 1).run(attended, rows_, x, y);
+        works.push_back({Work::network, layer, x, y});
       }
-      if (!norm_first_) layer.norm.run(x_, y, y, rows_, width_);
       x = y;
     }
+    run(works);
     return output;
   }
 
-  // Shared scratch for `columns` elements a row.
-  char* shared_rows(int slot, int64_t columns) const {
-    return shared_bytes(slot, rows_ * columns * element_);
-  }
-
-  char* project(const LinearParameters& in, const void* from) const {
-    char* projected = shared_rows(kProjectedSlot, in.weight.size(0));
-    PackedLinear(in, rows_, 0).run(from, rows_, nullptr, projected);
-    return projected;
-  }
+  int64_t attention_element() const { return element_bytes(attention_type_); }
 
   const Tensor x_;
-  const int64_t rows_, width_, element_;
+  const int64_t rows_, width_;
+  const Element type_;
+  Element attention_type_;  // of what attention reads and writes
 
  private:
+  // Work on each row of the stream x by itself.
+  struct Work {
+    enum { project, output, network } what;
+    const Sublayer& layer;
+    const void* x;  // before the sub-layer
+    void* y;        // after it; of `project` queries, keys and values, or queries
+  };
+
+  int64_t stream_bytes() const { return rows_ * width_ * element_bytes(type_); }
+
+  // With 8-bit weights only, a block of rows goes through all work between two attentions while it
+  // is in the second-level cache.
+  void choose_blocks(const std::vector<Sublayer>& sublayers) {
+    constexpr int64_t kRows = 56, kFewestRows = 8;
+    const int64_t threads = torch::stable::get_num_threads();
+    if (!std::all_of(sublayers.begin(), sublayers.end(), is_quantized)) return;
+    if (threads > 1 && rows_ < kFewestRows * threads) return;
+    blocks_ = ((rows_ + kRows - 1) / kRows + threads - 1) / threads * threads;
+  }
+
+  void run(std::vector<Work>& works) const {
+    const int64_t unit = int8_kernels(type_, type_, type_)->row_unit;
+    if (blocks_ == 0)
+      for (const Work& work : works) run_rows(work, 0, rows_);
+    else
+      for_each_item(blocks_, [&](int64_t item) {
+        const int64_t begin = row_of_part(rows_, item, blocks_, unit);
+        const int64_t end = row_of_part(rows_, item + 1, blocks_, unit);
+        if (begin < end)
+          for (const Work& work : works) run_rows(work, begin, end);
+      });
+    works.clear();
+  }
+
+  // Of blocks on this thread, else of all rows on all threads.
+  void run_rows(const Work& work, int64_t begin, int64_t end) const {
+    const Sublayer& layer = work.layer;
+    const void* from = work.x;
+    if (norm_first_ && work.what != Work::output) {
+      normalize(layer.norm, work.x, normed_, begin, end);
+      from = normed_;
+    }
+    switch (work.what) {
+      case Work::project: {
+        const bool own = layer.kind == SublayerKind::self_attention;
+        const PackedLinear first(layer.first, type_, rows_, 0, type_, attention_type_);
+        linear(first, from, nullptr, work.y, own ? 3 * width_ : width_, begin, end);
+        return;
+      }
+      case Work::output: {
+        const PackedLinear second(layer.second, type_, rows_, 1, attention_type_, type_);
+        linear(second, attended_, work.x, work.y, width_, begin, end);
+        break;
+      }
+      case Work::network:
+        feed_forward(layer, from, work.x, work.y, begin, end);
+    }
+    if (!norm_first_) normalize(layer.norm, work.y, work.y, begin, end);
+  }
+
+  void normalize(const Norm& norm, const void* x, void* y, int64_t begin, int64_t end) const {
+    const LayerNormArgs args = norm.arguments(x_, x, y, width_);
+    if (blocks_ > 0) return run_layer_norm_rows(args, begin, end);
+    run_layer_norm(args, end);
+  }
+
+  void linear(const PackedLinear& linear, const void* x, const void* residual, void* y, int64_t n,
+              int64_t begin, int64_t end) const {
+    if (blocks_ > 0) return linear.run_rows(x, rows_, residual, y, n, begin, end);
+    linear.run(x, rows_, residual, y, 0, n);
+  }
+
   // y = second(activation(first(x))) + residual
-  void feed_forward(const LinearParameters& first, const LinearParameters& second, const void* x,
-                    const void* residual, void* y) const {
-    const int64_t f = first.weight.size(0), k = first.weight.size(1), n = second.weight.size(0);
-    run_feed_forward({.type = element_of(first.weight),
-                      .x = x,
-                      .bias1 = data_of(first.bias),
-                      .bias2 = data_of(second.bias),
-                      .y = y,
-                      .m = rows_,
-                      .k = k,
-                      .f = f,
-                      .n = n,
-                      .x_stride = k,
-                      .activation = activation_,
-                      .residual = residual,
-                      .residual_stride = n},
-                     first.weight, first.packed, second.weight, second.packed, kHiddenSlot);
+  void feed_forward(const Sublayer& layer, const void* x, const void* residual, void* y,
+                    int64_t begin, int64_t end) const {
+    const auto& [kind, first, second, norm] = layer;
+    FeedForwardArgs args{.type = type_,
+                         .x = x,
+                         .bias1 = data_of(first.bias),
+                         .bias2 = data_of(second.bias),
+                         .y = y,
+                         .m = rows_,
+                         .k = width_,
+                         .f = first.weight.size(0),
+                         .n = width_,
+                         .x_stride = width_,
+                         .activation = activation_,
+                         .residual = residual,
+                         .residual_stride = width_,
+                         .scale1 = first.scales(),
+                         .scale2 = second.scales()};
+    if (!first.scale)
+      return run_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
+                              kHiddenSlot);
+    args.packed1 = first.packed->const_data_ptr();
+    args.packed2 = second.packed->const_data_ptr();
+    if (blocks_ == 0) return run_int8_feed_forward(args, kHiddenSlot);
+    const FeedForwardKernels* kernels = TF_DISPATCH(int8_feed_forward_kernels, type_);
+    kernels->rows(args, begin, end,
+                  bytes_of(kernel_scratch(), kernels->scratch(args, end - begin)));
   }
 
   bool norm_first_;
   int activation_;
+  int64_t blocks_ = 0;  // 0: each work on all rows
+  char *normed_ = nullptr, *projected_ = nullptr, *attended_ = nullptr;
 };
 
 constexpr const char *kOp = "layers", *kDecodeOp = "decode_stack";
@@ -301,10 +448,19 @@ class Layers : LayerRunner {
     if (memory_) set_attention_mask(cross_, memory_mask, memory_is_causal);
   }
 
-  Tensor run(const std::vector<Sublayer>& sublayers) const {
-    return run_sublayers(sublayers, [&](const Sublayer& layer, size_t, const void* from) {
-      return layer.kind == SublayerKind::self_attention ? self_attention(layer.first, from)
-                                                        : cross_attention(layer.first, from);
+  Tensor run(const std::vector<Sublayer>& sublayers) {
+    if (type_ == Element::float32 && isa_extends(current_isa(), Isa::avx512_bf16) &&
+        std::all_of(sublayers.begin(), sublayers.end(), [](const Sublayer& s) {
+          return s.kind == SublayerKind::feed_forward || is_quantized(s);
+        }))
+      attention_type_ = Element::bfloat16;
+    return run_sublayers(sublayers, [&](const Sublayer& layer, size_t, const char* projected,
+                                        void* attended) {
+      if (layer.kind == SublayerKind::cross_attention)
+        return attend(cross_, projected, width_, keys_of_memory(layer.first), 2 * width_, attended);
+      // Queries, keys and values of each row are next to each other.
+      attend(own_, projected, 3 * width_, projected + width_ * attention_element(), 3 * width_,
+             attended);
     });
   }
 
@@ -329,7 +485,6 @@ class Layers : LayerRunner {
       args.queries = x_.size(1 - batch_dim);
       args.keys = source.size(1 - batch_dim);
     }
-    args.type = element_of(x_);
     args.heads = args.key_heads = heads;
     args.size = args.value_size = width_ / heads;
     args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(args.size));
@@ -341,31 +496,23 @@ class Layers : LayerRunner {
     set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, x_.scalar_type());
   }
 
-  // Queries, keys and values of each row are next to each other.
-  const void* self_attention(const LinearParameters& in, const void* from) const {
-    const char* projected = project(in, from);
-    return attend(own_, projected, 3 * width_, projected + width_ * element_, 3 * width_);
-  }
-
-  // The queries are in a block of their own.
-  const void* cross_attention(const LinearParameters& in, const void* from) const {
-    char* queries = shared_bytes(kProjectedSlot, (rows_ + 2 * memory_rows_) * width_ * element_);
-    char* keys = queries + rows_ * width_ * element_;
-    const PackedLinear ready(in, std::max(rows_, memory_rows_), 0);
-    ready.run_part(from, rows_, nullptr, queries, 0, width_);
-    ready.run_part(memory_->const_data_ptr(), memory_rows_, nullptr, keys, width_, 2 * width_);
-    return attend(cross_, queries, width_, keys, 2 * width_);
+  // Projects the memory to keys and values.
+  const char* keys_of_memory(const LinearParameters& in) const {
+    char* keys = shared_bytes(kMemorySlot, 2 * memory_rows_ * width_ * attention_element());
+    PackedLinear(in, type_, memory_rows_, 0, type_, attention_type_)
+        .run(memory_->const_data_ptr(), memory_rows_, nullptr, keys, width_, 2 * width_);
+    return keys;
   }
 
   // Rows of queries are query_row elements apart; rows of keys, key_row apart, are followed by the
   // values.
-  const void* attend(const AttentionCall& call, const void* queries, int64_t query_row,
-                     const char* keys, int64_t key_row) const {
-    void* attended = shared_rows(kAttendedSlot, width_);
+  void attend(const AttentionCall& call, const void* queries, int64_t query_row, const char* keys,
+              int64_t key_row, void* attended) const {
     AttentionArgs args = call.args;
+    args.type = attention_type_;
     args.query = queries;
     args.key = keys;
-    args.value = keys + width_ * element_;
+    args.value = keys + width_ * attention_element();
     args.output = attended;
     const auto strides = [&](long* stride, int64_t row, int64_t length) {
       stride[0] = batch_first_ ? length * row : row;
@@ -378,7 +525,6 @@ class Layers : LayerRunner {
     strides(args.output_stride, width_, args.queries);
     args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
     run_attention(args);
-    return attended;
   }
 
   MaybeTensor memory_;
@@ -389,9 +535,10 @@ class Layers : LayerRunner {
 
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-              std::vector<double> eps, bool norm_first, int64_t heads, int64_t activation,
-              bool batch_first, MaybeTensor mask, bool is_causal, MaybeTensor memory_mask,
-              bool memory_is_causal, MaybeTensor starts, MaybeTensor memory_starts) {
+              std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
+              int64_t heads, int64_t activation, bool batch_first, MaybeTensor mask, bool is_causal,
+              MaybeTensor memory_mask, bool memory_is_causal, MaybeTensor starts,
+              MaybeTensor memory_starts) {
   check_block_input(kOp, input);
   std::vector<SublayerKind> each;
   for (const int64_t kind : kinds) {
@@ -403,7 +550,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
              starts, memory_starts);
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
-  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, eps, input, 3));
+  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, input, 3));
   trim_shared_scratch();
   return output;
 }
@@ -432,59 +579,60 @@ class Step : LayerRunner {
 
   // `layers`: of how many layers the sub-layers are. `start`: how many previous tokens there are.
   Tensor run(const std::vector<Sublayer>& sublayers, size_t layers, Tensor& cache, int64_t start,
-             const std::vector<Tensor>& memories, const MaybeTensor& mask,
-             const int64_t* lengths) const {
+             const std::vector<Tensor>& memories, const MaybeTensor& mask, const int64_t* lengths) {
     void* cached = cache.mutable_data_ptr();
     const size_t each = sublayers.size() / layers;
-    return run_sublayers(sublayers, [&](const Sublayer& sublayer, size_t i, const void* from) {
+    attention_type_ = element_of(cache);
+    return run_sublayers(sublayers, [&](const Sublayer& sublayer, size_t i, const char* projected,
+                                        void* attended) {
       const size_t layer = i / each;
       if (sublayer.kind == SublayerKind::self_attention)
-        return self_attention(
-            sublayer.first, KeysAndValues(cache, cached, static_cast<int64_t>(layer)), start, from);
+        return self_attention(projected, KeysAndValues(cache, cached, static_cast<int64_t>(layer)),
+                              start, attended);
       const Tensor& memory = memories[layer];
       const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
-      return attend(at, at.places, project(sublayer.first, from), width_, false, mask, lengths);
+      attend(at, at.places, projected, width_, false, mask, lengths, attended);
     });
   }
 
  private:
   // Appends the keys and values of the new tokens to those of the previous ones.
-  const void* self_attention(const LinearParameters& in, const KeysAndValues& cache, int64_t start,
-                             const void* from) const {
-    const char* projected = project(in, from);
+  void self_attention(const char* projected, const KeysAndValues& cache, int64_t start,
+                      void* attended) const {
     append(projected, cache, start);
     const int64_t length = rows_ / cache.rows;
-    return attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr);
+    attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr,
+           attended);
   }
 
   // `projected` holds queries, keys and values of each token next to each other.
   void append(const char* projected, const KeysAndValues& cache, int64_t start) const {
     const int64_t length = rows_ / cache.rows, each = length * cache.size;
-    const size_t bytes = static_cast<size_t>(cache.size * element_);
+    const int64_t element = attention_element();
+    const size_t bytes = static_cast<size_t>(cache.size * element);
     torch::stable::parallel_for(
         0, cache.rows * cache.heads, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, each)),
         [&](int64_t begin, int64_t end) {
           for (int64_t item = begin; item < end; ++item) {
             const int64_t r = item / cache.heads, head = item % cache.heads;
             const char* from =
-                projected + (r * length * 3 * width_ + width_ + head * cache.size) * element_;
-            for (int64_t t = 0; t < length; ++t, from += 3 * width_ * element_) {
+                projected + (r * length * 3 * width_ + width_ + head * cache.size) * element;
+            for (int64_t t = 0; t < length; ++t, from += 3 * width_ * element) {
               const int64_t place =
                   (r * cache.stride[0] + head * cache.stride[1] + (start + t) * cache.stride[2]) *
-                  element_;
+                  element;
               std::memcpy(cache.keys + place, from, bytes);
-              std::memcpy(cache.values + place, from + width_ * element_, bytes);
+              std::memcpy(cache.values + place, from + width_ * element, bytes);
             }
           }
         });
   }
 
   // Attention of the queries, query_row elements apart, to the first `places` keys.
-  const void* attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
-                     bool causal, const MaybeTensor& mask, const int64_t* lengths) const {
-    void* attended = shared_rows(kAttendedSlot, width_);
+  void attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
+              bool causal, const MaybeTensor& mask, const int64_t* lengths, void* attended) const {
     AttentionArgs args{};
-    args.type = element_of(x_);
+    args.type = attention_type_;
     args.query = query;
     args.key = at.keys;
     args.value = at.values;
@@ -506,7 +654,6 @@ class Step : LayerRunner {
     }
     set_mask(args, mask, {at.rows, at.heads, args.queries, places}, x_.scalar_type());
     run_attention(args);
-    return attended;
   }
 };
 
@@ -523,8 +670,8 @@ void check_places(const char* name, const Tensor& tensor, const Tensor& input, i
 
 Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
                     std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-                    std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
-                    MaybeTensor key_lengths) {
+                    std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
+                    int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   check_places("cache", cache, input, 6);
@@ -543,7 +690,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
   const std::vector<Sublayer> sublayers =
-      read_sublayers(kDecodeOp, kinds, parameters, packed, eps, input, 1);
+      read_sublayers(kDecodeOp, kinds, parameters, packed, scales, eps, input, 1);
   for (const Tensor& memory : memories) {
     check_places("memory", memory, input, 5);
     STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kDecodeOp,
@@ -551,7 +698,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   }
   std::vector<int64_t> lengths;
   if (crossed) lengths = to_int64("key_lengths", key_lengths, memories[0].size(1));
-  const Step step(input, norm_first, checked_activation(kDecodeOp, activation));
+  Step step(input, norm_first, checked_activation(kDecodeOp, activation));
   Tensor output = step.run(sublayers, static_cast<size_t>(layers), cache, start, memories, mask,
                            key_lengths ? lengths.data() : nullptr);
   trim_shared_scratch();
@@ -570,12 +717,14 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
-      "Tensor?[] packed, float[] eps, bool norm_first, int heads, int activation, "
+      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int heads, int "
+      "activation, "
       "bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
       "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
-      "Tensor?[] parameters, Tensor?[] packed, float[] eps, bool norm_first, int activation, "
+      "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "
+      "int activation, "
       "Tensor? mask, Tensor? key_lengths) -> Tensor");
   m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }

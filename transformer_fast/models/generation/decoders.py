@@ -217,7 +217,7 @@ def bind_stack(
     if kernel is None or sample.shape[0] == 0 or is_traced():
         return None
     return kernel.function(  # type: ignore[no-any-return]
-        parameters, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
+        parameters, [], eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
     )
 
 

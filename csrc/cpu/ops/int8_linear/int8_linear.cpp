@@ -17,14 +17,6 @@ int64_t packed_size(const Tensor& weight) {
 
 uint16_t layout_in_use() { return TF_DISPATCH(int8_linear_kernels, Element::float32)->layout; }
 
-void check_int8_weight(const char* op, const char* name, const Tensor& weight) {
-  STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == ScalarType::Char && weight.dim() == 2,
-                  op, ": ", name, " must be an int8 matrix on the CPU");
-  STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
-  STD_TORCH_CHECK(weight.size(1) <= kMaxInt8Depth, op, ": ", name, " must have at most ",
-                  kMaxInt8Depth, " columns");
-}
-
 // `place` has packed_size() bytes.
 void pack_to(const Tensor& weight, char* place) {
   const Rows w = as_rows(weight);
@@ -44,15 +36,8 @@ void pack_to(const Tensor& weight, char* place) {
 // Of the packed copy, if it has the layout of the instruction set in use, else packed now into
 // shared scratch `slot`.
 const void* int8_panels(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
-  const int64_t size = packed_size(weight);
-  if (packed && packed->is_cpu() && packed->is_contiguous() &&
-      packed->scalar_type() == ScalarType::Char && packed->numel() == size) {
-    const auto* data = static_cast<const char*>(packed->const_data_ptr());
-    uint16_t layout = 0;
-    std::memcpy(&layout, data + size - kPackedTail, sizeof(layout));
-    if (layout == layout_in_use()) return data;
-  }
-  char* place = bytes_of(shared_scratch(slot), size);
+  if (const void* panels = int8_panels_of(weight, packed)) return panels;
+  char* place = bytes_of(shared_scratch(slot), packed_size(weight));
   pack_to(weight, place);
   return place;
 }
@@ -153,6 +138,25 @@ Tensor int8_feed_forward(Tensor input, Tensor weight1, Tensor scale1, std::optio
 }
 
 }  // namespace
+
+void check_int8_weight(const char* op, const char* name, const Tensor& weight) {
+  STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == ScalarType::Char && weight.dim() == 2,
+                  op, ": ", name, " must be an int8 matrix on the CPU");
+  STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
+  STD_TORCH_CHECK(weight.size(1) <= kMaxInt8Depth, op, ": ", name, " must have at most ",
+                  kMaxInt8Depth, " columns");
+}
+
+const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed) {
+  const int64_t size = packed_size(weight);
+  if (!packed || !packed->is_cpu() || !packed->is_contiguous() ||
+      packed->scalar_type() != ScalarType::Char || packed->numel() != size)
+    return nullptr;
+  const auto* data = static_cast<const char*>(packed->const_data_ptr());
+  uint16_t layout = 0;
+  std::memcpy(&layout, data + size - kPackedTail, sizeof(layout));
+  return layout == layout_in_use() ? data : nullptr;
+}
 
 Tensor pack_int8_weight(const Tensor& weight) {
   check_int8_weight("pack_weight", "weight", weight);

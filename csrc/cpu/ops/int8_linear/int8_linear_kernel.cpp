@@ -12,7 +12,7 @@ constexpr long kRowUnit = 32;
 constexpr long kRowUnit = 1;
 #endif
 
-template <class T, class P = Int8Product<T>>
+template <class T, class X = T, class Y = T, class P = Int8Product<X>>
 constexpr LinearKernels kLinearKernels{.in_fp32 = false,
                                        .quantizes = true,
                                        .layout = kHasDot8 ? 8 : 16,
@@ -21,11 +21,11 @@ constexpr LinearKernels kLinearKernels{.in_fp32 = false,
                                        .packed_bytes = packed_bytes<P>,
                                        .row_block = row_block<P>,
                                        .scratch = scratch_bytes<T, P>,
-                                       .block = block<T, P>,
+                                       .block = block<T, P, X, Y>,
                                        .max_depth = kMaxInt8Depth,
                                        .panels_scratch = panels_scratch<T, P>,
-                                       .fill = fill<T, P>,
-                                       .panels = panels<T, P>};
+                                       .fill = fill<X, P>,
+                                       .panels = panels<T, P, X, Y>};
 
 // A block of rows: its hidden units are computed in fp32, and quantised once their range is known.
 struct Workspace {
@@ -77,18 +77,24 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
                       float* to = work.hidden + i * work.hidden_stride + j;
                       store(to, low);
                       store(to + kLanes, high);
-                    });
+                    },
+                    {work.hidden + j, work.hidden_stride * static_cast<long>(sizeof(float))});
   }
   Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized);
   T* y = static_cast<T*>(args.y) + begin * args.n;
+  const auto* residual = static_cast<const T*>(args.residual);
+  if (residual != nullptr) residual += begin * args.residual_stride;
   for (long j = 0; j < args.n; j += kPanel, w2 += Second::panel_size(args.f)) {
     const Epilogue<T> epilogue(args.bias2, j, args.n, kIdentity, args.scale2);
     Second::multiply(work.quantized, rows, args.f, w2, w2 + Second::panel_size(args.f), work.sums,
                      [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
                        epilogue.dequantize(Second::row_scale(work.quantized, args.f, i), low, high);
                        epilogue.finish(low, high);
+                       if (residual != nullptr)
+                         epilogue.add(residual + i * args.residual_stride + j, low, high);
                        epilogue.write(y + i * args.n + j, low, high);
-                     });
+                     },
+                     {y + j, args.n * static_cast<long>(sizeof(T))});
   }
   First::leave();
 }
@@ -105,6 +111,12 @@ const LinearKernels* int8_linear_kernels(Element type) {
   return dispatch_element(
       type, [](auto t) -> const LinearKernels* { return &kLinearKernels<decltype(t)>; });
 }
+
+#if defined(__AVX512BF16__)
+const LinearKernels* int8_into_bf16_kernels() { return &kLinearKernels<float, float, BFloat16>; }
+
+const LinearKernels* int8_from_bf16_kernels() { return &kLinearKernels<float, BFloat16, float>; }
+#endif
 
 const FeedForwardKernels* int8_feed_forward_kernels(Element type) {
   return dispatch_element(

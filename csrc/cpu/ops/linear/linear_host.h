@@ -47,8 +47,11 @@ inline int64_t panel_columns() { return TF_DISPATCH(linear_kernels, )->panel; }
 // copy is up to date (Fingerprint).
 Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
 
-// A packed copy of an int8 weight for the operators of ops/int8_linear.
+// A packed copy of an int8 weight for the kernels of ops/int8_linear; its panels, or nullptr if the
+// instruction set in use has another layout.
 Tensor pack_int8_weight(const Tensor& weight);
+const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed);
+void check_int8_weight(const char* op, const char* name, const Tensor& weight);
 
 // Panels for products with W instead of W^T, packed now.
 Panels column_panels_of(const Tensor& weight, int slot, int64_t m);

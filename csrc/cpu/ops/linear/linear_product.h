@@ -54,8 +54,8 @@ void pack_transposed(const void* transposed, long stride, long n, long k, void* 
   }
 }
 
-// Epilogue of the rows from `row` on.
-template <class T, class P = PackedProduct<T>>
+// Epilogue of the rows from `row` on. T: type of bias and residual; X and Y: of x and y.
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 class RowEpilogue {
   using Operand = typename P::Operand;
 
@@ -64,8 +64,8 @@ class RowEpilogue {
   RowEpilogue(const LinearArgs& call, long row, const Operand* block = nullptr)
       : args_(call),
         block_(block),
-        x_(static_cast<const T*>(call.x) + row * call.x_stride),
-        y_(static_cast<T*>(call.y) + row * call.y_stride),
+        x_(static_cast<const X*>(call.x) + row * call.x_stride),
+        y_(static_cast<Y*>(call.y) + row * call.y_stride),
         residual_(static_cast<const T*>(call.residual)),
         preactivation_(static_cast<T*>(call.preactivation)) {
     if (residual_ != nullptr) residual_ += row * call.residual_stride;
@@ -100,26 +100,36 @@ class RowEpilogue {
     epilogue.write(y_ + i * args_.y_stride + column, low, high);
   }
 
+  // What P::multiply() takes to know of the results: where they are written, or how many columns
+  // are wanted.
+  auto destination(long p) const {
+    if constexpr (P::kQuantizes)
+      return
+          typename P::Destination{y_ + p * kPanel, args_.y_stride * static_cast<long>(sizeof(Y))};
+    else
+      return min(kPanel, args_.n - p * kPanel);
+  }
+
   float x(long i, long k) const { return load_one(x_ + i * args_.x_stride + k); }
 
  private:
   const LinearArgs& args_;
   const Operand* block_;
-  const T* x_;
-  T* y_;
+  const X* x_;
+  Y* y_;
   const T* residual_;
   T* preactivation_;
 };
 
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).
-template <class T, class P = PackedProduct<T>>
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 void row_panels(const LinearArgs& args, long row, long rows, long begin, long end, void* scratch) {
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
   auto* a = static_cast<typename P::Operand*>(scratch);
   float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), args.k));
   const long size = P::panel_size(args.k);
-  P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
-  const RowEpilogue<T, P> row_epilogue(args, row, a);
+  P::fill(static_cast<const X*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+  const RowEpilogue<T, P, X, Y> row_epilogue(args, row, a);
   for (long p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
     const Epilogue<T> epilogue = row_epilogue.of_panel(p);
@@ -127,7 +137,7 @@ void row_panels(const LinearArgs& args, long row, long rows, long begin, long en
         a, rows, args.k, panel, panel + size, sums,
         [=](long i, Vec low, Vec high)
             __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); },
-        min(kPanel, args.n - p * kPanel));
+        row_epilogue.destination(p));
   }
 }
 
@@ -163,7 +173,7 @@ void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin
   }
 }
 
-template <class T, class P = PackedProduct<T>>
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 void block(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
            void* scratch) {
   P::enter();
@@ -175,7 +185,7 @@ void block(const LinearArgs& args, long row_begin, long row_end, long panel_begi
     for (long p = panel_begin; p < panel_end; p += step) {
       const long end = min(panel_end, p + step);
       if constexpr (kNarrow<P>) {
-        row_panels<T, P>(args, row, rows, p, end, scratch);
+        row_panels<T, P, X, Y>(args, row, rows, p, end, scratch);
       } else {
         (slabs ? row_panels_in_slabs<T, P> : row_panels<T, P>)(args, row, rows, p, end, scratch);
       }
@@ -200,15 +210,15 @@ long packed_bytes(long n, long k) {
          static_cast<long>(sizeof(typename P::Operand));
 }
 
-template <class T, class P = PackedProduct<T>>
+template <class X, class P = PackedProduct<X>>
 void fill(const LinearArgs& args, void* scratch) {
-  P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
+  P::fill(static_cast<const X*>(args.x), args.x_stride, args.m, args.k,
           static_cast<typename P::Operand*>(scratch));
 }
 
 // Without args.packed, packs panels for this product only, in the cache of the thread that
 // multiplies by them.
-template <class T, class P = PackedProduct<T>>
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   using Operand = typename P::Operand;
   const auto* weight = static_cast<const T*>(args.weight);
@@ -216,7 +226,7 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   auto* a = static_cast<Operand*>(scratch);
   Operand* place = a + P::block_size(args.m, k);
   float* sums = reinterpret_cast<float*>(place + P::panel_size(k));
-  const RowEpilogue<T, P> row_epilogue(args, 0, a);
+  const RowEpilogue<T, P, X, Y> row_epilogue(args, 0, a);
   // Parts of fp32 panels stay in the first-level cache.
   constexpr bool kInParts = P::kBytes == sizeof(float);
   P::enter();
@@ -232,7 +242,8 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
     };
     if (args.packed != nullptr) {
       const Operand* panel = static_cast<const Operand*>(args.packed) + p * P::panel_size(k);
-      P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink, columns);
+      P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink,
+                  row_epilogue.destination(p));
       continue;
     }
     if constexpr (!P::kQuantizes) {

@@ -53,6 +53,8 @@ struct LayerNormArgs {
 
 // Rows [0, rows) on torch's threads.
 void run_layer_norm(const LayerNormArgs& args, long rows);
+// Rows [begin, end) on this thread.
+void run_layer_norm_rows(const LayerNormArgs& args, long begin, long end);
 
 // Bytes of scratch for layer_norm_rows: float32; bfloat16 and float16.
 TF_KERNEL(long layer_norm_scratch(const LayerNormArgs& args))
