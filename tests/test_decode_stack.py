@@ -15,7 +15,16 @@ from transformer_fast import models
 from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
-from transformer_fast.reference import add_layer_norm, attention, feed_forward, layer_norm, linear
+from transformer_fast.reference import (
+    add_layer_norm,
+    attention,
+    feed_forward,
+    int8_feed_forward,
+    int8_linear,
+    layer_norm,
+    linear,
+    quantize_weight,
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
@@ -50,6 +59,18 @@ def flat(sublayers: list[list[Any]]) -> list[Any]:
     return [parameter for sublayer in sublayers for parameter in sublayer]
 
 
+def _linear(x: Tensor, weight: Any, bias: Any) -> Tensor:
+    if isinstance(weight, Tensor):
+        return linear(x, weight, bias, None, None)
+    return int8_linear(x, *weight, bias, None, None)
+
+
+def _network(x: Tensor, w1: Any, b1: Any, w2: Any, b2: Any, activation: str) -> Tensor:
+    if isinstance(w1, Tensor):
+        return feed_forward(x, w1, b1, w2, b2, activation, 0.0, None)
+    return int8_feed_forward(x, *w1, b1, *w2, b2, activation)
+
+
 def step_of_parts(
     x: Tensor,
     cache: Tensor,
@@ -66,8 +87,8 @@ def step_of_parts(
     def attend(x: Tensor, weights: Any, both: Tensor, end: int, seen: Any, causal: bool) -> Tensor:
         in_weight, in_bias, out_weight, out_bias = weights
         rows, heads, _, size = both.shape[1:]
-        projected = linear(x, in_weight, in_bias, None, None)
-        projected = projected.view(rows, -1, in_weight.shape[0] // WIDTH, heads, size)
+        projected = _linear(x, in_weight, in_bias)
+        projected = projected.view(rows, -1, len(in_bias) // WIDTH, heads, size)
         query, *new = projected.permute(2, 0, 3, 1, 4).unbind(0)
         for kept, part in zip(both, new, strict=False):
             kept[:, :, start:end] = part
@@ -75,14 +96,14 @@ def step_of_parts(
         y = attention(
             query, keys, values, seen[0], seen[1], causal, size**-0.5, 0.0, None, False, False
         )[0]
-        return linear(y.transpose(1, 2).reshape(x.shape), out_weight, out_bias, None, None)
+        return _linear(y.transpose(1, 2).reshape(x.shape), out_weight, out_bias)
 
     each = 3 if memories else 2
     for i, (*weights, norm_weight, norm_bias) in enumerate(sublayers):
         layer, kind = divmod(i, each)
         entered = layer_norm(x, (WIDTH,), norm_weight, norm_bias, 1e-5) if norm_first else x
         if kind + 1 == each:
-            y = feed_forward(entered, *weights, activation, 0.0, None)
+            y = _network(entered, *weights, activation)
         elif kind == 0:
             end = start + x.shape[0] // cache.shape[2]
             y = attend(entered, weights, cache[layer], end, (None, None), start == 0)
@@ -100,10 +121,12 @@ def step_of_parts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "start", "beams", "memory"),
+    ("tokens", "start", "beams", "memory", "quantized"),
     [
-        (1, 7, 1, "whole"), (1, 0, 1, "lengths"), (1, 3, 3, "mask"), (5, 0, 1, "lengths"),
-        (5, 0, 6, "whole"), (1, 7, 1, None), (5, 0, 1, None), (520, 0, 1, None),
+        (1, 7, 1, "whole", False), (1, 0, 1, "lengths", False), (1, 3, 3, "mask", False),
+        (5, 0, 1, "lengths", False), (5, 0, 6, "whole", False), (1, 7, 1, None, False),
+        (5, 0, 1, None, False), (520, 0, 1, None, False),
+        (1, 3, 3, "mask", True), (5, 0, 6, "whole", True), (1, 7, 1, None, True),
     ],
 )  # fmt: skip
 def test_a_step_matches_its_ops(
@@ -114,6 +137,7 @@ def test_a_step_matches_its_ops(
     start: int,
     beams: int,
     memory: str | None,
+    quantized: bool,
 ) -> None:
     sources, source = 3, 9
     rows, places = sources * beams, max(PLACES, tokens)
@@ -134,6 +158,12 @@ def test_a_step_matches_its_ops(
 
         kept = to(cache).clone()
         weights = [[to(w) for w in sublayer] for sublayer in sublayers]
+        # In fp64 products with the values that the quantised weights stand for.
+        for sublayer in weights if quantized else ():
+            for i in (0, 2):
+                values, scale = quantize_weight(sublayer[i])
+                exact = values.to(kind) * scale[:, None].to(kind)
+                sublayer[i] = exact if kind == torch.float64 else (values, scale)
         remembered = [to(m) for m in memories]
         given = to(x)
         before = given.clone()
@@ -145,10 +175,12 @@ def test_a_step_matches_its_ops(
         x: Tensor, cache: Tensor, start: int, weights: Any, memories: Any, norm_first: bool,
         activation: str, mask: Tensor | None, lengths: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        weights = [[w if w is None else torch.nn.Parameter(w) for w in s] for s in weights]
+        scales = [s[i][1] for s in weights for i in (0, 2)] if quantized else []
+        tensors = [w[0] if isinstance(w, tuple) else w for s in weights for w in s]
+        tensors = [w if w is None else torch.nn.Parameter(w, False) for w in tensors]
         eps = [1e-5] * len(weights)
         step = DecodeStack(
-            flat(weights), [], eps, norm_first, activation, x.shape[0], memories, mask, lengths
+            tensors, scales, eps, norm_first, activation, x.shape[0], memories, mask, lengths
         )
         return step(x, cache, start)
 

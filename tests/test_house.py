@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "attention, inference": (lambda: _attention(False), False, Count(4, 4, 3)),
     "attention, training": (lambda: _attention(True), True, Count(7, 5, 5)),
     "linear, inference": (_linear, False, Count(13, 6, 6)),
-    "generate, 8 tokens": (_generate, False, Count(451, 23, 187)),
+    "generate, 8 tokens": (_generate, False, Count(451, 23, 188)),
 }
 
 
@@ -185,7 +185,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 #: Number of files in the package, csrc, tests and benchmarks that name an op in their code: as an
 #: identifier or a string, not in comments or docstrings. The default limit is ten.
 NAMED_IN = {
-    "layer_norm": 64, "add_layer_norm": 36, "rms_norm": 15, "attention": 112, "linear": 114,
+    "layer_norm": 65, "add_layer_norm": 36, "rms_norm": 15, "attention": 112, "linear": 114,
     "feed_forward": 71, "cross_entropy": 48, "linear_cross_entropy": 23,
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -13,8 +15,18 @@ from harness import DTYPES, check_threads, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from transformer_fast import _native, explain, functional, reference, strict, use_backend
-from transformer_fast.backends import cpu_packing
+from transformer_fast import (
+    _native,
+    accelerate,
+    explain,
+    functional,
+    nn,
+    reference,
+    strict,
+    use_backend,
+)  # fmt: skip
+from transformer_fast.backends import cpu_blocks, cpu_packing
+from transformer_fast.measure.calls import record
 from transformer_fast.testing import nan_memory
 from transformer_fast.testing.oracle import promote
 from transformer_fast.testing.parity import OUTPUT_FACTOR, Parity, compare
@@ -224,6 +236,104 @@ def test_strided_arguments(isa):
     turned = weight.t().contiguous().t()
     arguments = wide[..., 5:105:2], turned, scale.repeat(2, 1).t()[:, 1], bias, None, residual
     assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
+
+
+WIDTH, HEADS, HIDDEN = 64, 4, 100
+
+
+def sublayers(kinds: list[int]) -> tuple[list[Any], list[Any]]:
+    """Returns the parameters and scales of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    parameters: list[Any] = []
+    scales: list[Any] = []
+    attends, network = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH)), ((HIDDEN, WIDTH), (WIDTH, HIDDEN))
+    for kind in 2 * kinds:
+        for rows, columns in network if kind == 2 else attends:
+            weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
+            values, scale = reference.quantize_weight(weight)
+            parameters += [torch.nn.Parameter(values, requires_grad=False)]
+            parameters += [torch.randn(rows, generator=generator)]
+            scales.append(scale)
+        parameters += [torch.randn(WIDTH, generator=generator), None]
+    return parameters, scales
+
+
+def by_ops(
+    x: Tensor, memory: Tensor, kinds: list[int], parameters: list[Any], scales: list[Any],
+    norm_first: bool, lowp: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """What fused layers compute, one op after the other; attention in ``lowp``."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.layer_norm(x, (WIDTH,), weight, backend="cpu")
+
+    def split(y: Tensor) -> Tensor:
+        return y.to(lowp).unflatten(-1, (-1, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+
+    for i, kind in enumerate(2 * kinds):
+        w1, b1, w2, b2, weight, _ = parameters[6 * i : 6 * i + 6]
+        s1, s2 = scales[2 * i : 2 * i + 2]
+        entered = norm(x, weight) if norm_first else x
+        if kind == 2:
+            y = x + int8_feed_forward(entered, w1, s1, b1, w2, s2, b2, "gelu")
+        else:
+            one, rest = slice(WIDTH), slice(WIDTH, None)
+            source = entered if kind == 0 else memory
+            (q,) = split(int8_linear(entered, w1[one], s1[one], b1[one], None, None))
+            k, v = split(int8_linear(source, w1[rest], s1[rest], b1[rest], None, None))
+            y = functional.scaled_dot_product_attention(q, k, v, backend="cpu")
+            y = int8_linear(y.transpose(1, 2).flatten(2).to(x.dtype), w2, s2, b2, None, x)
+        x = y if norm_first else norm(y, weight)
+    return x
+
+
+def fused(
+    x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any], first: bool
+) -> Tensor:
+    given = x, None, False, memory if 1 in kinds else None
+    rest = kinds, first, HEADS, True, "gelu", parameters, scales, [1e-5] * (len(parameters) // 6)
+    return cpu_blocks.layers(torch.nn.Module(), *rest, *given)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kinds", [[0, 2], [0, 1, 2]], ids=str)
+def test_fused_layers_have_the_bits_of_their_ops(isa, threads, norm_first, kinds):
+    """In few rows, whose products the threads share, and in blocks of rows that threads take."""
+    parameters, scales = sublayers(kinds)
+    plain = [p if p is None else p.detach() for p in parameters]  # of which no copies are kept
+    lowp = torch.bfloat16 if isa in ("avx512_bf16", "amx") else torch.float32
+    rest = kinds, parameters, scales, norm_first
+    for batch, length in ((1, 3), (3, 37)):
+        x, memory = torch.randn(batch, length, WIDTH), torch.randn(batch, 21, WIDTH)
+        run = functools.partial(fused, x, memory, *rest)
+        with torch.inference_mode():
+            found = run()
+            check_threads(run)
+            assert same_bits(found, by_ops(x, memory, *rest, lowp)), (batch, length)
+            assert same_bits(fused(x, memory, kinds, plain, scales, norm_first), found)
+            assert same_bits(fused(x[:1], memory[:1], *rest), found[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("left", ["", "self_attn", "linear"])
+def test_fused_layers_keep_the_error_budget(isa, dtype, left):
+    """The error of the reference, composed, against the floating-point weights in fp64.
+
+    ``left``: modules that are not quantised.
+    """
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, batch_first=True, activation="gelu")
+    x = torch.randn(3, 20, WIDTH).to(dtype)
+    layer.eval().to(dtype)
+    exact = copy.deepcopy(layer).double()
+    accelerate(layer, quantize="int8", filter_fn=lambda _, name: not (left and left in name))
+    with torch.no_grad(), use_backend("reference"):
+        true, close = exact(x.double()), layer(x)
+    with torch.no_grad(), record() as calls:
+        found = layer(x)
+        assert calls.calls["attention sub-layer", "cpu"] == 1
+        assert explain("encoder_layer", layer, x).backend == "cpu"
+    result = compare("layer", found, close, true, OUTPUT_FACTOR)
+    assert result.ok, result
 
 
 @needs_native

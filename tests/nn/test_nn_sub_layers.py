@@ -353,14 +353,16 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     ops = torch.ops.transformer_fast
     x = torch.randn(2, 3, 8).to(dtype)
     w3, w1 = torch.randn(24, 8).to(dtype), torch.randn(8, 8).to(dtype)
-    w2 = w3.t().contiguous()
+    w2, ones = w3.t().contiguous(), torch.ones(24)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
 
-    def call(kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None) -> None:
+    def call(
+        kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None, scales=()
+    ) -> None:
         packed = [None] * (len(parameters) // 3) if packed is None else packed
         ops.layers.cpu(
-            x, memory, kinds, parameters, packed, [], [1e-5] * (len(parameters) // 6), False, heads, 1,
-            True, None, False, None, False, starts, None,
+            x, memory, kinds, parameters, packed, scales, [1e-5] * (len(parameters) // 6), False,
+            heads, 1, True, None, False, None, False, starts, None,
         )  # fmt: skip
 
     def attention(w_in=w3, w_out=w1, norm=None, kind=0, **change) -> None:
@@ -385,6 +387,10 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
         (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),
         (attention, "the norm must have 8", {"norm": torch.ones(4)}),
+        (attention, "2 or no scales", {"scales": [None]}),
+        (attention, "in_weight must be .* or int8 with a scale", {"scales": [ones, None]}),
+        (attention, "scale of in_weight must have 24", {"w_in": w3.char(), "scales": [x, None]}),
+        (feed_forward, "must have one dtype", {"w1": w3.char(), "scales": [ones, None]}),
         (feed_forward, "input must be float32", {"x": x.int()}),
         (feed_forward, "weight1 must be", {"w1": w3.to(other)}),
         (feed_forward, "weight2 must be", {"w2": w3}),

@@ -54,14 +54,17 @@ def _refuse_attention(call: Call) -> str | None:
 _INT8_DEPTH = 66000
 
 
+def too_deep(*weights: Tensor) -> str | None:
+    """Returns the reason why a product with one of these int8 weights is not supported, or None."""
+    deepest = max(weight.shape[1] for weight in weights)
+    if deepest <= _INT8_DEPTH:
+        return None
+    return f"it supports int8 weights of at most {_INT8_DEPTH} columns, and one has {deepest}"
+
+
 def _refuse_int8_depth(call: Call) -> str | None:
-    for name in ("weight", "weight1", "weight2"):
-        weight = getattr(call.arguments, name, None)
-        if weight is not None and weight.shape[1] > _INT8_DEPTH:
-            return (
-                f"it supports at most {_INT8_DEPTH} columns of {name}, which has {weight.shape[1]}"
-            )
-    return None
+    given = call.arguments
+    return too_deep(given.weight) if call.op == "int8_linear" else too_deep(given[1], given[4])
 
 
 def _few(

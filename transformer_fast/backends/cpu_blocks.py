@@ -18,7 +18,7 @@ from .._context import are_plain_on_cpu
 from ..dispatch import Call, Kernel
 from ..ops.linear import CODES
 from ..ops.operator import ARGMAX, EMBEDDING_BACKWARD
-from .cpu import register_kernel
+from .cpu import register_kernel, too_deep
 from .cpu_packing import PackedWeights
 
 #: Width of a panel of packed weights. Cross-attention splits one packed weight into the parts of
@@ -27,9 +27,10 @@ _PANEL = 32
 
 
 def _refuse(call: Call) -> str | None:
-    if are_plain_on_cpu(call.tensors):
-        return None
-    return "it supports plain CPU tensors only, and one is sparse or of a subclass"
+    quantized = call.arguments.quantized
+    if not are_plain_on_cpu((*call.tensors, *quantized)):
+        return "it supports plain CPU tensors only, and one is sparse or of a subclass"
+    return too_deep(*quantized[0::2]) if quantized else None
 
 
 def _refuse_layer(call: Call) -> str | None:

@@ -52,6 +52,34 @@ class Fused(NamedTuple):
     cross: tuple[Tensor | None, bool]
 
 
+class Parameters(NamedTuple):
+    """The parameters of sub-layers, as kernels for whole layers take them."""
+
+    #: Of each sub-layer weight1, bias1, weight2, bias2, and the norm's weight and bias; of a quantised
+    #: weight its int8 values.
+    tensors: list[Any]
+    #: Of each sub-layer those of the two weights, None if not quantised. Empty: no weight is.
+    scales: list[Tensor | None]
+    #: The floating-point tensors, and those of the quantised weights.
+    floats: list[Any]
+    quantized: list[Any]
+
+    @staticmethod
+    def of(given: list[Any]) -> Parameters:
+        """``given``: as ``tensors``, with `Int8Weight`s. Raises `Unreadable`."""
+        if Int8Weight not in map(type, given):
+            return Parameters(given, [], given, [])
+        weights = [given[i + j] for i in range(0, len(given), 6) for j in (0, 2)]
+        found = [isinstance(weight, Int8Weight) for weight in weights]
+        if found[0::2] != found[1::2]:
+            raise Unreadable("weights are int8 in part")
+        tensors = [p.values if isinstance(p, Int8Weight) else p for p in given]
+        scales = [w.scale if isinstance(w, Int8Weight) else None for w in weights]
+        floats = [p for p in given if not isinstance(p, Int8Weight)]
+        int8 = [w for w in weights if isinstance(w, Int8Weight)]
+        return Parameters(tensors, scales, floats, [t for w in int8 for t in (w.values, w.scale)])
+
+
 def _options(layer: Layer) -> tuple[Any, ...]:
     """Returns the options that layers of one call must share."""
     kinds = []
@@ -105,7 +133,7 @@ def _prepare(
             groups.append((options, [layer]))
     calls = []
     for options, layers in groups:
-        parameters: list[Tensor | None] = []
+        parameters: list[Any] = []
         eps: list[float] = []
         p = 0.0
         for layer in layers:
@@ -113,17 +141,16 @@ def _prepare(
             for _, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
                 if norm.module is not None:
                     raise Unreadable("norm is hooked, replaced or of other sizes")
-                if isinstance(weight1, Int8Weight) or isinstance(weight2, Int8Weight):
-                    raise Unreadable("weights are int8")
                 parameters += weight1, bias1, weight2, bias2, norm.weight, norm.bias
                 eps.append(norm.eps)
-        if parameters[2].shape[0] != x.shape[2]:  # type: ignore[union-attr]
+        if parameters[2].shape[0] != x.shape[2]:
             raise Unreadable("size is not that of the input")
-        tensors = (x, *parameters) if memory is None else (x, memory, *parameters)
+        given = Parameters.of(parameters)
+        tensors = (x, *given.floats) if memory is None else (x, memory, *given.floats)
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
-        call = Call(op, tensors, grad, LayerArguments(p, options[-1]))
-        calls.append((call, (layers[0].module, *options, parameters, [], eps)))
+        call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized))
+        calls.append((call, (layers[0].module, *options, given.tensors, given.scales, eps)))
     if memory is not None:
         batch = 0 if groups[0][0][3] else 1
         if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):

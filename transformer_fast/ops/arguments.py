@@ -8,7 +8,7 @@ but no other attributes: hence ``type(record).op``, and ``tensors`` is a method.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -236,3 +236,5 @@ class LayerArguments(NamedTuple):
 
     dropout_p: float = 0.0
     activation: Any = None
+    #: Values and scales of int8 weights, which the call's tensors leave out.
+    quantized: Sequence[Tensor] = ()

@@ -21,6 +21,7 @@ from ..._context import is_traced
 from ...dispatch import Call, make_call, select
 from ...functional import causal_mask
 from ...nn import masks
+from ...nn.fused_layers import Parameters
 from ...nn.fusion import (
     LINEAR,
     Kind,
@@ -197,28 +198,31 @@ def bind_stack(
     key_lengths: Tensor | None,
 ) -> Callable[..., Tensor] | None:
     """Returns a function that runs all layers in one call; None: they need separate kernels."""
-    parameters: list[Tensor | None] = []
+    parameters: list[Any] = []
     eps: list[float] = []
     activation = stack.layers[0].activation
     for layer in stack.layers:
         for one in layer.sublayers:
             if one.norm.module is not None or layer.activation != activation:
                 return None
-            if isinstance(one.weight1, Int8Weight) or isinstance(one.weight2, Int8Weight):
-                return None
             # Skips keys and values of the memory: they were computed before the first step.
             first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
-            parameters += *first, *one[3:5], *one.norm[:2]  # type: ignore[arg-type]
+            parameters += *first, *one[3:5], *one.norm[:2]
             eps.append(one.norm.eps)
-    tensors = (sample, cache, *memories, *parameters)
-    arguments = LayerArguments(activation=activation)
+    try:
+        given = Parameters.of(parameters)
+    except Unreadable:
+        return None
+    tensors = (sample, cache, *memories, *given.floats)
+    arguments = LayerArguments(activation=activation, quantized=given.quantized)
     call = Call("decode_step", tensors, wants_grad(*tensors), arguments)
     kernel = dispatch.find(call)
     if kernel is None or sample.shape[0] == 0 or is_traced():
         return None
     return kernel.function(  # type: ignore[no-any-return]
-        parameters, [], eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
-    )
+        given.tensors, given.scales, eps, stack.norm_first, activation, sample.shape[0], memories, mask,
+        key_lengths,
+    )  # fmt: skip
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

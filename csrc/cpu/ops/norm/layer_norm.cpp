@@ -11,9 +11,8 @@ namespace tf {
 
 void run_layer_norm(const LayerNormArgs& args, long rows) {
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, args.n));
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    run_layer_norm_rows(args, begin, end);
-  });
+  torch::stable::parallel_for(
+      0, rows, grain, [&](int64_t begin, int64_t end) { run_layer_norm_rows(args, begin, end); });
 }
 
 void run_layer_norm_rows(const LayerNormArgs& args, long begin, long end) {
