@@ -208,6 +208,37 @@ def _saturated(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) 
     return sums * scale * row + bias
 
 
+def _kinds_of_data() -> dict[str, Tensor]:
+    """Returns rows (256, 300) as Transformers have them, before linear maps."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 300)
+    large = torch.ones(300)
+    large[:3] = 20.0
+    return {
+        "normal": x,
+        "1 % of the channels 20 times as large": x * large,
+        "long tails": torch.distributions.StudentT(torch.tensor(4.0)).sample((256, 300)),
+        "rows of varied size": x * torch.exp(0.7 * torch.randn(256, 1)),
+        "hidden units of GELU": torch.nn.functional.gelu(x),
+        "hidden units of ReLU": x.relu(),
+    }
+
+
+@pytest.mark.parametrize("kind", _kinds_of_data())
+def test_the_error_is_that_of_rounding_to_the_steps(kind):
+    """Against float64: that of uniform errors of a step of each row, and of each column of the weight."""
+    x, weight = _kinds_of_data()[kind], torch.randn(200, 300)
+    values, scale = functional.quantize_weight(weight)
+    found = functional.int8_linear(x, values, scale).double()
+    expected = x.double() @ weight.double().T
+    steps = (x.amax(-1).clamp(min=0) - x.amin(-1).clamp(max=0)) / 254
+    # Zeros are exact.
+    of_rows = steps.square().outer(weight.square().sum(-1)) * (x != 0).float().mean()
+    of_columns = x.square().sum(-1).outer(scale.square())
+    predicted = ((of_rows + of_columns).sum() / 12).sqrt()
+    assert 0.9 < float((found - expected).norm() / predicted) < 1.1
+
+
 BUGS: dict[str, Callable[..., Tensor]] = {
     "zero point off by one": _shifted,
     "scales of the wrong columns": lambda x, weight, scale, bias, *rest: reference.int8_linear(

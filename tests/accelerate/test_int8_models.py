@@ -310,3 +310,48 @@ def test_compiled_models_run_on_8_bits():
     assert "gradients" in str(reports[-1])
     with pytest.raises(Exception, match="quantize must be None or int8"):
         torch.compile(plain, backend="transformer_fast", options={"quantize": "int4"})(x())
+
+
+class TestCalibration:
+    """Factors of channels with outliers; 1 % of the channels of each norm are 20 times as large."""
+
+    @staticmethod
+    def of_outliers(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm):
+                    size = len(module.weight)
+                    module.weight[torch.randperm(size)[: max(1, size // 100)]] *= 20.0
+        return model.eval()
+
+    def test_a_norm_and_a_linear_layer(self):
+        model = self.of_outliers(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 256)))
+        nn.init.normal_(model[1].weight, std=512**-0.5)
+        inputs, calibration = torch.randn(2, 64, 512)
+        before, state = run(model, inputs), copy.deepcopy(model.state_dict())
+        accelerate(model, quantize="int8")
+        without = error(run(model, inputs), before)
+        restore(model)
+        report = accelerate(model, quantize="int8", calibration=calibration)
+        assert report.int8.smoothed == ["0"]
+        assert error(run(model, inputs), before) < min(1.2e-2, 0.5 * without)  # the set target
+        restore(model)
+        assert all(same_bits(state[name], value) for name, value in model.state_dict().items())
+
+    @pytest.mark.parametrize("norm_first", [True, False])
+    def test_only_norms_that_feed_nothing_else_get_factors(self, norm_first):
+        """A decoder: the second norm is the query of attention to the memory. Post-norm: residuals."""
+        layer = nn.TransformerDecoderLayer(32, 4, 48, batch_first=True, norm_first=norm_first)
+        model = self.of_outliers(nn.TransformerDecoder(layer, 2))
+        inputs = tuple(torch.randn(2, 3, 9, 32))
+        before, state = run(model, *inputs), copy.deepcopy(model.state_dict())
+        report = accelerate(model, quantize="int8", calibration=[inputs, inputs])
+        expected = [f"layers.{i}.norm{n}" for i in range(2) for n in (1, 2, 3)]
+        assert report.int8.smoothed == (expected if norm_first else [])
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            assert error(run(each, *inputs), before) < ERROR
+            restore(each)
+            assert all(same_bits(state[name], value) for name, value in each.state_dict().items())
+        assert same_bits(run(model, *inputs), before)

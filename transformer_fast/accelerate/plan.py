@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..nn.drop_in import recorded_classes
-from . import classes, hugging_face, mlp, packing, quantize
+from . import classes, hugging_face, mlp, packing, quantize, smooth
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts, is_model
 from .report import Entry, Report
@@ -27,10 +27,8 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     changed = recorded_classes(module)
     if changed is not None:
         found.append(ClassChange(name, module, *changed))
-    quantised = quantize.recorded(name, module)
-    if quantised is not None:
-        found.append(quantised)
-    return found
+    others = quantize.recorded(name, module), smooth.recorded(name, module)
+    return [*found, *(change for change in others if change is not None)]
 
 
 def _find(

@@ -21,6 +21,8 @@ from .classes import Change, ClassChange, undone
 from .report import Entry, Int8Report, Report
 
 SCHEMES = ("int8",)
+#: Name of the attribute of a norm with the factors of its channels, see `smooth`.
+FACTORS = "_factors_of_accelerate"
 
 
 @dataclass
@@ -59,9 +61,13 @@ def recorded(name: str, module: torch.nn.Module) -> QuantizeChange | None:
     return None if record is None else QuantizeChange(name, module, record)
 
 
-def check_options(model: torch.nn.Module, scheme: Any, keep_weights: bool) -> None:
+def check_options(
+    model: torch.nn.Module, scheme: Any, keep_weights: bool, calibration: Any
+) -> None:
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"quantize must be None or one of {', '.join(SCHEMES)}, not {scheme!r}")
+    if calibration is not None and scheme is None:
+        raise ValueError("calibration needs quantize")
     if not keep_weights and scheme is None:
         raise ValueError(
             "keep_weights=False needs quantize: it frees the weights that are quantised"
@@ -172,6 +178,7 @@ def _no_kernel(weight: Tensor, transposed: bool) -> str | None:
 def finish(model: torch.nn.Module, report: Report, keep_weights: bool) -> None:
     """Completes the report, and frees the float weights unless they are kept."""
     found = report.int8 = report.int8 or Int8Report()
+    found.smoothed = [name for name, module in model.named_modules() if FACTORS in module.__dict__]
     quantised = [m for m in model.modules() if INT8 in m.__dict__]
     for module in quantised:
         before, after = module.__dict__[INT8].held_bytes(module)

@@ -37,6 +37,8 @@ class Int8Report:
     keeps_weights: bool = True
     #: Bytes of the other weights of two or more dimensions, by class.
     float_bytes: Counter[str] = field(default_factory=Counter)
+    #: Names of the norms whose channels were scaled, see ``calibration``.
+    smoothed: list[str] = field(default_factory=list)
     #: Norm of the outputs' error relative to that of the outputs, and the least cosine of a row of
     #: outputs with the float model's; None: not measured.
     error: float | None = None
@@ -56,6 +58,10 @@ class Int8Report:
             left = ", ".join(f"{k} {_megabytes(n)}" for k, n in self.float_bytes.most_common())
             lines.append(
                 f"Not in int8: {left} (tables are looked up, and convolutions have no kernel)."
+            )
+        if self.smoothed:
+            lines.append(
+                f"Calibration: factors in {len(self.smoothed)} norms ({self.smoothed[0]}, ...)."
             )
         if self.error is not None:
             lines.append(

@@ -31,6 +31,7 @@ def accelerate(
     verify: Any = None,
     quantize: str | None = None,
     keep_weights: bool = True,
+    calibration: Any = None,
 ) -> Report:
     """Replaces modules of a model by those of `transformer_fast`, in place and reversibly.
 
@@ -69,6 +70,10 @@ def accelerate(
         keep_weights: False: the float weights of quantised modules are freed. ``state_dict`` and pickles
             then hold the int8 values (under the weight's name) and their scales (``..._scale``); a model
             accelerated in the same way loads them, or a state_dict with float weights. `restore` raises.
+        calibration: example inputs as in verify, or a list of such. Where a norm feeds only linear maps
+            (pre-norm layers), channels with outliers are divided by powers of two in the norm and
+            multiplied by them in the maps' weights: less error in 8 bits, the same bits in
+            float. `restore` undoes it. None: no factors.
         verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
             tensor. The original and the accelerated model are run on them (eval and train mode,
             forward and gradients; layers also with padding). If results differ by more than
@@ -89,9 +94,10 @@ def accelerate(
     from .plan import complete, make_plan
     from .quantize import check_options, finish, measure
     from .quantize import make_plan as plan_of_weights
+    from .smooth import smooth
 
     _require_module(model)
-    check_options(model, quantize, keep_weights)
+    check_options(model, quantize, keep_weights, calibration)
     report = Report()
     changes = make_plan(model, filter_fn, report)
     apply_all(changes)
@@ -102,6 +108,8 @@ def accelerate(
             verify_changes(model, changes, verify, report)
         if quantize is not None and report.verified is not False:
             more = plan_of_weights(model, filter_fn, report)
+            if calibration is not None:
+                changes += smooth(model, more, calibration)
             apply_all(more)
             changes += more
             if verify is not None and more:
