@@ -666,6 +666,7 @@ def _compiled_by_openvino(model: Any, threads: int, hint: str) -> Any:
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
         # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
         "INFERENCE_PRECISION_HINT": hint,
     }
