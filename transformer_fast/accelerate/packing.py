@@ -6,21 +6,22 @@ back, with zeros at padded places. The layers are called as they are, with `Rows
 only our attention function reads it. No state outlives the loop, so that threads, exceptions and
 activation checkpointing need no care.
 
-Two facts are established when `accelerate` plans: how the loop passes the hidden states on, read from
-its source, and that each kind of layer computes its tokens independently except in the registered
-attention, by running it on three tokens; see `_mixes_tokens`.
+`accelerate` establishes two facts beforehand: how the loop passes the hidden states on, from its source;
+and that layers combine tokens only in the registered attention, by running a layer of each kind on three
+tokens; see `_mixes_tokens`.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,36 +38,31 @@ from .classes import ClassChange
 _PADDING = "_padding_of_transformer_fast"
 
 
-class Index(NamedTuple):
-    """Where the real tokens of a batch are."""
-
-    places: Tensor  #: (N,), indices of the real tokens among the B * T places
-    starts: Tensor  #: (B + 1,) int32, the row at which each sequence begins
-    longest: int  #: the largest number of real tokens in a sequence
-
-
 class Padding:
     """The padding from which a mask was made."""
 
     def __init__(self, real: Tensor, is_full: bool, mask: Tensor) -> None:
         self.real = real  #: (B, T) bool
         self.is_full = is_full  #: True if every token attends to all real tokens of its sequence
+        # Inference tensors do not count changes.
         self._version = None if mask.is_inference() else mask._version
-        self._index: Index | None = None
 
     def is_stale(self, mask: Tensor) -> bool:
-        """True if the mask was changed since; inference tensors do not count changes."""
+        """True if the mask was changed since."""
         return self._version is not None and mask._version != self._version
 
-    def index(self) -> Index:
-        """Returns the places of the real tokens, computed once."""
-        if self._index is None:
-            lengths = self.real.sum(1, dtype=torch.int32)
-            starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-            torch.cumsum(lengths, 0, out=starts[1:])
-            places = self.real.flatten().nonzero().squeeze(1)
-            self._index = Index(places, starts, int(lengths.max()))
-        return self._index
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """Returns the indices (N,) of the real tokens among the B * T places."""
+        return self.real.flatten().nonzero().squeeze(1)
+
+    @functools.cached_property
+    def starts(self) -> tuple[Tensor, int]:
+        """Returns the row at which each sequence begins (B + 1,), and the length of the longest."""
+        lengths = self.real.sum(1, dtype=torch.int32)
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        return starts, int(lengths.max())
 
 
 def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
@@ -102,20 +98,24 @@ class Rows:
     """The packed batch; stands in for the mask in the arguments of layers and of attention."""
 
     def __init__(self, mask: Tensor, padding: Padding) -> None:
-        self.mask, self.padding, self.index = mask, padding, padding.index()
+        self.mask, self.padding = mask, padding
         self.batch, self.length = padding.real.shape
+
+    def has_places_of(self, other: Any) -> bool:
+        """True if the other rows are of the same tokens."""
+        mine, theirs = self.padding.places, other.padding.places
+        return mine is theirs or torch.equal(mine, theirs)
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows (1, N, ...) of (B, T, ...), or of (1, T, ...) for all sequences."""
-        batch, length, *rest = x.shape
-        if batch != self.batch:
-            x = x.expand(self.batch, *x.shape[1:])
-        return x.reshape(self.batch * length, *rest).index_select(0, self.index.places)[None]
+        rest = x.shape[2:]
+        flat = x.expand(self.batch, -1, *rest).reshape(self.batch * self.length, *rest)
+        return flat.index_select(0, self.padding.places)[None]
 
     def put_back(self, rows: Tensor) -> Tensor:
         """Returns (B, T, ...) with zeros at padded places."""
         flat = rows.new_zeros((self.batch * self.length, *rows.shape[2:]))
-        flat.index_copy_(0, self.index.places, rows[0])
+        flat.index_copy_(0, self.padding.places, rows[0])
         return flat.view(self.batch, self.length, *rows.shape[2:])
 
     def attend(
@@ -132,7 +132,7 @@ class Rows:
                 own = {**kwargs, "is_causal": False}
                 return function(module, query, key, value, None, **own)  # type: ignore[no-any-return]
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            _, starts, longest = self.index
+            starts, longest = self.padding.starts
             output = functional.varlen_attn(
                 q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"),
                 dropout_p=kwargs.get("dropout", 0.0), enable_gqa=k.shape[1] < q.shape[1],
@@ -151,8 +151,8 @@ class _Loop:
         #: The output of the last call, if the loop has it as rows; and whose rows these are.
         self.hidden: Tensor | None = None
         self.rows: Rows | None = None
-        self.all_rows: dict[int, Rows] = {}  # by the id of the mask, which the value keeps alive
         self.may_pack: bool | None = None
+        #: By id of positions (kept alive) and padding, the positions of the rows.
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def __iter__(self) -> Iterator[_Layer]:
@@ -162,61 +162,52 @@ class _Loop:
     def call(
         self, layer: torch.nn.Module, is_last: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Calls the layer, if possible on rows."""
+        values = (*args, *kwargs.values())
+        mask = next((x for x in values if getattr(x, _PADDING, None) is not None), None)
+        if mask is None and self.hidden is None:
+            return layer(*args, **kwargs)
         names = self.stack._parameters_of_layers
         given = dict(zip(names, args, strict=False)) | kwargs
-        hidden: Any = given.get(names[0])
-        was_packed = hidden is not None and hidden is self.hidden
-        rows = self._rows_for(given, hidden, was_packed)
+        hidden = given[names[0]]
+        old = self.rows if hidden is self.hidden else None
+        rows = None if mask is None else self._rows_of(mask, hidden, old)
         packed = None if rows is None else self._packed(layer, given, rows)
-        if was_packed and (packed is None or not self._are_same(rows)):
-            assert self.rows is not None
-            given[names[0]] = hidden = self.rows.put_back(hidden)
-            was_packed = False
-        if packed is None or rows is None:
-            self.hidden = None
-            positional = [given.pop(name) for name in names[: len(args)]]
-            return layer(*positional, **given)
-        packed[names[0]] = hidden if was_packed else rows.gather(hidden)
+        is_packed = old is not None and packed is not None and old.has_places_of(rows)
+        if old is not None and not is_packed:
+            hidden = old.put_back(hidden)
+        if packed is None:
+            rows, self.hidden, packed = None, None, {**given, names[0]: hidden}
+        elif rows is not None:
+            packed[names[0]] = hidden if is_packed else rows.gather(hidden)
         positional = [packed.pop(name) for name in names[: len(args)]]
         output = layer(*positional, **packed)
+        if rows is None:
+            return output
         first, *others = output if isinstance(output, tuple) else (output,)
-        if self.stack._is_chain and not is_last:
-            self.hidden, self.rows = first, rows
-        else:
+        self.hidden, self.rows = first, rows
+        if is_last or not self.stack._is_chain:
             self.hidden, first = None, rows.put_back(first)
         return (first, *others) if isinstance(output, tuple) else first
 
-    def _are_same(self, rows: Rows | None) -> bool:
-        if rows is None or self.rows is None:
-            return False
-        return rows is self.rows or torch.equal(rows.index.places, self.rows.index.places)
-
-    def _rows_for(self, given: dict[str, Any], hidden: Any, was_packed: bool) -> Rows | None:
+    def _rows_of(self, mask: Tensor, hidden: Any, old: Rows | None) -> Rows | None:
         """Returns the rows that the mask describes; None if the call is not packed."""
-        for mask in given.values():
-            padding = getattr(mask, _PADDING, None) if isinstance(mask, Tensor) else None
-            if padding is not None:
-                break
-        else:
-            return None
+        padding: Padding = getattr(mask, _PADDING)
         if self.may_pack is None:
             self.may_pack = not (is_recorded() or in_torch_func() or any(map(_hooked, self.layers)))
         if not self.may_pack or padding.is_stale(mask):
             return None
-        fits = was_packed or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
-        if not fits or (not was_packed and hidden.shape[:2] != padding.real.shape):
-            return None
-        if not 0 < len(padding.index().places) < padding.real.numel():
-            return None  # no token, or no padding
-        if id(mask) not in self.all_rows:
-            self.all_rows[id(mask)] = Rows(mask, padding)
-        return self.all_rows[id(mask)]
+        is_padded = 0 < len(padding.places) < padding.real.numel()  # else no token, or no padding
+        fits = old is not None or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
+        shape = hidden.shape if old is None else old.padding.real.shape
+        if is_padded and fits and shape[:2] == padding.real.shape:
+            return Rows(mask, padding)
+        return None
 
     def _packed(
         self, layer: torch.nn.Module, given: dict[str, Any], rows: Rows
     ) -> dict[str, Any] | None:
-        """Returns the arguments for rows, with the hidden states as given; None if one has no such
-        form."""
+        """Returns the arguments for rows, hidden states as given; None if one has no such form."""
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
@@ -229,15 +220,14 @@ class _Loop:
             else:
                 return None
         if "position_bias" in names and packed.get("position_bias") is None:
-            bias = _bias_of(layer)
-            packed["position_bias"] = bias and bias.compute_bias(rows.length, rows.length)
-            if bias is None:
+            if (bias := _bias_of(layer)) is None:
                 return None
+            packed["position_bias"] = bias.compute_bias(rows.length, rows.length)
         return None if packed.get("output_attentions") else packed
 
     def _gathered(self, value: Any, rows: Rows) -> Any:
         """Returns the positions of the tokens, from a tensor or a tuple of tensors (1 or B, T, ...)."""
-        key = (id(value), id(rows))
+        key = id(value), id(rows.padding)
         if key not in self.gathered:
             several = isinstance(value, tuple)
             found = [rows.gather(x) for x in (value if several else (value,))]
@@ -319,7 +309,10 @@ def find(
     layers: list[Any] = [*stack.children()]
     if not isinstance(stack, torch.nn.ModuleList) or not layers:
         return None
-    signatures = [inspect.signature(layer.forward).parameters for layer in layers]
+    try:
+        signatures = [inspect.signature(layer.forward).parameters for layer in layers]
+    except (TypeError, ValueError):  # compiled code
+        return None
     parameters = tuple(signatures[0])
     if "attention_mask" not in parameters[1:]:
         return None
