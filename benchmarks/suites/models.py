@@ -114,7 +114,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
 
     def make(nn: Any) -> nn.Module:
         layer = nn.TransformerEncoderLayer(_SIZE.model, _SIZE.heads, _SIZE.hidden, batch_first=True)
-        return nn.TransformerEncoder(layer, case.layers or 1, enable_nested_tensor=False)
+        return nn.TransformerEncoder(layer, case.layers or 1)
 
     ours, theirs = twins(make, torch.float32, "cpu")
     inputs = case.inputs(Scope())
@@ -125,9 +125,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
         return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
 
     def padded(model: nn.Module) -> Callable[..., Tensor]:
-        return with_fast_path(
-            lambda x, mask, padding: model(x, src_key_padding_mask=padding), False
-        )
+        return lambda x, mask, padding: model(x, src_key_padding_mask=padding)
 
     examples = [(x,) if padding is None else (x, padding) for ((x, _, padding),) in inputs]
     stack = _Stack(theirs).eval().requires_grad_(False)
@@ -135,13 +133,13 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     candidates = [
         Candidate(ACCELERATED, padded(quantised(theirs))),
         Candidate("transformer_fast.nn, float32", padded(ours)),
-        Candidate(eager, padded(theirs), ours=False),
+        Candidate(eager, with_fast_path(padded(theirs), False), ours=False),
         *(
             replace(one, run=one.run and of_call(one.run))
             for one in scope.offered("module", stack, examples, "int8")
         ),
     ]
-    oracle = padded(copy.deepcopy(theirs).double())
+    oracle = with_fast_path(padded(copy.deepcopy(theirs).double()), False)
     truths = {id(x): oracle(x.double(), None, padding)[real] for ((x, _, padding),) in inputs}
     directions = Directions(lambda x, *rest: truths[id(x)], oracle, "int8")
     name = "encoder_layer" if case.layers is None else "encoder"
@@ -506,6 +504,7 @@ layers = suite_of(
     ),
 )
 _STACKS = [Layers(*shape, layers=6) for shape in ((1, 32), (1, 128), (8, 128), (2, 1024))]
+_STACKS.append(Layers(8, 128, 0.65, 6))
 int8_layers = suite_of(
     (
         "int8",
