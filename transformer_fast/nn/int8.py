@@ -70,10 +70,10 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def quantized(weight: Tensor) -> Int8Weight:
+def quantized(weight: Tensor) -> Weight:
     """Returns the weight in 8 bits: the kept values, or new ones if it has changed.
 
-    weight: (out_features, in_features), for which `why_float` returns None.
+    The weight itself if it cannot be quantised, see `why_float`. weight: (out_features, in_features).
 
     Raises:
         ValueError: the weight has NaN or infinity.
@@ -81,6 +81,8 @@ def quantized(weight: Tensor) -> Int8Weight:
     key = _key(weight)
     kept = _kept.get(key)
     if kept is None or not kept[0].is_unchanged(weight, 1):
+        if why_float(weight) is not None:
+            return weight
         with torch.inference_mode(False), torch.no_grad():
             # Taken before the weight is read: a concurrent write makes the values stale.
             state = memory.COPIES["cpu"].snapshot(weight, weight, lambda _: _kept.pop(key, None))
@@ -139,12 +141,12 @@ class Int8Weights:
                 "int8 weights have no gradients: call the model under torch.no_grad(), or train it after "
                 "transformer_fast.restore(model)"
             )
+        if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
+            return quantized(turned)
         if not weight.is_cpu or weight.dtype not in FLOATS or only_torch_supports(weight):
             return turned
         if is_exporting():  # the program has PyTorch's operators alone
             return Int8Weight(*functional.quantize_weight(turned), weight.dtype)
-        if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
-            return quantized(turned) if why_float(weight) is None else turned
         return Int8Weight(turned, None, weight.dtype)
 
     def held_bytes(self, module: torch.nn.Module) -> tuple[int, int]:
