@@ -11,7 +11,7 @@ from harness import ISAS, in_use
 from module_checks import check_budget
 from torch import Tensor
 
-from transformer_fast import models
+from transformer_fast import accelerate, models
 from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
@@ -179,10 +179,15 @@ def test_a_step_matches_its_ops(
         tensors = [w[0] if isinstance(w, tuple) else w for s in weights for w in s]
         tensors = [w if w is None else torch.nn.Parameter(w, False) for w in tensors]
         eps = [1e-5] * len(weights)
+        kept = cache
+        if quantized and dtype == torch.float32 and isa in ("avx512_bf16", "amx"):
+            kept, memories = cache.bfloat16(), [m.bfloat16() for m in memories]
         step = DecodeStack(
             tensors, scales, eps, norm_first, activation, x.shape[0], memories, mask, lengths
         )
-        return step(x, cache, start)
+        y = step(x, kept, start)
+        cache.copy_(kept)
+        return y
 
     with in_use(isa), torch.no_grad():
         true, reference = run(step_of_parts, torch.float64), run(step_of_parts, dtype)
@@ -285,7 +290,8 @@ def test_packed_copies_stay_within_the_limit(
 
 
 @torch.no_grad()
-def test_decoders_use_it_if_supported() -> None:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_decoders_use_it_if_supported(quantize: str | None) -> None:
     @dataclasses.dataclass
     class Swish:  # not hashable
         beta: float = 1.0
@@ -301,6 +307,8 @@ def test_decoders_use_it_if_supported() -> None:
                 WIDTH, HEADS, HIDDEN, activation=activation, batch_first=True
             )
             stack = torch.nn.TransformerDecoder(layer, 2).eval().to(dtype)
+            if quantize:
+                accelerate(stack, quantize=quantize)
             embedding.to(dtype)
             with record() as found:
                 models.generate(
@@ -337,6 +345,7 @@ def test_invalid_steps_raise() -> None:
     for wrong, arguments in {
         "the cache has 3 places": {"start": 3},
         "cache has 3 places": {"start": 2**63 - 1},
+        "requires int8 projections": {"cache": cache.bfloat16(), "memories": (memory.bfloat16(),)},
         "the cache has no layers": {"cache": cache[:0]},
         "several tokens at once must be the first": {"x": x.repeat(2, 1), "start": 1},
         "in_weight must be": {"change": (0, 0, good[1][0])},

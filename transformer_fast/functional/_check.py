@@ -129,7 +129,10 @@ def named_activation(
 ) -> str | Callable[[Tensor], Tensor] | None:
     """Returns the name of a well-known callable, because kernels support activations by name."""
     if callable(activation):
-        return _KNOWN_CALLABLES.get(activation, activation)
+        try:
+            return _KNOWN_CALLABLES.get(activation, activation)
+        except TypeError:  # a callable without a hash
+            return activation
     return activation
 
 

@@ -225,6 +225,15 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
 // Whether both linear layers have 8-bit weights.
 bool is_quantized(const Sublayer& layer) { return layer.first.scale && layer.second.scale; }
 
+// Whether attention may be in bfloat16 between these fp32 sub-layers: all of its projections are in
+// 8 bits, and the CPU multiplies bfloat16.
+bool attends_in_bf16(const std::vector<Sublayer>& sublayers) {
+  return isa_extends(current_isa(), Isa::avx512_bf16) &&
+         std::all_of(sublayers.begin(), sublayers.end(), [](const Sublayer& s) {
+           return s.kind == SublayerKind::feed_forward || is_quantized(s);
+         });
+}
+
 // Runs sub-layers on the rows of a tensor: y = norm(x + f(x)), or x + f(norm(x)) if norm_first.
 class LayerRunner {
  public:
@@ -449,10 +458,7 @@ class Layers : LayerRunner {
   }
 
   Tensor run(const std::vector<Sublayer>& sublayers) {
-    if (type_ == Element::float32 && isa_extends(current_isa(), Isa::avx512_bf16) &&
-        std::all_of(sublayers.begin(), sublayers.end(), [](const Sublayer& s) {
-          return s.kind == SublayerKind::feed_forward || is_quantized(s);
-        }))
+    if (type_ == Element::float32 && attends_in_bf16(sublayers))
       attention_type_ = Element::bfloat16;
     return run_sublayers(sublayers, [&](const Sublayer& layer, size_t, const char* projected,
                                         void* attended) {
@@ -657,10 +663,11 @@ class Step : LayerRunner {
   }
 };
 
-void check_places(const char* name, const Tensor& tensor, const Tensor& input, int64_t dims) {
-  const bool fits = tensor.is_cpu() && tensor.scalar_type() == input.scalar_type() &&
-                    tensor.dim() == dims && tensor.size(dims - 5) == 2 &&
-                    tensor.size(dims - 4) > 0 && tensor.stride(dims - 1) == 1;
+void check_places(const char* name, const Tensor& tensor, const Tensor& input, ScalarType type,
+                  int64_t dims) {
+  const bool fits = tensor.is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims &&
+                    tensor.size(dims - 5) == 2 && tensor.size(dims - 4) > 0 &&
+                    tensor.stride(dims - 1) == 1;
   STD_TORCH_CHECK(fits, kDecodeOp, ": ", name, " must be (", dims == 6 ? "layers, " : "",
                   "2, R, H, places, D) of input's dtype, D adjacent");
   STD_TORCH_CHECK(tensor.size(dims - 3) * tensor.size(dims - 1) == input.size(1) &&
@@ -674,7 +681,8 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                     int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
-  check_places("cache", cache, input, 6);
+  const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
+  check_places("cache", cache, input, lowp_cache ? ScalarType::BFloat16 : input.scalar_type(), 6);
   const int64_t layers = cache.size(0), rows = input.size(0);
   STD_TORCH_CHECK(layers > 0, kDecodeOp, ": the cache has no layers");
   const bool crossed = !memories.empty();
@@ -691,8 +699,11 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
   const std::vector<Sublayer> sublayers =
       read_sublayers(kDecodeOp, kinds, parameters, packed, scales, eps, input, 1);
+  STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
+                  ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
+                  "bfloat16 dot products");
   for (const Tensor& memory : memories) {
-    check_places("memory", memory, input, 5);
+    check_places("memory", memory, input, cache.scalar_type(), 5);
     STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kDecodeOp,
                     ": the memories differ in shape");
   }

@@ -213,7 +213,9 @@ def bind_stack(
         given = Parameters.of(parameters)
     except Unreadable:
         return None
-    tensors = (sample, cache, *memories, *given.floats)
+    # A cache in bfloat16 of a float32 model: see `caches_in_bf16`.
+    places = (cache, *memories) if cache.dtype == sample.dtype else ()
+    tensors = (sample, *places, *given.floats)
     arguments = LayerArguments(activation=activation, quantized=given.quantized)
     call = Call("decode_step", tensors, wants_grad(*tensors), arguments)
     kernel = dispatch.find(call)
@@ -223,6 +225,18 @@ def bind_stack(
         given.tensors, given.scales, eps, stack.norm_first, activation, sample.shape[0], memories, mask,
         key_lengths,
     )  # fmt: skip
+
+
+def caches_in_bf16(layers: Sequence[Layer]) -> bool:
+    """True if float32 keys and values are cached in bfloat16: all projections of attention are int8, and
+    the CPU multiplies bfloat16. Steps of many sequences mostly read the cache."""
+    for layer in layers:
+        for one in layer.sublayers:
+            if one.kind != Kind.FEED_FORWARD and not (
+                isinstance(one.weight1, Int8Weight) and isinstance(one.weight2, Int8Weight)
+            ):
+                return False
+    return _native.module is not None and _native.module.isa() in ("avx512_bf16", "amx")
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -289,9 +303,9 @@ class SelfAttention(_Attention):
             attention, lengths, causal = self.attention_at, place.lengths, False
             cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
             keys, values = cache.narrow(3, 0, place.places).unbind(0)
-        query = qkv.select(0, 0)
+        query = qkv.select(0, 0).to(keys.dtype)
         y, _ = attention(AttentionArguments(query, keys, values, None, lengths, causal, self.scale))
-        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        y = self.project_out(y.to(qkv.dtype).transpose(1, 2).reshape(-1, self.width))
         return self.join(y, x)
 
 
@@ -323,7 +337,7 @@ class CrossAttention(_Attention):
     The beams of a source are additional queries to that source's keys, so its keys are not copied.
     """
 
-    def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor) -> None:
+    def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor, in_bf16: bool) -> None:
         super().__init__(weights, norm_first)
         width = self.width
         w, b = weights.weight1, weights.bias1
@@ -333,7 +347,8 @@ class CrossAttention(_Attention):
         both = both.view(sources, places, 2, self.heads, self.size)
         # (2, B, H, S, D): each head's keys are contiguous, because every step reads all of them.
         both = both.permute(2, 0, 3, 1, 4)
-        self.memory = empty_cache(both, tuple(both.shape), both.dtype).copy_(both)
+        dtype = torch.bfloat16 if in_bf16 and both.dtype == torch.float32 else both.dtype
+        self.memory = empty_cache(both, tuple(both.shape), dtype).copy_(both)
 
     def keep(self, sources: Tensor) -> None:
         self.memory = self.memory.index_select(1, sources)
@@ -351,11 +366,12 @@ class CrossAttention(_Attention):
     def step(self, x: Tensor) -> Tensor:
         query = self.project_in(x if self.enter is None else self.enter(x))
         query = query.view(self.shape).transpose(1, 2)
+        lowp = query.to(self.keys.dtype)
         arguments = AttentionArguments(
-            query, self.keys, self.values, self.mask, self.lengths, False, self.scale
+            lowp, self.keys, self.values, self.mask, self.lengths, False, self.scale
         )
         y, _ = self.attention(arguments)
-        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        y = self.project_out(y.to(query.dtype).transpose(1, 2).reshape(-1, self.width))
         return self.join(y, x)
 
 
@@ -508,6 +524,7 @@ class CachedDecoder(StepDecoder):
     ) -> None:
         self.stack, self.embed, self.project, self.capacity = stack, embed, project, capacity
         self.places = MemoryPlaces.of(memory_padding)
+        self.in_bf16 = caches_in_bf16(stack.layers)
         self.length = 0  # number of tokens in the cache
         self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
         norm_first = stack.norm_first
@@ -516,7 +533,7 @@ class CachedDecoder(StepDecoder):
             cross = None
             if crossed:
                 assert memory is not None
-                cross = CrossAttention(crossed[0], norm_first, memory)
+                cross = CrossAttention(crossed[0], norm_first, memory, self.in_bf16)
             network = FeedForward(last, layer.activation, norm_first)
             self.layers.append((SelfAttention(own, norm_first), cross, network))
         self._bound: tuple[int, int] | None = None
@@ -529,7 +546,10 @@ class CachedDecoder(StepDecoder):
         x = self.embed(tokens, 0)
         size = self.stack.d_model // self.stack.heads
         shape = (len(self.layers), 2, rows, self.stack.heads, self.capacity, size)
-        self.cache = empty_cache(x, shape, product_dtype(x))
+        dtype = product_dtype(x)
+        if self.in_bf16 and dtype == torch.float32:
+            dtype = torch.bfloat16
+        self.cache = empty_cache(x, shape, dtype)
         return self._run(x, rows, length)
 
     def step(self, tokens: Tensor) -> Tensor:
