@@ -62,7 +62,7 @@ def add_arguments(
     )  # fmt: skip
     parser.add_argument(
         "-k", nargs="+", default=[], dest="words", metavar="TEXT",
-        help="only cases whose names contain all of these",
+        help="only cases whose names contain all of these; the file keeps its other cases",
     )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not saved")
@@ -135,7 +135,8 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if path is not None:
             plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}
             # Written after each suite, so that an interrupted run keeps its results.
-            findings.write(path, {name + suffix: {"machine": about, **plan, "rows": rows}})
+            suite = {"machine": about, **plan, "rows": rows}
+            findings.write(path, {name + suffix: suite}, partial=bool(options.words))
     if path is not None:
         console.print(f"\nwritten to {path}")
     if failed:

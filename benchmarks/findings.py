@@ -88,9 +88,16 @@ def _text(suites: dict[str, Any]) -> str:
     return f'{{"format": {FORMAT}, "suites": {{\n' + ",\n".join(parts) + "\n}}\n"
 
 
-def write(path: Path, suites: dict[str, Any]) -> None:
-    """Writes these suites to the file; keeps its other suites."""
+def write(path: Path, suites: dict[str, Any], partial: bool = False) -> None:
+    """Writes these suites to the file; keeps its other suites.
+
+    ``partial``: keeps the other cases of these suites, too.
+    """
     before = read(path) if path.exists() else {}
+    for name in suites.keys() & before.keys() if partial else ():
+        cases = by_case(suites[name]["rows"])
+        kept = [row for row in before[name]["rows"] if (row.op, row.case) not in cases]
+        suites = suites | {name: suites[name] | {"rows": [*kept, *suites[name]["rows"]]}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(before | suites), encoding="utf-8")
 

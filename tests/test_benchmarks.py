@@ -692,6 +692,10 @@ def test_a_run_replaces_only_its_suites(tmp_path):
     assert list(found) == ["ops", "layers"]
     assert found["ops"]["rows"][0].time.median == pytest.approx(3e-3)
     assert found["layers"]["rows"][0].time.median == pytest.approx(2e-3)
+    for time in (4.0, 5.0):
+        findings.write(path, suites(row("cpu", time, case="y")), partial=True)
+    times = {one.case: one.time.median for one in findings.read(path)["ops"]["rows"]}
+    assert times == pytest.approx({"x": 3e-3, "y": 5e-3})
 
 
 @pytest.mark.parametrize(
