@@ -316,7 +316,8 @@ def find(
     parameters = tuple(signatures[0])
     if "attention_mask" not in parameters[1:]:
         return None
-    if any(getattr(module, "is_causal", False) for module in layers[0].modules()):
+    is_causal = any(getattr(module, "is_causal", False) for module in layers[0].modules())
+    if is_causal or getattr(config, "is_decoder", False):
         return None
     loop = _read_loop(owner, name.rpartition(".")[2])
     if loop is None:
@@ -349,7 +350,7 @@ def _why_not(layers: list[Any], config: Any) -> str | None:
         return "its layers have hooks, which expect padded batches"
     for parameter in (p for layer in layers for p in layer.parameters()):
         if is_lazy(parameter) or not are_plain_on_cpu((parameter.data,)):
-            return "its weights are not all in CPU memory"
+            return "its weights are not all plain tensors in CPU memory"
     norms = torch.nn.modules.batchnorm._NormBase
     if any(isinstance(module, norms) for layer in layers for module in layer.modules()):
         return "its layers normalise over tokens"
