@@ -513,7 +513,7 @@ def test_softcap_of_gemma_2() -> None:
     """Transformers has no fused attention for it: its 'sdpa' raises."""
     model = build("Gemma2ForCausalLM", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
     inputs = inputs_of("Gemma2ForCausalLM", padding="left")
-    hugging_face._register()
+    hugging_face.register()
     with torch.no_grad():
         expected = model(**inputs).logits
         model.set_attn_implementation(hugging_face.NAME)

@@ -68,30 +68,36 @@ class Padding:
 def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     """Returns the mask with a note of the padding that it was made from.
 
-    given: the arguments of the mask function. Tokens attend to tokens of the same batch only if
-    queries and keys are as many, and the cache is empty.
+    given: the arguments of the mask function. Queries and keys are the same tokens only if they are as
+    many, and the cache is empty.
     """
     real = given.get("attention_mask")
-    if mask is None or real is None or is_traced() or real.dim() != 2 or real.dtype != torch.bool:
+    if mask is None or real is None or is_traced() or not mask.is_cpu:
         return mask
+    if real.dim() != 2 or real.dtype != torch.bool:
+        return mask
+    batch, _, queries, keys = mask.shape
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
-    sizes = (mask.shape[0], given["q_length"]), (mask.shape[0], given["kv_length"])
-    if all(tuple(real.shape) == size for size in sizes) and offsets == (0, 0) and real.numel():
-        is_full = _is_full(given["mask_function"], real.shape[1])
-        setattr(mask, _PADDING, Padding(real, is_full, mask))
+    if real.shape == (batch, keys) and queries == keys > 0 and offsets == (0, 0):
+        setattr(mask, _PADDING, Padding(real, _is_full(given.get("mask_function"), keys), mask))
     return mask
 
 
 def _is_full(function: Any, length: int) -> bool:
     """True if the mask function hides nothing but padding in sequences of this length."""
     functions = [function]
-    if function.__qualname__ == "and_masks.<locals>.and_mask":
+    if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)
     known = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
-    if not {part.__qualname__.partition(".")[0] for part in functions} <= known:
+    if not {_name(part) for part in functions} <= known:
         return False
     # The first and the last token are the furthest apart.
     return all(part(0, 0, 0, length - 1) for part in functions)
+
+
+def _name(function: Any) -> str:
+    """Returns the name of a function, or of the function that made it."""
+    return getattr(function, "__qualname__", "").partition(".")[0]
 
 
 class Rows:
