@@ -125,8 +125,9 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
         "- the same weights, `state_dict` and numbers as `torch.nn`: every result is within an error\n"
         "  budget against fp64",
     ]
-    if TEXT in first.suites and (texts := text_summary(first.suites[TEXT]["rows"])):
-        parts.append(f"\n{_TEXTS.format(first.title)}\n\n{texts}")
+    with_text = next((one for one in (first, *rest) if TEXT in one.suites), None)
+    if with_text is not None and (texts := text_summary(with_text.suites[TEXT]["rows"])):
+        parts.append(f"\n{_TEXTS.format(with_text.title)}\n\n{texts}")
     if "layers" in first.suites:
         parts.append(
             f"\n![Encoder layers: times the speed of PyTorch's best, on {first.title}]"
