@@ -414,6 +414,14 @@ def test_weights_without_known_values_are_quantized():
         assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (values, scale)]
 
 
+def test_explain_tells_which_products_run(isa):
+    units = isa in ("avx512_bf16", "amx")
+    found = explain("int8_linear", *drawn(5, 16, 12))
+    assert found.backend == "cpu"
+    assert ("16 bits" in str(found)) != units
+    assert ("16 bits" in str(explain("int8_feed_forward", *network(5, 16, 12, 7)))) != units
+
+
 @needs_native
 def test_dispatch_explains_and_refuses():
     x, weight, scale, bias = drawn(5, 16, 12)
@@ -454,8 +462,15 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     yield "must be finite", ValueError, lambda: functional.quantize_weight(x.detach() / 0.0)
     yield "must be a matrix", ValueError, lambda: functional.quantize_weight(bias)
     yield "floating-point", ValueError, lambda: functional.quantize_weight(weight)
+    sparse, narrow = plain.to_sparse(), plain.to(torch.float8_e4m3fn)
+    yield "input must be dense", ValueError, lambda: call(sparse, weight, scale)
+    yield "weight must be dense", ValueError, lambda: call(plain, weight.to_sparse(), scale)
+    yield "weight must be dense", ValueError, lambda: functional.quantize_weight(sparse)
+    yield "input must be float32", ValueError, lambda: call(narrow, weight, scale)
     whole = network(5, 16, 12, 7)
     feed = functional.int8_feed_forward
+    yield "input must be dense", ValueError, lambda: feed(sparse, *whole[1:])
+    yield "input must be float32", ValueError, lambda: feed(narrow, *whole[1:])
     yield "the hidden block has 12", ValueError, lambda: feed(*whole[:4], weight, *whole[5:])
     yield "not None", ValueError, lambda: feed(*whole, activation=None)
     yield "restore", NotImplementedError, lambda: feed(whole[0].requires_grad_(), *whole[1:])

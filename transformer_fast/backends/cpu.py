@@ -67,6 +67,14 @@ def _refuse_int8_depth(call: Call) -> str | None:
     return too_deep(given.weight) if call.op == "int8_linear" else too_deep(given[1], given[4])
 
 
+def _int8_remark(call: Call) -> str | None:
+    assert _native.module is not None  # explained calls of an available kernel
+    isa = _native.module.isa()
+    if isa in ("avx512_bf16", "amx"):
+        return None
+    return f"products run in 16 bits, since {isa} has no dot products of 8 bits"
+
+
 def _few(
     dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
 ) -> PreferLater:
@@ -172,6 +180,7 @@ def _register() -> None:
             int8_linear_on("cpu"),
             activations=activations,
             refuses=_refuse_int8_depth,
+            remark=_int8_remark,
         ),
         Kernel(
             "int8_feed_forward",
@@ -179,6 +188,7 @@ def _register() -> None:
             int8_feed_forward_on("cpu"),
             activations=activations,
             refuses=_refuse_int8_depth,
+            remark=_int8_remark,
         ),
         Kernel("cross_entropy", "cpu", cross_entropy, gradients=True),
         Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),

@@ -51,6 +51,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     require_tensor("quantize_weight", "weight", 1, weight)
     require_floating("weight", weight)
+    _require_dense(weight=weight)
     if weight.dim() != 2:
         raise ValueError(
             f"weight must be a matrix (out_features, in_features), not of shape {list(weight.shape)}"
@@ -99,6 +100,7 @@ def int8_linear(
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_linear", backend, *arguments[:4], residual):
+        _require_dense(input=input)
         return reference.int8_linear(*arguments)
     return run(check_int8_linear(arguments, backend), backend)  # type: ignore[no-any-return]
 
@@ -143,6 +145,7 @@ def int8_feed_forward(
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_feed_forward", backend, *arguments[:7]):
+        _require_dense(input=input)
         return reference.int8_feed_forward(*arguments)
     return run(check_int8_feed_forward(arguments, backend), backend)  # type: ignore[no-any-return]
 
@@ -174,6 +177,7 @@ def _direct_kernel(
             or scale.dtype is not torch.float32
             or scale.shape != sizes[:1]
             or not (weight.is_cpu and scale.is_cpu)
+            or weight.layout is not torch.strided
             or (bias is not None and bias.shape != sizes[:1])
         ):
             return None
@@ -192,6 +196,7 @@ def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) ->
         activation = named_activation(activation)
     _require_no_gradients("int8_linear", input, scale, bias, residual)
     require_rows("input", input)
+    _require_wide(input)
     require_same_device("input", input, weight=weight, scale=scale, bias=bias, residual=residual)
     input, bias, residual = autocast(input, bias, residual)  # type: ignore[assignment]
     _check_map(("input", "weight", "scale", "bias"), input.shape[-1], weight, scale, bias)
@@ -214,6 +219,7 @@ def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None
     require_activation(activation)
     _require_no_gradients("int8_feed_forward", input, scale1, bias1, scale2, bias2)
     require_rows("input", input)
+    _require_wide(input)
     require_same_device(
         "input", input, weight1=weight1, scale1=scale1, bias1=bias1, weight2=weight2,
         scale2=scale2, bias2=bias2,
@@ -235,6 +241,17 @@ def _require_tensors(function: str, **tensors: Any) -> None:
         require_tensor(function, name, position, tensor)
 
 
+def _require_dense(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be dense, not {tensor.layout}")
+
+
+def _require_wide(input: Tensor) -> None:
+    if input.dtype.itemsize == 1:
+        raise ValueError(f"input must be float32, bfloat16, float16 or float64, not {input.dtype}")
+
+
 def _require_no_gradients(function: str, *tensors: Tensor | None) -> None:
     if wants_grad(*tensors) or has_tangents(*tensors):
         raise NotImplementedError(
@@ -251,6 +268,7 @@ def _check_map(
     bias: Tensor | None,
 ) -> None:
     """``names``: the names of input, weight, scale and bias in errors."""
+    _require_dense(**{names[1]: weight})
     if weight.dtype != torch.int8:
         raise ValueError(f"{names[1]} must be int8, from quantize_weight, not {weight.dtype}")
     wrong = weight_problem((names[0], names[1], names[3]), columns, weight, bias)
