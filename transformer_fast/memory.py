@@ -37,6 +37,10 @@ packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]
 call_caches: list[Callable[[], None]] = []
 
 
+#: Attribute of a parameter whose memory only this package writes to.
+PRIVATE = "_is_private_to_transformer_fast"
+
+
 class Copies(NamedTuple):
     """A backend's `cpu_packing.PackedWeights` (packed copies) and `Snapshot` (a tensor's state)."""
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,7 +66,8 @@ class Snapshot:
         self.shape = tensor.shape
         self.alive = True
         self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
-        self.fingerprint = _fingerprint(tensor)
+        #: None if nobody else can write to the tensor; is_of suffices.
+        self.fingerprint = None if hasattr(owner, memory.PRIVATE) else _fingerprint(tensor)
 
     def is_of(self, tensor: Tensor, owner: Tensor) -> bool:
         """True if PyTorch tracked no change.
@@ -88,7 +88,7 @@ class Snapshot:
         return (
             self.storage() is not None
             and self.is_of(tensor, tensor)
-            and _native.module.all_hold([self.fingerprint], rows)
+            and (self.fingerprint is None or _native.module.all_hold([self.fingerprint], rows))
         )
 
 
@@ -128,8 +128,6 @@ def _fingerprint(tensor: Tensor) -> Any:
         tensor.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
     )
 
-
-_FINGERPRINT = attrgetter("fingerprint")
 
 # Thread-safe without a lock: all accesses are single dict operations.
 _entries: dict[tuple[Any, ...], _Entry] = {}
@@ -257,7 +255,10 @@ def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry 
     now = next(_clock)
     entry = _entries.get(key)
     if entry is not None:
-        if entry.is_of(weight, owner) and _native.module.all_hold([entry.fingerprint], rows):  # type: ignore[union-attr]
+        state = entry.fingerprint
+        if entry.is_of(weight, owner) and (
+            state is None or _native.module.all_hold([state], rows)  # type: ignore[union-attr]
+        ):
             entry.used = now
             return entry
         _drop(key)
@@ -336,13 +337,16 @@ class PackedWeights:
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
+            states = []
             # A loop: each step of a generator is a call, which is slower.
             for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
+                if entry.fingerprint is not None:
+                    states.append(entry.fingerprint)
                 if not entry.is_of(weight, owner):
                     break
             else:
-                if _native.module.all_hold(list(map(_FINGERPRINT, last)), rows):
+                if not states or _native.module.all_hold(states, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now

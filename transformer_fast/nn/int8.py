@@ -88,6 +88,7 @@ def quantized(weight: Tensor) -> Weight:
             state = memory.COPIES["cpu"].snapshot(weight, weight, lambda _: _kept.pop(key, None))
             values, scale = functional.quantize_weight(weight)
             parameter = torch.nn.Parameter(values.contiguous(), requires_grad=False)
+            setattr(parameter, memory.PRIVATE, True)
             kept = _kept[key] = state, Int8Weight(parameter, scale, weight.dtype)
     return kept[1]
 
