@@ -100,7 +100,7 @@ def int8_linear(
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_linear", backend, *arguments[:4], residual):
-        _require_dense(input=input)
+        _require_dense(input=input, weight=weight)
         return reference.int8_linear(*arguments)
     return run(check_int8_linear(arguments, backend), backend)  # type: ignore[no-any-return]
 
@@ -145,7 +145,7 @@ def int8_feed_forward(
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
     if defers_to_torch("int8_feed_forward", backend, *arguments[:7]):
-        _require_dense(input=input)
+        _require_dense(input=input, weight1=weight1, weight2=weight2)
         return reference.int8_feed_forward(*arguments)
     return run(check_int8_feed_forward(arguments, backend), backend)  # type: ignore[no-any-return]
 
@@ -268,7 +268,6 @@ def _check_map(
     bias: Tensor | None,
 ) -> None:
     """``names``: the names of input, weight, scale and bias in errors."""
-    _require_dense(**{names[1]: weight})
     if weight.dtype != torch.int8:
         raise ValueError(f"{names[1]} must be int8, from quantize_weight, not {weight.dtype}")
     wrong = weight_problem((names[0], names[1], names[3]), columns, weight, bias)
