@@ -12,15 +12,15 @@ from types import ModuleType
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that calls a function once a module has been loaded."""
+    """Import hook that calls functions once a module has been loaded."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        self._name, self._action = name, action
+        self.name, self.actions = name, [action]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+        if name != self.name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
@@ -32,15 +32,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._theirs
         self._theirs.exec_module(module)
-        self._action(module)
+        for action in self.actions:
+            action(module)
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     """Calls ``action(module)`` once the module of that name is imported; immediately if it already is."""
     if name in sys.modules:
         action(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        return
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder) and finder.name == name:
+            finder.actions.append(action)
+            return
+    sys.meta_path.insert(0, _Finder(name, action))
 
 
 class SameModule(importlib.abc.Loader):

@@ -11,6 +11,7 @@ torch.compile call operators that look the values up when they run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .._context import (
     only_torch_supports,
     values_are_known,
 )
+from .._on_import import when_imported
 from ..functional._check import autocast
 
 #: Name of the attribute of a quantised module that holds its record.
@@ -271,7 +273,7 @@ def run_feed_forward(
 
 
 @torch.library.custom_op(
-    "transformer_fast::int8_linear_of_float",
+    "transformer_fast::cpu_int8_linear_of_float",
     mutates_args=(),
     schema="(Tensor input, Tensor? bias, Tensor weight, str? activation) -> Tensor",
 )
@@ -287,7 +289,7 @@ def _(input: Tensor, bias: Tensor | None, weight: Tensor, activation: str | None
 
 
 @torch.library.custom_op(
-    "transformer_fast::int8_feed_forward_of_float",
+    "transformer_fast::cpu_int8_feed_forward_of_float",
     mutates_args=(),
     schema="(Tensor input, Tensor? bias1, Tensor? bias2, Tensor weight1, Tensor weight2,"
     " str activation) -> Tensor",
@@ -314,3 +316,16 @@ def _(
     activation: str,
 ) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight2.shape[0]))
+
+
+def _register_flops(module: ModuleType) -> None:
+    def count(input: Tensor, *rest: Any, out_val: Any = None) -> int:
+        weights = [x for x in rest if isinstance(x, Tensor) and x.dim() == 2]
+        return sum(2 * (input.numel() // max(1, input.shape[-1])) * w.numel() for w in weights)
+
+    ours = torch.ops.transformer_fast
+    for packet in (ours.cpu_int8_linear_of_float, ours.cpu_int8_feed_forward_of_float):
+        module.register_flop_formula(packet, get_raw=True)(count)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

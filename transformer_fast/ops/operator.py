@@ -58,8 +58,11 @@ class Rule(NamedTuple):
 
 
 #: Operators without DTensor support: whole layers and decoding steps require plain tensors, and
-#: packed weights and uninitialized memory belong to one process.
-LOCAL = frozenset({"layers", "decode_stack", "pack_weight", "uninitialized"})
+#: packed weights, values of 8 bits and uninitialized memory belong to one process.
+LOCAL = frozenset({
+    "layers", "decode_stack", "pack_weight", "uninitialized", "cpu_int8_linear_of_float",
+    "cpu_int8_feed_forward_of_float",
+})  # fmt: skip
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
