@@ -215,6 +215,7 @@ def test_without_kernels_pytorchs_ops_run(without_kernels, checkout, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_the_native_wheel_contains_the_module(checkout, tmp_path):
     target = tmp_path / "site"
