@@ -54,7 +54,7 @@ _SPLIT = (
 #: Above the table of sentence encoders.
 _TEXTS = (
     'Sentence encoders after `accelerate(model)`, int8 after `accelerate(model, quantize="int8")`, '
-    "on {}:\nsentences a second and, in parentheses, the cosine of the worst sentence to fp64's."
+    "on\n{} ({}):\nsentences a second and, in parentheses, the cosine of the worst sentence to fp64's."
 )
 
 
@@ -99,7 +99,7 @@ def _machines(folder: Path) -> list[Machine]:
 
     def rank(one: Machine) -> tuple[bool, bool, str]:
         own = machine.forced_isa(one.about) is None
-        return own, len(all_findings(one)) >= 100, one.line.rpartition(" · ")[2]
+        return own, len(all_findings(one)) >= 150, one.line.rpartition(" · ")[2]
 
     return sorted(found, key=rank, reverse=True)
 
@@ -127,7 +127,9 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
     ]
     with_text = next((one for one in (first, *rest) if TEXT in one.suites), None)
     if with_text is not None and (texts := text_summary(with_text.suites[TEXT]["rows"])):
-        parts.append(f"\n{_TEXTS.format(with_text.title)}\n\n{texts}")
+        about = with_text.suites[TEXT]["machine"]
+        taken = f"{about['date'][:10]}, {about['commit']}"
+        parts.append(f"\n{_TEXTS.format(with_text.title, taken)}\n\n{texts}")
     if "layers" in first.suites:
         parts.append(
             f"\n![Encoder layers: times the speed of PyTorch's best, on {first.title}]"
