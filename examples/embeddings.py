@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"written: {options.out / 'vectors.pt'}, a matrix {list(vectors.shape)}\n")
     words = texts[len(texts) // 2].split()
     query = options.query or " ".join(words[len(words) // 4 : -(len(words) // 4)])
-    # Without the mean, which all texts share and which says nothing about any of them.
+    # The mean is subtracted: all texts share it, so it does not tell them apart.
     centre = vectors.mean(0)
     wanted = embed(model, [query])[0] - centre
     scores = torch.nn.functional.cosine_similarity(vectors - centre, wanted)

@@ -88,8 +88,8 @@ def _is_full(function: Any, length: int) -> bool:
     functions = [function]
     if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)
-    known = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
-    if not {_name(part) for part in functions} <= known:
+    bidirectional = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
+    if not {_name(part) for part in functions} <= bidirectional:
         return False
     # The first and the last token are the furthest apart.
     return all(part(0, 0, 0, length - 1) for part in functions)

@@ -15,7 +15,7 @@ from ..ops.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import cross_entropy_on, linear_cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
-from ..ops.int8_linear import int8_feed_forward_on, int8_linear_on
+from ..ops.int8_linear import DEEPEST, int8_feed_forward_on, int8_linear_on
 from ..ops.linear import CODES, linear_on
 from ..ops.operator import OPERATORS
 from .cpu_packing import implement_packed
@@ -50,16 +50,12 @@ def _refuse_attention(call: Call) -> str | None:
     return f"it supports masks in bool, float32 or query's dtype, and this one is {str(mask.dtype)[6:]}"
 
 
-#: Sums of more products of 8 bits could overflow 32 bits.
-_INT8_DEPTH = 66000
-
-
 def too_deep(*weights: Tensor) -> str | None:
     """Returns the reason why a product with one of these int8 weights is not supported, or None."""
     deepest = max(weight.shape[1] for weight in weights)
-    if deepest <= _INT8_DEPTH:
+    if deepest <= DEEPEST:
         return None
-    return f"it supports int8 weights of at most {_INT8_DEPTH} columns, and one has {deepest}"
+    return f"it supports int8 weights of at most {DEEPEST} columns, and one has {deepest}"
 
 
 def _refuse_int8_depth(call: Call) -> str | None:

@@ -14,6 +14,7 @@ from ..dispatch import Call, make_call, run
 from ..fast_path import direct_kernel
 from ..ops.arguments import Int8FeedForwardArguments, Int8LinearArguments
 from ..ops.autograd import wants_grad
+from ..ops.int8_linear import DEEPEST
 from ..reference.linear import ACTIVATIONS
 from ._check import (
     autocast,
@@ -28,9 +29,6 @@ from ._check import (
 from .linear import dtype_problem, require_shape_of_result, weight_problem
 
 __all__ = ["int8_feed_forward", "int8_linear", "quantize_weight"]
-
-#: No kernel limits the number of columns further.
-_DEEPEST = 1 << 16
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +170,7 @@ def _direct_kernel(
         if (
             len(sizes) != 2
             or sizes[1] != columns
-            or columns > _DEEPEST
+            or columns > DEEPEST
             or weight.dtype is not torch.int8
             or scale.dtype is not torch.float32
             or scale.shape != sizes[:1]

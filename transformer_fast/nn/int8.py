@@ -283,11 +283,6 @@ def linear_of_float(
     return run_linear(input, quantized(weight), bias, activation)
 
 
-@linear_of_float.register_fake
-def _(input: Tensor, bias: Tensor | None, weight: Tensor, activation: str | None) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]))
-
-
 @torch.library.custom_op(
     "transformer_fast::cpu_int8_feed_forward_of_float",
     mutates_args=(),
@@ -306,16 +301,14 @@ def feed_forward_of_float(
     return run_feed_forward(input, *weights, activation)
 
 
-@feed_forward_of_float.register_fake
-def _(
-    input: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    weight1: Tensor,
-    weight2: Tensor,
-    activation: str,
-) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight2.shape[0]))
+def _result(input: Tensor, weight: Tensor) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+linear_of_float.register_fake(lambda input, bias, weight, *_: _result(input, weight))
+feed_forward_of_float.register_fake(
+    lambda input, bias1, bias2, weight1, weight2, *_: _result(input, weight2)
+)
 
 
 def _register_flops(module: ModuleType) -> None:

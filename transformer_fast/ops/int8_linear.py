@@ -10,6 +10,9 @@ from .arguments import Int8FeedForwardArguments, Int8LinearArguments
 from .linear import CODES
 from .operator import Operator, Rule
 
+#: Largest number of columns of a weight: sums of more products of 8 bits could overflow 32 bits.
+DEEPEST = 66000
+
 # A row's scale depends on all of its values, so inner dimensions cannot be sharded. ``packed``: the
 # backend's packed copy of a weight; operators without this argument look it up.
 _LINEAR = Rule("input:...i weight:oi scale:o bias:o residual:...o", "...o", ".o", ".oi")

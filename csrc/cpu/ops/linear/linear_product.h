@@ -100,8 +100,7 @@ class RowEpilogue {
     epilogue.write(y_ + i * args_.y_stride + column, low, high);
   }
 
-  // What P::multiply() takes to know of the results: where they are written, or how many columns
-  // are wanted.
+  // The last argument of P::multiply(): the place of the results, or the number of columns.
   auto destination(long p) const {
     if constexpr (P::kQuantizes)
       return
