@@ -1,5 +1,7 @@
 """Common state of the tests in this folder."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from transformer_fast.accelerate import swap
@@ -14,3 +16,13 @@ def as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(swap, "_converters", {})
     monkeypatch.setattr(backend, "INNER", None)
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,11 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(25, 60)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.sampled(25, 60),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 
 VOCABULARY, B, T, S, WIDTH = 41, 3, 5, 9, 64
@@ -168,14 +171,6 @@ def _attentions(model: torch.nn.Module) -> list[str]:
 def _same(ours: torch.nn.Module, theirs: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
     assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
     assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture

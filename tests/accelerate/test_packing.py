@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +25,11 @@ pytest.importorskip(
 import transformers
 from transformers.models.bert import modeling_bert as bert
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(40)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.sampled(40),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 VOCABULARY, B, T, M = 41, 4, 9, 32
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -112,14 +115,6 @@ def inputs_of(*real: str, seed: int = 1) -> dict[str, Tensor]:
 MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "---xxxxxx")
 #: As classifiers and their pooling need it: the first token is real.
 FIRST_IS_REAL = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture
