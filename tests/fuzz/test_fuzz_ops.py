@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from transformer_fast import _native, dispatch, reference
 from transformer_fast.dispatch import Kernel, why_not
+from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
 from transformer_fast.specs.spec import Draw
@@ -391,6 +392,9 @@ def check_kernels(
                 if not found.ok:
                     way = "with" if wanted else "without"
                     raise Wrong(f"{op} on {kernel.backend}, {kernel_isa}, {way} gradients: {found}")
+                exact = OPS[op].exact(arguments)
+                if exact and not harness.same_bits(kept[0], OPS[op].reference(*arguments)):
+                    raise Wrong(f"{op} on {kernel.backend}, {kernel_isa}: not the reference's bits")
                 ran += 1
     finally:
         _use(isa)
@@ -511,7 +515,7 @@ def test_activation_derivatives_match_finite_differences(act: str) -> None:
     np.testing.assert_allclose(activation(act, z)[1], (high - low) / (2 * step), atol=1e-8)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradients_match_finite_differences(op: str) -> None:
     arguments = _call(op)
     results, back = _defined(op, arguments)
@@ -550,8 +554,9 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "bug"), [(o, b) for o in OPS for b in BUGS if "grad" not in b or o in DIFFERENTIABLE]
+)
 def test_planted_bugs_are_found(op: str, bug: str) -> None:
     """Random calls find a bug in any op within a few dozen calls."""
     kernel = kernel_of(op, "reference")
@@ -574,7 +579,7 @@ def test_planted_bugs_are_found(op: str, bug: str) -> None:
         check()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_other_orders_match_the_reference(op: str) -> None:
     arguments = _call(op)
     expected = gradients(op, OPS[op].reference, arguments)

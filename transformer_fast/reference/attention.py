@@ -153,14 +153,37 @@ def supports_query_lengths(attention: Attention) -> Attention:
 
 
 def _of_real(
-    attention: Attention, query_lengths: Tensor, query: Tensor, *rest: Any
+    attention: Attention,
+    query_lengths: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls ``attention`` and zeroes query rows beyond ``query_lengths`` before and after."""
+    """Calls ``attention`` and zeroes query rows beyond ``query_lengths`` before and after.
+
+    Keys that only those rows would see are masked out by ``key_lengths``: their NaNs would reach
+    gradients.
+    """
     query_lengths = query_lengths.to(query.device)
     # torch.arange would return a plain tensor; this is a DTensor where query_lengths is one.
     position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
     beyond = (position >= query_lengths[:, None])[:, None, :, None]
-    output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
+    # Key lengths that hide nothing would cost a mask. On a GPU, reading values would wait for it.
+    if is_causal or not (
+        query_lengths.is_cpu and values_are_known(query_lengths) and bool((query_lengths > 0).all())
+    ):
+        keys = key.shape[-2]
+        seen = query_lengths.clamp(0, keys) if is_causal else query_lengths.clamp(0, 1) * keys
+        key_lengths = (
+            seen if key_lengths is None else torch.minimum(key_lengths.to(seen.device), seen)
+        )
+    output, weights = attention(
+        query.masked_fill(beyond, 0.0), key, value, attn_mask, key_lengths, is_causal, *rest
+    )
     if weights is not None:
         weights = weights.masked_fill(beyond, 0.0)
     return output.masked_fill(beyond, 0.0), weights
