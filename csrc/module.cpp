@@ -156,6 +156,8 @@ PYBIND11_MODULE(_C, m) {
   def_probe("probe_bf16_dot", &tf::probe_bf16_dot,
             "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps on avx512_bf16, tiles on amx. Raises "
             "ValueError for other instruction sets.");
+  def_probe("probe_int8_dot", &tf::probe_int8_dot,
+            "The same for 8-bit dot products: vpdpbusd on avx512_bf16, tiles on amx.");
   m.def("probe_read_bandwidth", &tf::probe_read_bandwidth, py::arg("bytes"), py::arg("threads"),
         py::call_guard<py::gil_scoped_release>(),
         "Rate of reading a buffer of that many bytes over and over, in GB/s.");

@@ -162,16 +162,18 @@ def test_probe_fma_default_is_the_isa_in_use():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_probe_bf16_dot_gives_a_plausible_rate(isa):
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_probes_of_dot_products_give_plausible_rates(isa, name):
+    probe = {"bf16": _C.probe_bf16_dot, "int8": _C.probe_int8_dot}[name]
     if isa not in SUPPORTED:
         with pytest.raises(ValueError, match=f"isa is '{isa}', but this machine does not have it"):
-            _C.probe_bf16_dot(1, isa)
+            probe(1, isa)
     elif isa in ("avx512_bf16", "amx"):
-        most = {"avx512_bf16": 2 * 64, "amx": 2048}[isa] * 7.0
-        assert most / 200 < _C.probe_bf16_dot(1, isa) <= most
+        most = {"avx512_bf16": 2 * 64, "amx": 2048}[isa] * 7.0 * (2 if name == "int8" else 1)
+        assert most / 200 < probe(1, isa) <= most
     else:
-        with pytest.raises(ValueError, match="no bf16 dot product; avx512_bf16 and amx have"):
-            _C.probe_bf16_dot(1, isa)
+        with pytest.raises(ValueError, match=f"no {name} dot product; avx512_bf16 and amx have"):
+            probe(1, isa)
 
 
 def test_probes_release_the_gil():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,21 +21,12 @@ from transformer_fast import (
     functional,
     nn,
     reference,
-    strict,
     use_backend,
 )  # fmt: skip
-from transformer_fast.backends import cpu_blocks, cpu_packing
+from transformer_fast.backends import cpu_blocks
 from transformer_fast.measure.calls import record
-from transformer_fast.testing import nan_memory
-from transformer_fast.testing.oracle import promote
-from transformer_fast.testing.parity import OUTPUT_FACTOR, Parity, compare
+from transformer_fast.testing.parity import OUTPUT_FACTOR, compare
 
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
-#: (rows, in_features, out_features): tails of vectors, tiles, panels and steps of k.
-SIZES = (
-    (1, 1, 1), (2, 64, 33), (3, 7, 5), (5, 63, 31), (14, 65, 64), (15, 130, 97), (37, 61, 53),
-    (1, 300, 130), (70, 129, 130), (200, 300, 70), (33, 0, 12), (300, 40, 96), (0, 5, 3), (4, 6, 0),
-)  # fmt: skip
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 
@@ -75,41 +65,7 @@ def int8_feed_forward(*arguments: Any) -> Tensor:
     return functional.int8_feed_forward(*tensors, activation=activation, backend="cpu")
 
 
-def budget(name: str, found: Tensor, arguments: tuple[Any, ...]) -> Parity:
-    """Compares with the reference in fp64, which quantises the same rows to the same integers."""
-    run = getattr(reference, name)
-    return compare(name, found, run(*arguments), run(*promote(arguments)), OUTPUT_FACTOR)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_has_the_bits_of_the_reference(isa, dtype):
-    """Without an activation that approximates, in every size, with and without a residual."""
-    for sizes, bias, activation in itertools.product(SIZES, (True, False), (None, "relu")):
-        arguments = (*drawn(*sizes, dtype, bias), activation)
-        residual = torch.ones(sizes[0], sizes[2], dtype=dtype) if bias else None
-        with nan_memory():
-            found = int8_linear(*arguments, residual)
-        assert same_bits(found, reference.int8_linear(*arguments, residual)), sizes
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_feed_forward_has_the_bits_of_the_reference_with_relu(isa, dtype):
-    for rows, inputs, hidden in SIZES:
-        arguments = (*network(rows, inputs, hidden, inputs + 3, dtype), "relu")
-        with nan_memory():
-            found = int8_feed_forward(*arguments)
-        assert same_bits(found, reference.int8_feed_forward(*arguments)), (rows, inputs, hidden)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_keeps_the_error_budget(isa, dtype):
-    for activation in ACTIVATIONS:
-        arguments = (*drawn(37, 61, 53, dtype), activation, torch.ones(37, 53, dtype=dtype))
-        found = budget("int8_linear", int8_linear(*arguments), arguments)
-        assert found.ok, found
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS[2:])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_feed_forward_differs_from_the_reference_by_single_steps(isa, activation):
     """The last bits of an activation may move a hidden unit to the next of its row's 254 steps."""
     arguments = (*network(40, 48, 96, 24), activation)
@@ -123,22 +79,14 @@ def test_feed_forward_differs_from_the_reference_by_single_steps(isa, activation
     assert ((difference.abs() > 1e-3 * one).sum(-1) > 0).sum() <= 4
 
 
-def test_results_do_not_depend_on_threads_rows_beside_or_copies(isa, threads):
+def test_garbage_rows_have_no_effect_on_others(isa):
     x, weight, scale, bias = drawn(150, 90, 70)
-    parameter = torch.nn.Parameter(weight, requires_grad=False)
-    alone = int8_linear(x, weight, scale, bias, "silu", None)
-    check_threads(lambda: int8_linear(x, weight, scale, bias, "silu", None))
-    assert same_bits(int8_linear(x, parameter, scale, bias, "silu", None), alone)
-    for rows in (slice(1), slice(3, 5), slice(20, 80)):
-        assert same_bits(int8_linear(x[rows], parameter, scale, bias, "silu", None), alone[rows])
     garbage = x.clone()
     garbage[::3] = math.nan
     kept = torch.arange(150) % 3 != 0
-    assert same_bits(int8_linear(garbage, weight, scale, bias, "silu", None)[kept], alone[kept])
+    rest = weight, scale, bias, "silu", None
+    assert same_bits(int8_linear(garbage, *rest)[kept], int8_linear(x, *rest)[kept])
     whole = (*network(150, 90, 130, 70), "gelu")
-    check_threads(lambda: int8_feed_forward(*whole))
-    found = int8_feed_forward(*whole)
-    assert same_bits(int8_feed_forward(x[20:25], *whole[1:]), found[20:25])
     found = int8_feed_forward(garbage, *whole[1:])
     assert found[::3].isnan().all()
     assert found[kept].isfinite().all()
@@ -191,23 +139,6 @@ def test_a_sum_of_zero_is_not_negative(isa):
         assert not found[found == 0.0].signbit().any()
 
 
-def _shifted(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
-    """A zero point that is off by one: each value differs by a step."""
-    step = (x.amax(-1, keepdim=True).clamp(min=0) - x.amin(-1, keepdim=True).clamp(max=0)) / 254
-    y = reference.int8_linear(x, weight, scale, bias, *rest)
-    return y + step * weight.float().sum(-1) * scale
-
-
-def _saturated(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
-    """Sums of two products that stop at 16 bits."""
-    q, row = reference.int8_linear.__globals__["_quantize_rows"](x)
-    zero = -q.amin(-1, keepdim=True).clamp(max=0)
-    products = (q + zero)[:, None, :] * weight.float()
-    pairs = products.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1)
-    sums = pairs.sum(-1) - zero * weight.float().sum(-1)
-    return sums * scale * row + bias
-
-
 def _kinds_of_data() -> dict[str, Tensor]:
     """Returns rows (256, 300) as Transformers have them, before linear maps."""
     torch.manual_seed(0)
@@ -237,36 +168,6 @@ def test_the_error_is_that_of_rounding_to_the_steps(kind):
     of_columns = x.square().sum(-1).outer(scale.square())
     predicted = ((of_rows + of_columns).sum() / 12).sqrt()
     assert 0.9 < float((found - expected).norm() / predicted) < 1.1
-
-
-BUGS: dict[str, Callable[..., Tensor]] = {
-    "zero point off by one": _shifted,
-    "scales of the wrong columns": lambda x, weight, scale, bias, *rest: reference.int8_linear(
-        x, weight, scale.roll(1), bias, *rest
-    ),
-    "saturated sums": _saturated,
-    "255 steps": lambda x, *rest: reference.int8_linear(x, *rest) * (255 / 254),
-    "last value dropped": lambda x, weight, *rest: reference.int8_linear(
-        x[:, :-1], weight[:, :-1], *rest
-    ),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_budget_finds_planted_bugs(bug):
-    arguments = (*drawn(19, 62, 40), None, None)
-    assert budget("int8_linear", reference.int8_linear(*arguments), arguments).ok
-    assert not budget("int8_linear", BUGS[bug](*arguments), arguments).ok
-
-
-def test_strided_arguments(isa):
-    x, weight, scale, bias = drawn(30, 50, 40)
-    wide = torch.full((3, 10, 120), math.nan)
-    wide[..., 5:105:2] = x.view(3, 10, 50)
-    residual = torch.ones(40, 10, 3).permute(2, 1, 0)
-    turned = weight.t().contiguous().t()
-    arguments = wide[..., 5:105:2], turned, scale.repeat(2, 1).t()[:, 1], bias, None, residual
-    assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
 
 
 WIDTH, HEADS, HIDDEN = 64, 4, 100
@@ -367,41 +268,6 @@ def test_fused_layers_keep_the_error_budget(isa, dtype, left):
     assert result.ok, result
 
 
-@needs_native
-def test_packed_copies_follow_their_weight():
-    x, weight, scale, bias = drawn(20, 60, 50)
-    parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    cpu_packing.forget()
-    first = int8_linear(x, parameter, scale, bias, None, None)
-    assert cpu_packing.held_bytes() > 0
-    with torch.no_grad():
-        parameter.neg_()
-    found = int8_linear(x, parameter, 2 * scale, bias, None, None)
-    assert same_bits(found, reference.int8_linear(x, -weight, 2 * scale, bias, None, None))
-    assert not same_bits(found, first)
-
-
-@needs_native
-def test_operators_pass_opcheck_and_compile_in_one_graph():
-    operators = torch.ops.transformer_fast
-    x, weight, scale, bias = drawn(5, 16, 12)
-    whole = network(5, 16, 12, 7)
-    linear = (x, weight, scale, bias, torch.ones(5, 12), 2)
-    for operator, arguments in (
-        (operators.int8_linear.cpu, linear),
-        (operators.int8_linear_packed.cpu, (*linear[:3], None, *linear[3:])),
-        (operators.int8_feed_forward.cpu, (*whole, 1)),
-    ):
-        torch.library.opcheck(operator, arguments)
-
-    def run(x: Tensor) -> Tensor:
-        y = functional.int8_linear(x, weight, scale, bias, activation="gelu")
-        return functional.int8_feed_forward(x, *whole[1:]) + y[:, :7]
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert same_bits(compiled(x), run(x))
-
-
 def test_weights_without_known_values_are_quantized():
     """While compiling, of FakeTensors and on meta no value can be checked."""
     weight = torch.randn(6, 5)
@@ -420,22 +286,6 @@ def test_explain_tells_which_products_run(isa):
     assert found.backend == "cpu"
     assert ("16 bits" in str(found)) != units
     assert ("16 bits" in str(explain("int8_feed_forward", *network(5, 16, 12, 7)))) != units
-
-
-@needs_native
-def test_dispatch_explains_and_refuses():
-    x, weight, scale, bias = drawn(5, 16, 12)
-    assert explain("int8_linear", x, weight, scale, bias).backend == "cpu"
-    assert explain("int8_feed_forward", *network(5, 16, 12, 7)).backend == "cpu"
-    with strict(), use_backend("cpu"):
-        functional.int8_linear(x, weight, scale)
-    deep = torch.zeros(1, 66001)
-    many = torch.zeros(2, 66001, dtype=torch.int8)
-    with pytest.raises(NotImplementedError, match="at most 66000"):
-        functional.int8_linear(deep, many, torch.ones(2), backend="cpu")
-    assert explain("int8_linear", deep, many, torch.ones(2)).backend == "reference"
-    assert explain("int8_linear", x.double(), weight, scale).backend == "reference"
-    assert functional.int8_linear(x, weight, scale, activation=torch.tanh).abs().max() <= 1.0
 
 
 def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from . import functional
-from .dispatch import OPS, VARIANTS, Explanation, explain_call
+from .dispatch import ANNOTATED, OPS, Explanation, explain_call
 from .functional._checked_call import checked_call
 from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 
 _LAYERS = ("encoder_layer", "decoder_layer")
-_NAMES = (*OPS, *VARIANTS, "scaled_dot_product_attention", *_LAYERS)
+_NAMES = (*OPS, *ANNOTATED, "scaled_dot_product_attention", *_LAYERS)
 #: Functions of the ops that have no public function of the same name.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": functional.scaled_dot_product_attention,

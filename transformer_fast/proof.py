@@ -25,7 +25,7 @@ import torch
 
 from . import _native
 from ._version import __version__
-from .reference import OPS, VARIANTS
+from .reference import ANNOTATED, OPS
 
 COMMAND = "python -m transformer_fast prove"
 #: Its duration, for messages; estimated from the number of cases, not measured on a GPU yet.
@@ -178,7 +178,7 @@ def _loss_class(call: Any) -> list[str]:
 
 #: Op -> function that returns the class of a call; other ops use `_rows_class`.
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
-    **{op: _norm_class for op in (*OPS, *VARIANTS) if op.endswith("_norm")},
+    **{op: _norm_class for op in (*OPS, *ANNOTATED) if op.endswith("_norm")},
     "attention": _attention_class,
     "linear": _linear_class,
     "cross_entropy": _loss_class,

@@ -190,12 +190,13 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x
     if layout == "transposed" and x.dim() >= 2:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    gap = math.nan if x.is_floating_point() else 99
     if layout == "steps":
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan, dtype=x.dtype)
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), gap, dtype=x.dtype)
         wide[..., 1::2] = x
         return wide[..., 1::2]
     if layout == "wide rows":
-        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype)
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), gap, dtype=x.dtype)
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
     if layout == "flipped" and x.dim() >= 2:

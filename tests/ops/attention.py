@@ -365,9 +365,10 @@ def _in_order(
 
 
 def _slope_terms(arguments: tuple[Any, ...]) -> float:
-    """Returns the largest |scale| |K| sum(|dO| |V|), or the same with Q in place of K.
+    """Returns the largest |scale| |K| sum(|dO| |V|), or the same with Q or 1 in place of scale K.
 
-    dQ is a sum of P (dO V - dO O) K, of differences of such terms, which vanish if keys are equal.
+    dQ is a sum of P (dO V - dO O) K, of differences of such terms, which vanish if keys are equal. A
+    mask's gradient is a sum of P (dO V - dO O).
     """
     named = OPS["attention"].named(arguments)
     query, key, value = (size_of(named[name].double()) for name in ("query", "key", "value"))
@@ -377,7 +378,7 @@ def _slope_terms(arguments: tuple[Any, ...]) -> float:
     scale = named["scale"]
     scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
     slopes = value * size_of(start.abs().sum(dim=-1))
-    return float(scale * max(query, key) * slopes)
+    return float(max(scale * max(query, key), named["attn_mask"] is not None) * slopes)
 
 
 def _small(draw: Any) -> list[tuple[Any, ...]]:

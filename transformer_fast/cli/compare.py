@@ -243,10 +243,12 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         "Not run by a kernel of ours": remarks,
         "Not measured": form.absent(rows),
     }
-    if (reason := why_no_roof(device)) is not None:
-        sections["No roofline"] = [reason]
     if _native.why_not is not None:
         sections["No native kernels"] = [_native.why_not]
+    if _native.why_not is not None and device.type == "cpu":
+        del sections["Not run by a kernel of ours"]  # for the same reason, case by case
+    elif (reason := why_no_roof(device)) is not None:
+        sections["No roofline"] = [reason]
     console = output()
     for line in head:
         console.print(line, style="dim", soft_wrap=False)

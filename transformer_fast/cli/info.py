@@ -183,10 +183,11 @@ def _peaks() -> Table:
     for isa in module.supported_isas():
         rate = module.probe_fma(threads, isa)
         grid.add_row(f"fp32 multiply-add, {isa}", form.three_digits(rate), "Gflop/s")
-    for isa in module.supported_isas():
-        if isa in ("avx512_bf16", "amx"):
-            rate = module.probe_bf16_dot(threads, isa)
-            grid.add_row(f"bf16 dot product, {isa}", form.three_digits(rate), "Gflop/s")
+    for name, probe in (("bf16", module.probe_bf16_dot), ("int8", module.probe_int8_dot)):
+        for isa in module.supported_isas():
+            if isa in ("avx512_bf16", "amx"):
+                rate = form.three_digits(probe(threads, isa))
+                grid.add_row(f"{name} dot product, {isa}", rate, "Gflop/s")
     for size, name in _SIZES:
         share = size * threads
         read = module.probe_read_bandwidth(share, threads)

@@ -19,11 +19,11 @@ from rich.progress import Progress
 
 from .. import proof
 from .._console import bullets, columns, output, progress
-from ..dispatch import OPS
 from ..measure import device as on_device
 from ..measure.clock import DeviceClock
 from ..measure.device import OUT_OF_TIME, Finding, lines_of
 from ..proof import Proof, Verdict
+from ..specs.gpu import COMMON
 
 #: Seconds without output after which the process of an op is killed; the latter for short runs.
 _PATIENCE, _SHORT_PATIENCE = 300.0, 120.0
@@ -34,14 +34,14 @@ _INTERRUPTED = "interrupted"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--op", nargs="+", choices=OPS, default=list(OPS), metavar="OP",
-        help=f"one or more of: {', '.join(OPS)} (default: all of them)",
+        "--op", nargs="+", choices=COMMON, default=list(COMMON), metavar="OP",
+        help=f"one or more of: {', '.join(COMMON)} (default: all of them)",
     )  # fmt: skip
     parser.add_argument(
         "--forget", action="store_true", help="remove the results of earlier runs and exit"
     )
     # Internal options of the subprocesses of `measure`: one op, a line of JSON per trial.
-    parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=COMMON, help=argparse.SUPPRESS)
     parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -155,7 +155,7 @@ def keep(measured: Measured, short: bool = False) -> tuple[Proof, Path] | None:
 def _summary(console: Console, found: Proof) -> None:
     figures = ("cases", "right", "faster", "speed-up of those, median")
     table = columns(("op", "backend"), figures)
-    for op in OPS:
+    for op in COMMON:
         for backend in dict.fromkeys(v.backend for v in found.verdicts if v.op == op):
             mine = [v for v in found.verdicts if (v.op, v.backend) == (op, backend)]
             gains = sorted(v.gain for v in mine if v.chosen)

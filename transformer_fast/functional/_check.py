@@ -115,24 +115,24 @@ def require_same_device(first_name: str, first: Tensor, **others: Tensor | None)
             )
 
 
-def require_activation(activation: Any) -> None:
-    if activation is None or callable(activation):
-        return
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(ACTIVATIONS)}, or a callable, not {activation!r}"
-        )
-
-
 def named_activation(
     activation: str | Callable[[Tensor], Tensor] | None,
 ) -> str | Callable[[Tensor], Tensor] | None:
-    """Returns the name of a well-known callable, because kernels support activations by name."""
+    """Returns the name of a well-known callable, because kernels support activations by name.
+
+    Raises ValueError if the activation is neither a known name nor callable.
+    """
     if callable(activation):
         try:
             return _KNOWN_CALLABLES.get(activation, activation)
         except TypeError:  # a callable without a hash
             return activation
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        raise ValueError(
+            f"activation must be one of {', '.join(ACTIVATIONS)}, or a callable, not {activation!r}"
+        )
     return activation
 
 

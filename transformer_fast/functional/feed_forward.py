@@ -21,7 +21,6 @@ from ._check import (
     casts_itself,
     defers_to_torch,
     named_activation,
-    require_activation,
     require_probability,
     require_rows,
     require_same_device,
@@ -106,8 +105,7 @@ def feed_forward(
     if replay is not None:
         return replay(*given)  # type: ignore[no-any-return]
     if defers_to_torch("feed_forward", backend, *given):
-        require_activation(activation)
-        hidden = activate(F.linear(input, weight1, bias1), activation)
+        hidden = activate(F.linear(input, weight1, bias1), named_activation(activation))
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
     arguments = FeedForwardArguments(*given, activation, dropout_p)
     return run(check_feed_forward(arguments, backend), backend, insert)  # type: ignore[no-any-return]
@@ -123,7 +121,7 @@ def check_feed_forward(given: FeedForwardArguments, backend: str | None = None) 
         require_tensor("feed_forward", "bias2", 5, bias2, optional=True)
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
-    require_activation(activation)
+    activation = named_activation(activation)
     require_rows("input", input)
     p = require_probability("feed_forward", "dropout_p", dropout_p)
     wrong = weight_problem(("input", "weight1", "bias1"), input.shape[-1], weight1, bias1)
@@ -139,5 +137,5 @@ def check_feed_forward(given: FeedForwardArguments, backend: str | None = None) 
         wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
         if wrong is not None:
             raise ValueError(wrong)
-    arguments = FeedForwardArguments(*tensors, named_activation(activation), p)  # type: ignore[call-arg]
+    arguments = FeedForwardArguments(*tensors, activation, p)  # type: ignore[call-arg]
     return Call("feed_forward", tensors, wants_grad(*tensors), arguments)

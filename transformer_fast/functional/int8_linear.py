@@ -20,7 +20,6 @@ from ._check import (
     autocast,
     defers_to_torch,
     named_activation,
-    require_activation,
     require_floating,
     require_rows,
     require_same_device,
@@ -189,9 +188,7 @@ def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) ->
     _require_tensors("int8_linear", input=input, weight=weight, scale=scale)
     require_tensor("int8_linear", "bias", 4, bias, optional=True)
     require_tensor("int8_linear", "residual", None, residual, optional=True)
-    if activation is not None:
-        require_activation(activation)
-        activation = named_activation(activation)
+    activation = named_activation(activation)
     _require_no_gradients("int8_linear", input, scale, bias, residual)
     require_rows("input", input)
     _require_wide(input)
@@ -214,7 +211,7 @@ def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None
     require_tensor("int8_feed_forward", "bias2", 7, bias2, optional=True)
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
-    require_activation(activation)
+    activation = named_activation(activation)
     _require_no_gradients("int8_feed_forward", input, scale1, bias1, scale2, bias2)
     require_rows("input", input)
     _require_wide(input)
@@ -228,9 +225,7 @@ def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None
     _check_map(names, weight1.shape[0], weight2, scale2, bias2)
     if (wrong := dtype_problem(input, bias1=bias1, bias2=bias2)) is not None:
         raise ValueError(wrong)
-    checked = given._replace(
-        input=input, bias1=bias1, bias2=bias2, activation=named_activation(activation)
-    )
+    checked = given._replace(input=input, bias1=bias1, bias2=bias2, activation=activation)
     return make_call(checked, False)
 
 

@@ -20,7 +20,6 @@ from ._check import (
     casts_itself,
     defers_to_torch,
     named_activation,
-    require_activation,
     require_same_device,
     require_tensor,
     same_error_as,
@@ -129,8 +128,8 @@ def linear(
             limit = LINEAR
             if (
                 input.dtype is FLOAT
-                and input.numel() * weight.shape[0] < limit.below[grad]
-                and weight.numel() <= limit.weights
+                and (size := input.numel() * weight.shape[0]) < limit.below[grad]
+                and (weight.numel() <= limit.weights or size < limit.any_weights)
                 # Without a bias, PyTorch accepts a weight on meta and returns garbage.
                 and (bias is not None or weight.is_cpu)
             ):
@@ -163,7 +162,6 @@ def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
         require_tensor("linear", "bias", 3, bias, optional=True)
         require_tensor("linear", "residual", None, residual, optional=True)
     if activation is not None:
-        require_activation(activation)
         activation = named_activation(activation)
     if cast := not casts_itself("linear", input, backend):
         tensors = autocast(*tensors)

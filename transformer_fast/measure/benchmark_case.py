@@ -59,6 +59,8 @@ class BenchmarkCase:
     torch: tuple[str, ...] = ("torch",)
     #: Sentences or tokens in one input; None: not counted.
     items: int | None = None
+    #: The kind of products, see `roof.probe`.
+    product: str | None = None
     #: (op, backend) that the dispatcher chose -> why not the other backends. Modules: one per op.
     inside: Mapping[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
@@ -95,6 +97,8 @@ class Row:
     items: int | None = None
     #: Peak memory of one input.
     peak_bytes: int | None = None
+    #: Date and commit, if the row was kept from another run than its suite's last one.
+    taken: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -168,7 +172,8 @@ class Trial:
         case = self.case
         if case.flops <= 0.0 and case.bytes <= 0.0:
             return None
-        return roof.probe(case.useful_flops, case.bytes, self.written, case.dtype, case.device)
+        work = case.useful_flops, case.bytes, self.written, case.dtype, case.device
+        return roof.probe(*work, case.product)
 
     def finish(self, samples: Sequence[float], top: roof.Roof | None) -> None:
         """Fills in the row's time and its share of the roof, if the result is still right.

@@ -31,10 +31,10 @@ class Record:
 def _sublayers(kinds: Sequence[int], eps: Sequence[float]) -> list[str]:
     """Names the sub-layers that a call of several layers runs.
 
-    ``kinds``: the kinds of one layer's sub-layers (2: feed-forward). ``eps``: one value per sub-layer
-    of all layers.
+    ``kinds``: the kinds of one layer's sub-layers (2: feed-forward; 3: a part of the attention after
+    it). ``eps``: one value per sub-layer of all layers.
     """
-    names = ["feed_forward sub-layer" if kind == 2 else "attention sub-layer" for kind in kinds]
+    names = ["feed_forward sub-layer" if k == 2 else "attention sub-layer" for k in kinds if k != 3]
     return names * (len(eps) // len(kinds))
 
 

@@ -178,6 +178,7 @@ def op_case(
         bytes=times * sum(spec.bytes(arguments) for arguments in inputs[0]), dtype=leading.dtype,
         device=leading.device, chosen=choice, torch=("torch", "torch.compile"),
         inside={} if choice is None else {(op, choice): explanation.reasons},
+        product=spec.product,
     )  # fmt: skip
 
 

@@ -91,23 +91,30 @@ def governor() -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """Returns the git commit of this checkout, with '+' if files differ; None without a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def git(*arguments: str) -> str | None:
+    """Returns the output of a git command in this checkout; None without one, or if git fails."""
+    if not (_ROOT / ".git").exists():
         return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
+    command = ["git", "-C", str(_ROOT), *arguments]
     try:
-        changed = git(
-            "status", "--porcelain", "--untracked-files=no", "--", "transformer_fast", "csrc"
-        )
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def commit() -> str | None:
+    """Returns the git commit of this checkout, with '+' if files differ; None without a checkout."""
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "transformer_fast", "csrc")
+    head = git("rev-parse", "--short=12", "HEAD")
+    return None if head is None or changed is None else head + ("+" if changed else "")
+
+
+def taken(machine: dict[str, Any]) -> str:
+    """Returns when results were taken: '2026-11-26, f2ab0742f354' (date and commit)."""
+    return ", ".join(filter(None, (machine["date"][:10], machine["commit"])))
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -31,8 +31,8 @@ _MOST_BYTES = 1 << 27
 #: An fp32 value is split into three pieces; of the nine products of two values' pieces the three
 #: smallest are below fp32's precision and are omitted.
 _PRODUCTS_OF_PIECES = 6.0
-#: Instruction sets with bfloat16 dot products.
-_BF16_ISAS = ("avx512_bf16", "amx")
+#: Instruction sets with dot products of bfloat16 and of 8 bits.
+_DOT_ISAS = ("avx512_bf16", "amx")
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,18 @@ def why_no_roof(device: torch.device) -> str | None:
 def peaks(*names: str) -> dict[str, float]:
     """Measures the arithmetic rates of the instruction set in use, in Gflop/s, on PyTorch's threads.
 
-    The rates are "fp32"; "bf16" with bfloat16 instructions; "fp32 of bf16 pieces" with AMX.
+    The rates are "fp32"; "bf16" and "int8" with instructions for them; "fp32 of bf16 pieces" with AMX.
     ``names``: rates to measure, if available; none given: all of them.
     """
     module = _native.module
     if module is None:
         return {}
     threads, isa = torch.get_num_threads(), module.isa()
-    bf16, pieces = isa in _BF16_ISAS, isa == "amx"
+    dots, pieces = isa in _DOT_ISAS, isa == "amx"
     probes: dict[str, tuple[bool, Callable[[int], float], float]] = {
         "fp32": (True, module.probe_fma, 1.0),
-        "bf16": (bf16, module.probe_bf16_dot, 1.0),
+        "bf16": (dots, module.probe_bf16_dot, 1.0),
+        "int8": (dots, module.probe_int8_dot, 1.0),
         "fp32 of bf16 pieces": (pieces, module.probe_bf16_dot, _PRODUCTS_OF_PIECES),
     }
     return {
@@ -134,10 +135,12 @@ def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 def probe(
     flops: float, bytes: float, written: float, dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", product: str | None = None,
 ) -> Roof | None:  # fmt: skip
     """Measures the rates now, for work of that size; returns None if the device cannot be probed.
 
+    ``product``: the kind of products, see `peaks`; None, or a kind that the instruction set has no
+    instructions for: that of the dtype.
     Takes a few tenths of a second, on PyTorch's number of threads.
     """
     device = torch.device(device)
@@ -154,8 +157,10 @@ def probe(
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
     # A copy reads, too, so reading is at least as fast; a lower measurement is noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
-    kind = "bf16" if dtype == torch.bfloat16 and module.isa() in _BF16_ISAS else "fp32"
-    split = "fp32 of bf16 pieces" if dtype == torch.float32 else kind
+    kind, dots = "fp32", module.isa() in _DOT_ISAS
+    if dots and (product is not None or dtype == torch.bfloat16):
+        kind = product or "bf16"
+    split = "fp32 of bf16 pieces" if dtype == torch.float32 and product is None else kind
     found = {name: 1e9 * rate for name, rate in peaks(kind, split).items()}
     # fp16 is computed in fp32; fp64 has half as many SIMD lanes.
     peak = found.pop(kind) / (2.0 if dtype == torch.float64 else 1.0)

@@ -14,8 +14,8 @@ from .layer_norm import add_annotated_layer_norm as add_annotated_layer_norm
 from .layer_norm import annotated_layer_norm as annotated_layer_norm
 from .linear import *
 
-#: All ops, in the order of every list and table by op.
-OPS = (
+#: Ops with gradients.
+DIFFERENTIABLE = (
     *_norms,
     "attention",
     "linear",
@@ -23,6 +23,7 @@ OPS = (
     "cross_entropy",
     "linear_cross_entropy",
 )
+#: All ops, in the order of every list and table by op.
+OPS = (*DIFFERENTIABLE, "int8_linear", "int8_feed_forward")
 #: Ops that are dispatched like `OPS`, but have no row of their own in the op table.
 ANNOTATED = ("annotated_layer_norm", "add_annotated_layer_norm")
-VARIANTS = (*ANNOTATED, "int8_linear", "int8_feed_forward")

@@ -73,14 +73,14 @@ def _linear(
     wide: torch.dtype,
 ) -> Tensor:
     """Returns the result before the residual in ``wide``, the dtype of all that follows the sums."""
-    quantized, row_scale = _quantize_rows(input)
+    quantized, row_scale = quantize_rows(input)
     # fp64 holds the integer sums exactly, whatever their order; adding 0 makes -0 the integer 0.
     sums = quantized.to(torch.float64) @ weight.to(torch.float64).t() + 0.0
     y = sums.to(wide) * scale.to(wide) * row_scale.to(wide)
     return activate(y if bias is None else y + bias.to(wide), activation)
 
 
-def _quantize_rows(input: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(input: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the integers q and the scales (..., 1), found in float32 in every dtype of the input.
 
     A row with NaN or infinity has zeros and a scale of NaN.
@@ -88,11 +88,16 @@ def _quantize_rows(input: Tensor) -> tuple[Tensor, Tensor]:
     x = input.to(torch.float32)
     if x.shape[-1] == 0:
         return x, x.new_zeros(*x.shape[:-1], 1)
-    width = x.amax(-1, keepdim=True).clamp(min=0.0) - x.amin(-1, keepdim=True).clamp(max=0.0)
+    width = width_of(x)
     finite = x.isfinite().all(-1, keepdim=True) & width.isfinite()
     inverse, scale = _scales(torch.where(finite, width, 0.0), STEPS)
     quantized = torch.round(torch.where(finite, x, 0.0) * inverse)
     return quantized, torch.where(finite, scale, torch.nan)
+
+
+def width_of(x: Tensor) -> Tensor:
+    """Returns the size (..., 1) of the range of a row's values and 0."""
+    return x.amax(-1, keepdim=True).clamp(min=0.0) - x.amin(-1, keepdim=True).clamp(max=0.0)
 
 
 def _scales(width: Tensor, steps: float) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,8 @@ class GpuCase(NamedTuple):
 
 GPU_CASES = tuple(GpuCase(op, one) for op, spec in OPS.items() for one in spec.gpu_cases)
 
-#: Op -> classes of `proof.shape_class` that `compare` measures.
-COMMON = {op: spec.gpu_classes for op, spec in OPS.items()}
+#: Op with kernels for GPUs -> classes of `proof.shape_class` that `compare` measures.
+COMMON = {op: spec.gpu_classes for op, spec in OPS.items() if spec.gpu_cases}
 
 _NAMES = {(one.op, one.name) for one in GPU_CASES}
 #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `GPU_CASES`.

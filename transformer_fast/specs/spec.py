@@ -34,6 +34,10 @@ def _everything(arguments: tuple[Any, ...]) -> float:
     return 1.0
 
 
+def _nothing(arguments: tuple[Any, ...]) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """Specification of an op, independent of the backends."""
@@ -72,6 +76,14 @@ class OpSpec:
     #: ``public(functional, *arguments)`` calls the public function with the reference's arguments, as
     #: far as `tiny` needs them. None: the public function has the reference's name and arguments.
     public: Callable[..., Any] | None = None
+    #: The kind of products, whose measured rate is the roof: a name of `measure.roof.peaks`. None:
+    #: that of the call's dtype.
+    product: str | None = None
+    #: True if kernels must return the bits of the reference for these arguments.
+    exact: Callable[[tuple[Any, ...]], bool] = _nothing
+    #: Returns how far a call's results may move where a value on the way is rounded to the next
+    #: integer instead; None: the op has no such rounding.
+    step: Callable[[tuple[Any, ...]], float] | None = None
     #: Fraction of `flops` that is not masked out, in [0, 1].
     useful_share: Callable[[tuple[Any, ...]], float] = _everything
 

@@ -104,28 +104,34 @@ std::size_t floats_per_thread(std::size_t bytes, int threads) {
 
 constexpr long kFmaBatch = 1024;
 
+// `loop` runs that many iterations and returns the number of flops.
+template <class Loop>
+double probe_loop(int threads, Isa isa, const char* type, const Loop& loop) {
+  check_threads(threads);
+  check_supported(isa);
+  const double flops = loop(kFmaBatch);
+  if (flops == 0.0) {
+    throw std::invalid_argument(std::string("isa: '") + isa_name(isa) + "' has no " + type +
+                                " dot product; avx512_bf16 and amx have");
+  }
+  return best_rate(threads, flops, [&](int, long repeats) { loop(kFmaBatch * repeats); });
+}
+
 }  // namespace
 
 double probe_fma(int threads, Isa isa) {
-  check_threads(threads);
-  check_supported(isa);
-  const double flops = TF_DISPATCH_TO(isa, fma_flops, kFmaBatch);
-  return best_rate(threads, flops, [isa](int, long repeats) {
-    TF_DISPATCH_TO(isa, fma_flops, kFmaBatch * repeats);
-  });
+  return probe_loop(threads, isa, "fp32",
+                    [isa](long count) { return TF_DISPATCH_TO(isa, fma_flops, count); });
 }
 
 double probe_bf16_dot(int threads, Isa isa) {
-  check_threads(threads);
-  check_supported(isa);
-  const double flops = TF_DISPATCH_TO(isa, bf16_dot_flops, kFmaBatch);
-  if (flops == 0.0) {
-    throw std::invalid_argument(std::string("isa: '") + isa_name(isa) +
-                                "' has no bf16 dot product; avx512_bf16 and amx have");
-  }
-  return best_rate(threads, flops, [isa](int, long repeats) {
-    TF_DISPATCH_TO(isa, bf16_dot_flops, kFmaBatch * repeats);
-  });
+  return probe_loop(threads, isa, "bf16",
+                    [isa](long count) { return TF_DISPATCH_TO(isa, bf16_dot_flops, count); });
+}
+
+double probe_int8_dot(int threads, Isa isa) {
+  return probe_loop(threads, isa, "int8",
+                    [isa](long count) { return TF_DISPATCH_TO(isa, int8_dot_flops, count); });
 }
 
 double probe_read_bandwidth(std::size_t bytes, int threads) {

@@ -16,6 +16,9 @@ double probe_fma(int threads, Isa isa);
 // instruction set without them.
 double probe_bf16_dot(int threads, Isa isa);
 
+// Dot products of unsigned by signed 8 bits, summed in int32. Throws likewise.
+double probe_int8_dot(int threads, Isa isa);
+
 // Reading a buffer of `bytes` again and again, each thread its own share, in GB/s.
 double probe_read_bandwidth(std::size_t bytes, int threads);
 
@@ -30,6 +33,9 @@ TF_KERNEL_AMX(double fma_flops(long iterations))
 // The same with bf16 pairs accumulated in fp32: vdpbf16ps, or AMX tiles in the amx build. Returns 0
 // where the instruction set has neither.
 TF_KERNEL_AMX(double bf16_dot_flops(long iterations))
+
+// The same with four 8-bit products summed in int32: vpdpbusd, or AMX tiles.
+TF_KERNEL_AMX(double int8_dot_flops(long iterations))
 
 // Sum of data[0 .. count): reads each cache line once.
 TF_KERNEL_AMX(float sum_floats(const float* data, long count))

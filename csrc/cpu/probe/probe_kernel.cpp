@@ -30,21 +30,12 @@ constexpr int kAccumulators = 12;
                  TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11]) \
                : TF_INPUT(x), TF_INPUT(y))
 
-}  // namespace
-
-double fma_flops(long iterations) {
-  Vec acc[kAccumulators];
-  for (Vec& a : acc) a = zero();
-  // Bounded: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
-  const Vec x = set1(kLanes > 4 ? 0x1p-20f : 0.5f), y = set1(kLanes > 4 ? 0x1p-20f : 0.5f);
-  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
-  return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
-}
-
 #if defined(__AMX_BF16__)
 
-double bf16_dot_flops(long iterations) {
-  // Palette 1: eight tiles of 16 rows by 64 bytes; four accumulators cover the tile latency.
+// Eight tiles of 16 rows by 64 bytes.
+template <class Step>
+void with_tiles(long iterations, const Step& step) {
+  // Palette 1.
   struct alignas(64) AmxTileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -61,32 +52,71 @@ double bf16_dot_flops(long iterations) {
   _tile_zero(5);
   _tile_zero(6);
   _tile_zero(7);
-  for (long i = 0; i < iterations; ++i) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
+  for (long i = 0; i < iterations; ++i) step();
   _tile_release();
-  constexpr double kFlopsPerTile = 2.0 * 16 * 16 * 32;
-  return 4 * kFlopsPerTile * static_cast<double>(iterations);
+}
+
+// Four accumulators cover the latency of a tile.
+#define TF_FOUR_TILES(INSTRUCTION) \
+  INSTRUCTION(0, 4, 6);            \
+  INSTRUCTION(1, 4, 7);            \
+  INSTRUCTION(2, 5, 6);            \
+  INSTRUCTION(3, 5, 7)
+
+constexpr double kTileSums = 4 * 16 * 16;
+
+#elif defined(__AVX512BF16__)
+
+#define TF_BF16_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
+#define TF_INT8_DOT(i) "vpdpbusd %12, %13, %" #i "\n\t"
+#define TF_DOT_LOOP(INSTRUCTION, iterations) \
+  Vec acc[kAccumulators];                    \
+  for (Vec& a : acc) a = zero();             \
+  const Vec x = zero(), y = zero();          \
+  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(INSTRUCTION, acc, x, y)
+
+#endif
+
+}  // namespace
+
+double fma_flops(long iterations) {
+  Vec acc[kAccumulators];
+  for (Vec& a : acc) a = zero();
+  // Bounded: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
+  const Vec x = set1(kLanes > 4 ? 0x1p-20f : 0.5f), y = set1(kLanes > 4 ? 0x1p-20f : 0.5f);
+  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
+  return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
+}
+
+#if defined(__AMX_BF16__)
+
+double bf16_dot_flops(long iterations) {
+  with_tiles(iterations, [] { TF_FOUR_TILES(_tile_dpbf16ps); });
+  return 2.0 * 32 * kTileSums * static_cast<double>(iterations);
+}
+
+double int8_dot_flops(long iterations) {
+  with_tiles(iterations, [] { TF_FOUR_TILES(_tile_dpbusd); });
+  return 2.0 * 64 * kTileSums * static_cast<double>(iterations);
 }
 
 #elif defined(__AVX512BF16__)
 
 double bf16_dot_flops(long iterations) {
-#define TF_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
-  Vec acc[kAccumulators];
-  for (Vec& a : acc) a = zero();
-  const Vec x = zero(), y = zero();
-  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_DOT, acc, x, y);
-#undef TF_DOT
+  TF_DOT_LOOP(TF_BF16_DOT, iterations);
   return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
+}
+
+// CPUs with AVX-512-BF16 have AVX-512-VNNI as well (isa.cpp).
+double int8_dot_flops(long iterations) {
+  TF_DOT_LOOP(TF_INT8_DOT, iterations);
+  return 8.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
 
 #else
 
 double bf16_dot_flops(long) { return 0.0; }
+double int8_dot_flops(long) { return 0.0; }
 
 #endif
 

@@ -1,0 +1,249 @@
+"""Op table entries of int8_linear and int8_feed_forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.int8_linear import (
+    LARGEST,
+    STEPS,
+    int8_linear,
+    quantize_rows,
+    quantize_weight,
+    width_of,
+)
+from ..reference.linear import activate
+from .feed_forward import _feed_forward
+from .linear import _linear
+from .spec import Build, Case, Draw, OpSpec, Text, bytes_of, case
+
+
+def linear_arguments(*sizes: Any, **options: Any) -> Callable[[Draw], tuple[Any, ...]]:
+    """Like `linear`'s, with a quantised weight. Rows differ in size, sign and offset."""
+    build = _linear(*sizes, **options)
+
+    def quantized(draw: Draw) -> tuple[Any, ...]:
+        x, weight, bias, activation, residual = build(draw)
+        return varied(draw, x), *quantize_weight(weight), bias, activation, residual
+
+    return quantized
+
+
+def feed_forward_arguments(*sizes: Any, **options: Any) -> Callable[[Draw], tuple[Any, ...]]:
+    build = _feed_forward(*sizes, **options)
+
+    def quantized(draw: Draw) -> tuple[Any, ...]:
+        x, weight1, bias1, weight2, bias2, activation, _, _ = build(draw)
+        one, two = quantize_weight(weight1), quantize_weight(weight2)
+        return varied(draw, x), *one, bias1, *two, bias2, activation
+
+    return quantized
+
+
+def varied(draw: Draw, x: Tensor) -> Tensor:
+    """Returns rows of other sizes; some are of one sign."""
+    size = draw.normal(*x.shape[:-1], 1).exp()
+    kind = draw.normal(*x.shape[:-1], 1)
+    return torch.where(kind > 1.0, x.abs(), torch.where(kind < -1.0, -x.abs(), x)) * size
+
+
+def _transposed(draw: Draw) -> tuple[Any, ...]:
+    _, weight, scale, bias, _, _ = linear_arguments((1,), 33, 24)(draw)
+    return draw.normal(33, 40).t(), weight.t().contiguous().t(), scale, bias, None, None
+
+
+def _strided(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(6, 9, 80)[:, ::3, 5:48]
+    weight, scale = quantize_weight(draw.weight(50, 90))
+    residual = draw.normal(3, 6, 50).transpose(0, 1)
+    scale = scale.repeat(2, 1).t()[:, 1]
+    return x, weight[:, 3:46], scale, draw.normal(50, 2)[:, 0], "relu", residual
+
+
+def _callable(draw: Draw) -> tuple[Any, ...]:
+    x, *rest, _, _ = linear_arguments((15,), 32, 32)(draw)
+    return x, *rest, Tensor.sin, None
+
+
+_LINEAR_CASES = (
+    case("bias", linear_arguments((19,), 48, 40)),
+    case("no bias", linear_arguments((19,), 48, 40, bias=False)),
+    case("three dimensions, relu", linear_arguments((3, 7), 32, 48, activation="relu")),
+    case("primes", linear_arguments((37,), 61, 53, residual=True)),
+    case("2^k + 1", linear_arguments((65,), 129, 33, activation="relu")),
+    case("many row blocks", linear_arguments((260,), 70, 66)),
+    case("one row", linear_arguments((1,), 67, 510)),
+    case("one dimension", linear_arguments((), 67, 512)),
+    case("a single input", linear_arguments((40,), 1, 12)),
+    case("one output", linear_arguments((400,), 24, 1)),
+    case("long sums", linear_arguments((11,), 2050, 40)),
+    case("gelu", linear_arguments((17,), 48, 40, activation="gelu")),
+    case("gelu_tanh", linear_arguments((17,), 48, 40, activation="gelu_tanh")),
+    case("silu, residual", linear_arguments((17,), 48, 40, activation="silu", residual=True)),
+    case("transposed", _transposed),
+    case("strided", _strided),
+    case("callable activation", _callable),
+)
+_FEED_FORWARD_CASES = (
+    case("relu", feed_forward_arguments((19,), 32, 96)),
+    case("gelu", feed_forward_arguments((19,), 32, 96, activation="gelu")),
+    case("gelu_tanh", feed_forward_arguments((19,), 32, 96, activation="gelu_tanh")),
+    case("silu", feed_forward_arguments((19,), 32, 96, activation="silu")),
+    case("three dimensions", feed_forward_arguments((3, 7), 32, 64)),
+    case("primes", feed_forward_arguments((37,), 31, 101, outputs=29)),
+    case("many row blocks", feed_forward_arguments((300,), 40, 72)),
+    case("one row", feed_forward_arguments((1,), 300, 517)),
+    case("one dimension", feed_forward_arguments((), 300, 130)),
+    case("a single hidden value", feed_forward_arguments((30,), 20, 1)),
+    case("no bias", feed_forward_arguments((19,), 32, 96, bias=(False, False))),
+    case("callable activation", feed_forward_arguments((19,), 24, 40, activation=Tensor.tanh)),
+)
+
+
+def _name(rows: int, *sizes: int, activation: str | None = None) -> str:
+    return "x".join(map(str, (rows, *sizes))) + (f", {activation}" if activation else "")
+
+
+def _bench(rows: int, inputs: int, outputs: int, activation: str | None = None) -> Case:
+    build: Build = case("", linear_arguments((rows,), inputs, outputs, activation=activation)).build
+    return Case(_name(rows, inputs, outputs, activation=activation), build)
+
+
+def _bench_network(rows: int, activation: str, model: int = 512, hidden: int = 2048) -> Case:
+    build = feed_forward_arguments((rows,), model, hidden, activation=activation)
+    return case(_name(rows, model, hidden, activation=activation), build)
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+
+
+def _linear_flops(arguments: tuple[Any, ...]) -> float:
+    return 2.0 * _rows(arguments[0]) * arguments[1].numel()
+
+
+def _network_flops(arguments: tuple[Any, ...]) -> float:
+    return 2.0 * _rows(arguments[0]) * (arguments[1].numel() + arguments[4].numel())
+
+
+def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
+    """Returns the traffic of a call whose last weight is the argument at that place."""
+
+    def bytes_moved(arguments: tuple[Any, ...]) -> float:
+        x = arguments[0]
+        result = _rows(x) * arguments[weight].shape[0] * x.element_size()
+        tensors = (value for value in arguments if isinstance(value, Tensor))
+        return bytes_of(*tensors) + result
+
+    return bytes_moved
+
+
+def _step(arguments: tuple[Any, ...]) -> float:
+    """The hidden values are rounded to the steps of their row, so their last bits may move one."""
+    x, weight1, scale1, bias1, _, scale2, _, activation = arguments
+    hidden = int8_linear(x, weight1, scale1, bias1, activation, None)
+    if hidden.numel() == 0 or scale2.numel() == 0:
+        return 0.0
+    step = width_of(hidden.float()).nan_to_num(0.0, 0.0, 0.0).amax() / STEPS
+    return float(step * LARGEST * scale2.amax())
+
+
+def _map_by_pytorch(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, activation: Any
+) -> Tensor:
+    """PyTorch's product takes signed values: those of a row, less the middle of its range."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    quantized, row_scale = quantize_rows(x.flatten(0, -2) if x.dim() > 1 else x[None])
+    middle = (quantized.amax(-1, keepdim=True) + quantized.amin(-1, keepdim=True)).div(2).ceil()
+    signed = (quantized - middle).to(torch.int8)
+    shift = middle.int() * weight.sum(-1, dtype=torch.int32)
+    y = (torch._int_mm(signed, weight.t()) + shift).to(wide) * scale.to(wide) * row_scale.to(wide)
+    y = activate(y if bias is None else y + bias.to(wide), activation)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _linear_by_pytorch(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Any, activation: Any, residual: Any
+) -> Tensor:
+    y = _map_by_pytorch(x, weight, scale, bias, activation)
+    return (y if residual is None else y + residual.to(y.dtype)).to(x.dtype)
+
+
+def _network_by_pytorch(
+    x: Tensor, w1: Tensor, s1: Tensor, b1: Any, w2: Tensor, s2: Tensor, b2: Any, activation: Any
+) -> Tensor:
+    hidden = _map_by_pytorch(x, w1, s1, b1, activation)
+    return _map_by_pytorch(hidden, w2, s2, b2, None).to(x.dtype)
+
+
+def _text(text: Text) -> list[tuple[Any, ...]]:
+    weight, bias = text.parameters(text.size.hidden, text.size.model)
+    return [(x, *quantize_weight(weight), bias, "gelu", None) for x in text.embedded]
+
+
+def _network_text(text: Text) -> list[tuple[Any, ...]]:
+    weight1, bias1 = text.parameters(text.size.hidden, text.size.model)
+    weight2, bias2 = text.parameters(text.size.model, text.size.hidden)
+    weights = *quantize_weight(weight1), bias1, *quantize_weight(weight2), bias2
+    return [(x, *weights, "relu") for x in text.embedded]
+
+
+_PAPER = "Jacob et al. 2018, with scales found at run time"
+INT8_LINEAR = OpSpec(
+    name="int8_linear",
+    summary="A linear map with 8-bit products, then optionally an activation and a residual.",
+    paper=_PAPER,
+    arguments=("input", "weight", "scale", "bias", "activation", "residual"),
+    results=("output",),
+    gradients_of=(),
+    cases=_LINEAR_CASES,
+    bench_cases=(
+        _bench(4096, 512, 2048, "relu"),
+        _bench(4096, 512, 2048, "gelu"),
+        *(_bench(rows, 512, 2048) for rows in (128, 16, 4, 1)),
+        _bench(1, 512, 32000),
+    ),
+    flops=_linear_flops,
+    bytes=_bytes(1),
+    pytorch=_linear_by_pytorch,
+    tiny=_bench(1, 8, 8),
+    text_cases=(("512 → 2048, gelu", _text),),
+    gpu_cases=(),
+    gpu_classes=(),
+    public=lambda functional, x, weight, scale, bias, *_: functional.int8_linear(
+        x, weight, scale, bias
+    ),
+    product="int8",
+    exact=lambda arguments: arguments[4] in (None, "relu"),
+)
+INT8_FEED_FORWARD = OpSpec(
+    name="int8_feed_forward",
+    summary="The position-wise feed-forward network with 8-bit products.",
+    paper=_PAPER,
+    arguments=(
+        "input", "weight1", "scale1", "bias1", "weight2", "scale2", "bias2", "activation",
+    ),
+    results=("output",),
+    gradients_of=(),
+    cases=_FEED_FORWARD_CASES,
+    bench_cases=(
+        _bench_network(4096, "relu"),
+        _bench_network(4096, "gelu"),
+        *(_bench_network(rows, "relu") for rows in (128, 16, 4, 1)),
+    ),
+    flops=_network_flops,
+    bytes=_bytes(4),
+    pytorch=_network_by_pytorch,
+    tiny=_bench_network(1, "relu", 8, 8),
+    text_cases=(("512 → 2048, relu", _network_text),),
+    gpu_cases=(),
+    gpu_classes=(),
+    public=lambda functional, *given: functional.int8_feed_forward(*given[:7]),
+    product="int8",
+    step=_step,
+    exact=lambda arguments: arguments[7] == "relu",
+)  # fmt: skip
