@@ -49,7 +49,7 @@ struct AttentionArgs {
   Dropout dropout;
   float *row_max, *row_sum;  // (batch, heads, queries)
 
-  // The scale that the kernel's scores lack; 1 if they are scaled.
+  // The factor that is missing from the kernel's scores; 1 if they are scaled.
   TF_DEVICE float unscaled_by() const { return scaled ? 1.0f : scale; }
 };
 
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
   const AttentionArgs& args = forward.call;
   TF_SHARED(shared);
   unsigned char* queries = shared;
-  unsigned char* keys = queries + Tile::own_bytes;  // two tiles each
+  unsigned char* keys = queries + Tile::own_bytes;  // two tiles, and two of values
   unsigned char* values = keys + 2 * Tile::bytes;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const AttentionBlock block(args.queries, Tile::own, args.heads, args.causal);
@@ -531,7 +531,7 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
           for (int n = 0; n < Tile::scores; ++n)
             larger = fmaxf(larger, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
           larger = reduce_row(larger, Maximum{});
-          // If all scores of a row were masked out so far: -inf - -inf would be NaN.
+          // All scores of the row may be masked out so far: -inf - -inf would be NaN.
           const float base = larger == -INFINITY ? 0.0f : larger;
           const float shrink = exp2_approx((row_max[i] - base) * args.exponent);
 #pragma unroll

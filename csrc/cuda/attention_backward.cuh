@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   TF_SHARED(shared);
   unsigned char* queries = shared;
   unsigned char* grads = queries + Tile::own_bytes;
-  unsigned char* keys = grads + Tile::own_bytes;  // two tiles each
+  unsigned char* keys = grads + Tile::own_bytes;  // two tiles, and two of values
   unsigned char* values = keys + 2 * Tile::bytes;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const AttentionBlock block(args.queries, Tile::own, args.heads, args.causal);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   TF_SHARED(shared);
   unsigned char* keys = shared;
   unsigned char* values = keys + Tile::own_bytes;
-  unsigned char* queries = values + Tile::own_bytes;  // two tiles each
+  unsigned char* queries = values + Tile::own_bytes;  // two tiles, and two of grads
   unsigned char* grads = queries + 2 * Tile::bytes;
   // row_max, share and delta of the queries of three tiles. They are read one tile ahead of the
   // queries, because fully masked queries are not copied.

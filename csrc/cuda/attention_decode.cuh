@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (h >= count) break;
-    if (h > 0) __syncthreads();  // all threads have read those of the previous head
+    if (h > 0) __syncthreads();  // all threads have read the previous head
     store(sums + group * kHead + column, sum[h]);
     if (column == 0) maxima[group] = largest[h], totals[group] = total[h];
     __syncthreads();

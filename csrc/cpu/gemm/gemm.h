@@ -230,7 +230,7 @@ TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, fl
     store(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 #else
-  Vec a = load(from), b = rows > 1 ? load(from + from_stride) : zero();
+  Vec a = rows > 0 ? load(from) : zero(), b = rows > 1 ? load(from + from_stride) : zero();
   Vec c = rows > 2 ? load(from + 2 * from_stride) : zero();
   Vec d = rows > 3 ? load(from + 3 * from_stride) : zero();
   _MM_TRANSPOSE4_PS(a, b, c, d);
@@ -273,9 +273,12 @@ TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, flo
     const float* from = rows + half * kLanes * stride;
     float* to = panel + half * kLanes;
     long p = 0;
-    if (have == kLanes) {
-      for (; p + kLanes <= k; p += kLanes)
+    for (; p + kLanes <= k; p += kLanes) {
+      if (have == kLanes) {
         transpose_block(from + p, stride, to + p * kPanel, kPanel);
+      } else {
+        transpose_rows(from + p, stride, have, to + p * kPanel, kPanel);
+      }
     }
     for (; p < k; ++p)
       for (long j = 0; j < kLanes; ++j) to[p * kPanel + j] = j < have ? from[j * stride + p] : 0.0f;

@@ -92,9 +92,11 @@ class PackedLinear {
   }
 
   // y = x W^T + bias + residual for m contiguous rows, with rows [from, from + n) of W; `from`
-  // starts a panel.
-  void run(const void* x, int64_t m, const void* residual, void* y, int64_t from, int64_t n) const {
-    const LinearArgs args = arguments(x, m, residual, y, from, n);
+  // starts a panel. Rows of y are y_stride apart; 0: contiguous.
+  void run(const void* x, int64_t m, const void* residual, void* y, int64_t from, int64_t n,
+           int64_t y_stride = 0) const {
+    LinearArgs args = arguments(x, m, residual, y, from, n);
+    if (y_stride > 0) args.y_stride = y_stride;
     if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
     run_linear(args, panels_.from(from, args.k));
   }
@@ -106,6 +108,21 @@ class PackedLinear {
     const LinearKernels& kernels = *panels_.kernels;
     kernels.block(args, begin, end, 0, (n + kernels.panel - 1) / kernels.panel,
                   bytes_of(kernel_scratch(), kernels.scratch(args)));
+  }
+  // y = x W^T + bias for m rows and the n rows of an 8-bit W, on this thread. x is quantised into
+  // `quantized`; if that is not nullptr, it is the result of a call with the same x. Returns it.
+  char* run_quantized(const void* x, int64_t m, void* y, int64_t n, int64_t y_stride,
+                      char* quantized) const {
+    LinearArgs args = arguments(x, m, nullptr, y, 0, n);
+    args.packed = panels_.data;
+    args.y_stride = y_stride;
+    const LinearKernels& kernels = *panels_.kernels;
+    if (quantized == nullptr) {
+      quantized = bytes_of(kernel_scratch(), kernels.panels_scratch(args));
+      kernels.fill(args, quantized);
+    }
+    kernels.panels(args, 0, (n + kernels.panel - 1) / kernels.panel, quantized);
+    return quantized;
   }
 
  private:
@@ -170,13 +187,21 @@ struct Norm {
 
 // Sub-layers of Transformer layers, as passed to the operators on whole stacks.
 
-enum class SublayerKind : int64_t { self_attention, cross_attention, feed_forward };
+// `queries_and_keys` is a part of the self-attention after it: the linear layers of queries and of
+// keys (width, width). The first linear layer of that attention is then the one of values.
+enum class SublayerKind : int64_t {
+  self_attention,
+  cross_attention,
+  feed_forward,
+  queries_and_keys
+};
 
 // Two linear layers, with attention or an activation between them, and the norm around them.
 struct Sublayer {
   SublayerKind kind;
   LinearParameters first, second;
   Norm norm;
+  std::vector<LinearParameters> queries_and_keys{};  // empty: `first` has all projections
 };
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
@@ -202,28 +227,44 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
   for (size_t i = 0; i < count; ++i) {
     const SublayerKind kind = kinds[i % kinds.size()];
     const MaybeTensor* p = &parameters[6 * i];
-    const auto linear = [&](const char* name, size_t which, int64_t n, int64_t k) {
-      return LinearParameters(op, name, p[2 * which], packed[2 * i + which], p[2 * which + 1],
-                              scales.empty() ? MaybeTensor() : scales[2 * i + which], input, n, k);
+    const auto linear = [&](const char* name, size_t which, int64_t n, int64_t k, size_t at) {
+      const MaybeTensor* own = &parameters[6 * at + 2 * which];
+      return LinearParameters(op, name, own[0], packed[2 * at + which], own[1],
+                              scales.empty() ? MaybeTensor() : scales[2 * at + which], input, n, k);
     };
+    if (kind == SublayerKind::queries_and_keys) {
+      const size_t next = i % kinds.size() + 1;
+      STD_TORCH_CHECK(next < kinds.size() && kinds[next] == SublayerKind::self_attention, op,
+                      ": projections of queries and keys must precede self-attention");
+      continue;
+    }
     const Norm norm(op, p[4], p[5], eps[i], input, width);
     if (kind == SublayerKind::feed_forward) {
       const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
-      sublayers.push_back(
-          {kind, linear("weight1", 0, hidden, width), linear("weight2", 1, width, hidden), norm});
+      sublayers.push_back({kind, linear("weight1", 0, hidden, width, i),
+                           linear("weight2", 1, width, hidden, i), norm});
       STD_TORCH_CHECK(p[0]->scalar_type() == p[2]->scalar_type(), op,
                       ": weight1 and weight2 must have one dtype");
     } else {
-      const int64_t parts = kind == SublayerKind::self_attention ? 3 : cross_parts;
-      sublayers.push_back({kind, linear("in_weight", 0, parts * width, width),
-                           linear("out_weight", 1, width, width), norm});
+      const bool is_split =
+          i % kinds.size() > 0 && kinds[i % kinds.size() - 1] == SublayerKind::queries_and_keys;
+      const int64_t parts = is_split ? 1 : kind == SublayerKind::self_attention ? 3 : cross_parts;
+      sublayers.push_back({kind, linear("in_weight", 0, parts * width, width, i),
+                           linear("out_weight", 1, width, width, i), norm});
+      if (is_split)
+        sublayers.back().queries_and_keys = {linear("query_weight", 0, width, width, i - 1),
+                                             linear("key_weight", 1, width, width, i - 1)};
     }
   }
   return sublayers;
 }
 
-// Whether both linear layers have 8-bit weights.
-bool is_quantized(const Sublayer& layer) { return layer.first.scale && layer.second.scale; }
+// Whether all linear layers have 8-bit weights.
+bool is_quantized(const Sublayer& layer) {
+  return layer.first.scale && layer.second.scale &&
+         std::all_of(layer.queries_and_keys.begin(), layer.queries_and_keys.end(),
+                     [](const LinearParameters& linear) { return linear.scale.has_value(); });
+}
 
 // Whether attention may be in bfloat16 between these fp32 sub-layers: all of its projections are in
 // 8 bits, and the CPU multiplies bfloat16.
@@ -336,6 +377,7 @@ class LayerRunner {
     }
     switch (work.what) {
       case Work::project: {
+        if (!layer.queries_and_keys.empty()) return project_each(layer, from, work.y, begin, end);
         const bool own = layer.kind == SublayerKind::self_attention;
         const PackedLinear first(layer.first, type_, rows_, 0, type_, attention_type_);
         linear(first, from, nullptr, work.y, own ? 3 * width_ : width_, begin, end);
@@ -364,10 +406,29 @@ class LayerRunner {
     linear.run(x, rows_, residual, y, 0, n);
   }
 
+  // Writes queries, keys and values of each row next to each other, from separate weights.
+  void project_each(const Sublayer& layer, const void* x, void* y, int64_t begin,
+                    int64_t end) const {
+    const LinearParameters* each[] = {&layer.queries_and_keys[0], &layer.queries_and_keys[1],
+                                      &layer.first};
+    const int64_t y_stride = 3 * width_;
+    x = offset_ptr(x, type_, begin * width_);
+    char* to = static_cast<char*>(y) + begin * y_stride * attention_element();
+    char* quantized = nullptr;
+    for (const LinearParameters* parameters : each) {
+      const PackedLinear linear(*parameters, type_, rows_, 0, type_, attention_type_);
+      if (blocks_ > 0)
+        quantized = linear.run_quantized(x, end - begin, to, width_, y_stride, quantized);
+      else
+        linear.run(x, end - begin, nullptr, to, 0, width_, y_stride);
+      to += width_ * attention_element();
+    }
+  }
+
   // y = second(activation(first(x))) + residual
   void feed_forward(const Sublayer& layer, const void* x, const void* residual, void* y,
                     int64_t begin, int64_t end) const {
-    const auto& [kind, first, second, norm] = layer;
+    const LinearParameters &first = layer.first, &second = layer.second;
     FeedForwardArgs args{.type = type_,
                          .x = x,
                          .bias1 = data_of(first.bias),
@@ -407,16 +468,6 @@ struct AttentionCall {
   AttentionArgs args{};
   std::vector<int64_t> query_starts, key_starts;
 };
-
-std::vector<int64_t> read_starts(const MaybeTensor& starts, int64_t rows) {
-  STD_TORCH_CHECK(starts && starts->numel() > 0, kOp, ": starts must not be empty");
-  std::vector<int64_t> found = to_int64("starts", starts, starts->numel());
-  for (size_t i = 0; i + 1 < found.size(); ++i)
-    STD_TORCH_CHECK(found[i] >= 0 && found[i] <= found[i + 1], kOp, ": starts must not fall");
-  STD_TORCH_CHECK(found[0] == 0 && found.back() == rows, kOp, ": starts must go from 0 to ", rows,
-                  ", the number of rows");
-  return found;
-}
 
 int64_t largest_gap(const std::vector<int64_t>& starts) {
   int64_t largest = 0;
@@ -475,10 +526,13 @@ class Layers : LayerRunner {
                  const MaybeTensor& key_starts, const Tensor& source) const {
     AttentionArgs& args = call.args;
     if (ragged_) {
-      call.query_starts = read_starts(starts, rows_);
-      call.key_starts = read_starts(key_starts, source.size(0));
+      const int64_t keys = source.size(0);
+      call.query_starts = read_starts(starts, rows_, rows_);
+      call.key_starts = read_starts(key_starts, keys, keys);
       STD_TORCH_CHECK(call.query_starts.size() == call.key_starts.size(), kOp,
                       ": starts come in pairs");
+      STD_TORCH_CHECK(call.query_starts.back() == rows_ && call.key_starts.back() == keys, kOp,
+                      ": starts must go to the number of rows");
       args.query_starts = call.query_starts.data();
       args.key_starts = call.key_starts.data();
       args.batch = static_cast<int64_t>(call.query_starts.size()) - 1;
@@ -548,7 +602,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   check_block_input(kOp, input);
   std::vector<SublayerKind> each;
   for (const int64_t kind : kinds) {
-    STD_TORCH_CHECK(kind >= 0 && kind <= 2, kOp, ": there is no sub-layer of kind ", kind);
+    STD_TORCH_CHECK(kind >= 0 && kind <= 3, kOp, ": there is no sub-layer of kind ", kind);
     each.push_back(static_cast<SublayerKind>(kind));
     STD_TORCH_CHECK(each.back() != SublayerKind::cross_attention || memory.has_value(), kOp,
                     ": attention to a memory needs one");

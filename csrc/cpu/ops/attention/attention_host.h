@@ -70,25 +70,29 @@ struct PackedSequences {
   int64_t longest_queries, longest_keys;
 };
 
-// Reads the starts (B + 1) of sequences in `rows` rows; `covers` becomes false if a row has none.
+// Reads the starts (B + 1) of sequences in `rows` rows.
 inline std::vector<int64_t> read_starts(const std::optional<Tensor>& starts, int64_t rows,
-                                        int64_t longest, bool& covers) {
+                                        int64_t longest) {
   std::vector<int64_t> found = to_int64("starts", starts, starts ? starts->numel() : 0);
   STD_TORCH_CHECK(found.size() > 0 && found[0] == 0 && found.back() <= rows,
-                  "attention: starts must go from 0 to the number of rows");
+                  "attention: starts must go from 0 to ", rows, ", the number of rows");
   for (size_t i = 0; i + 1 < found.size(); ++i) {
-    const int64_t length = found[i + 1] - found[i];
-    STD_TORCH_CHECK(length >= 0 && length <= longest, "attention: sequences are longer than said");
-    covers = covers && length > 0;
+    STD_TORCH_CHECK(found[i] <= found[i + 1], "attention: starts must not fall");
+    STD_TORCH_CHECK(found[i + 1] - found[i] <= longest,
+                    "attention: sequences are longer than said");
   }
-  covers = covers && found.back() == rows;
   return found;
+}
+
+// False if rows belong to no sequence, or a sequence is empty.
+inline bool covers(const std::vector<int64_t>& starts, int64_t rows) {
+  return starts.back() == rows && std::adjacent_find(starts.begin(), starts.end()) == starts.end();
 }
 
 // Kept while the call's shape refers to them.
 struct Lengths {
   std::vector<int64_t> keys, query_starts, key_starts;
-  bool cover = true;  // false if rows belong to no sequence, or a sequence is empty
+  bool cover = true;  // see covers()
 };
 
 // Sets the shape of a call on (B, H, length, size) tensors, its mask and its key lengths, which are
@@ -112,9 +116,10 @@ inline void set_shape(AttentionShape& args, const Tensor& query, const Tensor& k
   set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, query.scalar_type());
   if (packed) {
     STD_TORCH_CHECK(!mask && args.batch == 1, "attention: packed sequences have no mask");
-    lengths.query_starts =
-        read_starts(packed.query_starts, args.queries, packed.longest_queries, lengths.cover);
-    lengths.key_starts = read_starts(key_lengths, args.keys, packed.longest_keys, lengths.cover);
+    lengths.query_starts = read_starts(packed.query_starts, args.queries, packed.longest_queries);
+    lengths.key_starts = read_starts(key_lengths, args.keys, packed.longest_keys);
+    lengths.cover =
+        covers(lengths.query_starts, args.queries) && covers(lengths.key_starts, args.keys);
     STD_TORCH_CHECK(lengths.query_starts.size() == lengths.key_starts.size(),
                     "attention: starts come in pairs");
     args.query_starts = lengths.query_starts.data();

@@ -271,8 +271,12 @@ void gradient_of_tiles(const CrossEntropyGradientArgs& args, long row, long coun
       const auto log_p = [&](Vec x) __attribute__((always_inline)) {
         return (x - load(row_max + i)) - load(log + i);
       };
-      // p - 1 by itself: if the target is almost certain, the difference has few digits.
-      const Vec off = expm1(log_p(load(at_target + i))) + set1(call.smoothing - share);
+      // p - 1 by itself: if the target is almost certain, the difference has few digits. With much
+      // smoothing a small p is almost what is subtracted from it, so that p - 1 would have few.
+      const Vec log_of_target = log_p(load(at_target + i));
+      const Vec off = select(less(log_of_target, set1(-0.69f)),
+                             exp(log_of_target) - set1((1.0f - call.smoothing) + share),
+                             expm1(log_of_target) + set1(call.smoothing - share));
       store(at_target + i, off * by);
       for (long c = 0; c < n; ++c) {
         float* x = tile + c * kBlockRows + i;
