@@ -418,10 +418,16 @@ def test_norm_gradients_of_many_rows_run_on_kernels(threads_of_torch: int) -> No
             assert not _ours(lambda a=arguments: functional.layer_norm(*a))
 
 
-def test_few_rows_of_large_matrices_run_on_kernels() -> None:
-    x, weight = torch.randn(4, 512), torch.randn(512, 512)
-    assert _ours(lambda: functional.linear(x, weight)) == ["linear.cpu"]
-    assert transformer_fast.explain("linear", x, weight).backend == "cpu"
+@pytest.mark.parametrize(
+    ("rows", "mkl", "backend"), [(4, False, "cpu"), (4, True, "torch"), (16, True, "cpu")]
+)
+def test_few_rows_of_large_matrices_run_on_the_faster_product(
+    rows: int, mkl: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_path.LINEAR, "any_weights", 1 << 22 if mkl else 0)
+    x, weight = torch.randn(rows, 512), torch.randn(512, 512)
+    assert _ours(lambda: functional.linear(x, weight)) == ["linear.cpu"] * (backend == "cpu")
+    assert transformer_fast.explain("linear", x, weight).backend == backend
 
 
 def test_gradients_of_large_embeddings_run_on_our_kernel() -> None:

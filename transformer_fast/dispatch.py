@@ -28,8 +28,8 @@ from ._context import (
     settings,
 )
 from .ops.arguments import RECORDS, LayerArguments
+from .reference import ANNOTATED as ANNOTATED
 from .reference import OPS as OPS
-from .reference import VARIANTS as VARIANTS
 from .reference.dropout import draw_seed
 
 #: In the order in which `select` tries them.
@@ -193,7 +193,7 @@ _state = _State()
 
 def register(kernel: Kernel) -> None:
     """Adds a kernel; a second one for the same (op, backend) replaces the first."""
-    if kernel.op not in (*OPS, *VARIANTS, *FUSED) or kernel.backend not in BACKENDS:
+    if kernel.op not in (*OPS, *ANNOTATED, *FUSED) or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
     others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
     found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))

@@ -43,6 +43,8 @@ class Limit:
     #: Largest number of elements in the op's matrices for which that holds: with larger ones and few
     #: rows PyTorch's products take up to twice the kernels' time.
     weights: int = 1 << 62
+    #: Calls below this size run on PyTorch's op with any number of weights.
+    any_weights: int = 0
     #: Largest number of rows with gradients. PyTorch sums the gradients of a norm's weight and bias
     #: row by row in each thread, and over more rows the rounding error exceeds the error budget. It
     #: does not depend on the number of threads, since results must not.
@@ -62,14 +64,20 @@ class Limit:
 
 # With AMX tiles products of float32 take a fraction of PyTorch's time above a small size.
 _TILES = _native.module is not None and _native.module.isa() == "amx"
-LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16)
+# On Intel's CPUs MKL's products of one to a dozen rows take 0.4 to 0.9 of the time of the kernels, which
+# are made for more rows.
+_MKL = _native.module is not None and _native.module.is_intel() and not _TILES
+LINEAR = Limit(
+    "multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16,
+    any_weights=1 << 22 if _MKL else 0,
+)  # fmt: skip
 FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
 #: Self-attention without masks in evaluation, for which PyTorch has one operator.
 MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
 ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18, rows=128)
 #: PyTorch's fused attention on the CPU has no second derivative.
-ATTENTION = Limit("multiply-adds", 1 << 18, 0)
+ATTENTION = Limit("multiply-adds", 1 << 15, 0)
 CROSS_ENTROPY = Limit(
     "elements (one of low precision counts 1.25, one of a row of fewer than 16 counts 32 times, one of"
     " planes of classes 0.75)",
@@ -214,7 +222,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
             return False
         if call.needs_grad and limit.rows < 1 << 62:
             return rows(call.tensors[0], call.tensors[-2]) <= limit.rows
-        return _weights(call) <= limit.weights
+        return _weights(call) <= limit.weights or size(call) < limit.any_weights
 
     return tuple(
         PreferLater(
@@ -222,6 +230,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
             range(below),
             f"PyTorch's op is faster for calls this small (under {below} {limit.unit}"
             + (f", at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
+            + (f" or under {limit.any_weights}" if limit.any_weights else "")
             + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
             + f", {which} gradients)",
             limit.dtypes,
