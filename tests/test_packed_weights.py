@@ -225,6 +225,20 @@ def test_stale_copies_are_packed_again() -> None:
     assert memory.packed() == second.nbytes
 
 
+@pytest.mark.parametrize(
+    "view", [Tensor.t, lambda data: data.view(torch.float16)], ids=["transposed", "other dtype"]
+)
+def test_data_may_read_the_same_memory_in_another_way(view: Callable[[Tensor], Tensor]) -> None:
+    weight = parameter(64, 64, torch.bfloat16)
+    copies = cpu_packing.PackedWeights()
+    with torch.no_grad():
+        (before,) = copies([weight], 64)
+        weight.data = view(weight.data)
+        (found,), expected = copies([weight], 64), cpu_packing.packed_weight(weight, 64)
+    assert found is expected
+    assert found is not before
+
+
 def test_forget_packed_frees_the_copies() -> None:
     ours, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     x = torch.randn(8, 64)
@@ -481,3 +495,27 @@ def test_threads_use_copies_with_their_own_writes() -> None:
     in_threads(work, 4)
     assert len(wrong) == 400
     assert not any(wrong)
+
+
+def test_garbage_collections_may_drop_copies_while_the_cache_is_read() -> None:
+    x = torch.randn(9, 64)
+    weights = [parameter(64, 64) for _ in range(40)]
+    for weight in weights:
+        call(weight, x)
+    other = parameter(64, 64)
+    before = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        for weight in weights:
+            cycle: list[Any] = [weight]
+            cycle.append(cycle)
+        del weights, weight, cycle
+        gc.set_threshold(gc.get_count()[0] + 20)
+        gc.enable()
+        cpu_packing._make_room(("a key",), other, 9, next(cpu_packing._clock))
+        gc.collect()
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
+    assert not cpu_packing.held_bytes()

@@ -145,7 +145,7 @@ def test_inference_mode_and_parameters_give_the_same_bits(target):
     def wrapped():
         return tuple(
             torch.nn.Parameter(x.clone(), requires_grad=False)
-            if isinstance(x, torch.Tensor) and x.is_floating_point()
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.dtype == torch.int8)
             else x
             for x in arguments
         )
@@ -170,7 +170,7 @@ CHANGES = {
 
 
 def weights_of(target: Target) -> list[str]:
-    return [n for n in OPS[target.op].gradients_of if n.startswith("weight")]
+    return [n for n in OPS[target.op].arguments if n.startswith("weight")]
 
 
 @pytest.mark.sampled(10)
@@ -184,14 +184,15 @@ def test_changed_weights_take_effect(target, change):
     arguments = drawn(target.op, spec.cases[0].name, target.dtype)
     for name in weights_of(target):
         place = spec.arguments.index(name)
-        parameter = torch.nn.Parameter(on(target, arguments)[place].clone())
+        weight = on(target, arguments)[place].clone()
+        parameter = torch.nn.Parameter(weight, weight.is_floating_point())
         called = list(on(target, arguments))
         called[place] = parameter
         first = run(target, tuple(called))
         with torch.no_grad():
             CHANGES[change](parameter)
         second = run(target, tuple(called))
-        called[place] = torch.nn.Parameter(parameter.detach().clone())
+        called[place] = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         assert same_bits(second, run(target, tuple(called)))
         assert not same_bits(second, first)
 
@@ -224,6 +225,15 @@ class Calls:
             "layer_norm": lambda x: F.layer_norm(x, *norm),
             "add_layer_norm": lambda x: F.add_layer_norm(x, x.neg().exp(), *norm)[0],
             "encoder layer": lambda x: self.layer(x[:, None]),
+        }
+
+        first, second = (
+            (*F.quantize_weight(w), b.detach()) for w, b in ((weight1, bias1), (weight2, bias2))
+        )
+        #: Without gradients.
+        self.int8: dict[str, Callable[[Tensor], Tensor]] = {
+            "int8_linear": lambda x: F.int8_linear(x, *first, activation="silu"),
+            "int8_feed_forward": lambda x: F.int8_feed_forward(x, *first, *second),
         }
 
         def dropped(x: Tensor) -> Tensor:
@@ -306,7 +316,7 @@ def test_packed_copies_give_the_same_bits(
     """With and without cached copies."""
     for rows in COUNTS:
         x = calls.rows(rows)
-        for name, call in calls.of_rows.items():
+        for name, call in (calls.of_rows | calls.int8).items():
             nothing_packed(True)
             alone = call(x)
             assert transformer_fast.memory.packed() == 0
@@ -358,7 +368,7 @@ def test_batch_invariant_rows_do_not_depend_on_their_number(
     x = calls.rows(max(COUNTS))
     query, key, value = torch.randn(3, 3, 2, 260, 32).to(calls.dtype)
     with transformer_fast.batch_invariant():
-        for name, call in calls.of_rows.items():
+        for name, call in (calls.of_rows | calls.int8).items():
             whole = call(x)
             for rows in COUNTS:
                 if name != "encoder layer":

@@ -71,6 +71,7 @@ MOVED = {
             models.annotated_layer_norm models.encoder_decoder models.halves models.language_model
         """,
         "nn.ops": "nn.embedding nn.layer_norm nn.linear nn.loss",
+        "training.batches": "training.pairs",
     }.items()
     for old in names.split()
 }

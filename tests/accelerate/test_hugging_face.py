@@ -18,6 +18,7 @@ from torch import Tensor
 from transformer_fast import _native, accelerate, nn, restore
 from transformer_fast.accelerate import hugging_face
 from transformer_fast.backends import cpu_packing
+from transformer_fast.nn import drop_in
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
@@ -559,8 +560,8 @@ def test_comparisons_with_sdpa_are_found(code: str) -> None:
     function = eval(f"lambda self, x, f=print: {code}")
     kind = type("Kind", (), {"plain": function, "read": property(function)})
     for name in ("plain", "read"):
-        (found,) = hugging_face._codes(vars(kind)[name])
-        assert hugging_face._compares_with_sdpa(found) is COMPARING[code]
+        (found,) = drop_in.functions_of(vars(kind)[name])
+        assert hugging_face._compares_with_sdpa(found.__code__) is COMPARING[code]
 
 
 def test_models_that_compare_the_attention_name_are_left() -> None:

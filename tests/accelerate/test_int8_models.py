@@ -14,8 +14,10 @@ import torch
 from accelerate_checks import TextModel, encoder, encoder_layer, form
 from harness import same_bits
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 from transformer_fast import _native, accelerate, functional, models, restore
+from transformer_fast.compile import inner
 from transformer_fast.nn import int8
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
@@ -109,6 +111,39 @@ def test_weights_changed_later_are_quantised_again(change):
     again.load_state_dict(layer.state_dict())
     accelerate(again, quantize="int8")
     assert same_bits(found, run(again, x()))
+
+
+def _conv1d() -> nn.Module:
+    return pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
+
+
+class _Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module, name: prune.l1_unstructured(module, name, 0.5),
+        lambda module, name: parametrize.register_parametrization(module, name, _Double()),
+    ],
+    ids=["pruned", "parametrised"],
+)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(16, 24), MODELS["network"][0], _conv1d])
+def test_pruned_and_parametrised_tensors_are_read(make, change, name):
+    theirs = make()
+    nn.init.normal_(next(p for n, p in theirs.named_parameters() if n.endswith("bias")))
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, quantize="int8")
+    for model in (ours, theirs):
+        for module in [m for m in model.modules() if "weight" in m._parameters]:
+            change(module, name)
+    expected = run(theirs, x())
+    assert error(run(ours, x()), expected) < ERROR
+    accelerate(ours, quantize="int8")
+    assert error(run(ours, x()), expected) < ERROR
 
 
 def test_gradients_raise_and_name_restore():
@@ -309,10 +344,28 @@ def test_compiled_models_run_on_8_bits():
                 each[0].weight.data.mul_(-1.0)
             assert error(compiled(x()), model(x())) < ROUNDING
     assert reports[0].counts["int8_feed_forward"] == 1
+    assert str(reports[0]) == "rewritten: 1 feed_forward.\n  in 8 bits: 1 feed_forward."
     torch.compile(plain, backend="transformer_fast", options=options)(x()).sum().backward()
     assert "gradients" in str(reports[-1])
     with pytest.raises(Exception, match="quantize must be None or int8"):
         torch.compile(plain, backend="transformer_fast", options={"quantize": "int4"})(x())
+
+
+def test_inductor_compiles_layers_with_8_bits(monkeypatch):
+    """Its results differ from the eager graph's, whose attention may be in bfloat16."""
+    warnings: list[Any] = []
+    monkeypatch.setattr(inner._log, "warning", lambda *args: warnings.append(args))
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    given = torch.randn(2, 5, 64)
+    options = {"quantize": "int8", "inner": inner.compile_rest}  # tests run without it
+    compiled = torch.compile(model, backend="transformer_fast", options=options)
+    with torch.no_grad():
+        for _ in range(2):
+            assert 0.0 < error(compiled(given), model(given)) < ERROR
+    assert not warnings
 
 
 class TestCalibration:

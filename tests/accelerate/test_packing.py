@@ -17,13 +17,14 @@ from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 from transformer_fast import accelerate, restore
-from transformer_fast.accelerate import packing
+from transformer_fast.accelerate import formula, packing
 
 pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
 )
 import transformers
 from transformers.models.bert import modeling_bert as bert
+from transformers.models.llama import modeling_llama as llama
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -56,6 +57,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "BertModel": (_ENCODER, ""),
     "BertForSequenceClassification": (_ENCODER, ""),
     "CamembertModel": (_ENCODER, ""),
+    "CLIPTextModel": (_ENCODER, ""),  # causal
     "ConvBertModel": ({**_ENCODER, "embedding_size": M}, NO_REGISTRY),
     "DebertaV2Model": (_ENCODER, NO_REGISTRY),
     "DistilBertModel": (
@@ -67,12 +69,16 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "EuroBertModel": ({**_ENCODER, "num_key_value_heads": 2}, ""),
     "GteModel": (_ENCODER, ""),
+    "JinaEmbeddingsV3Model": (_ENCODER, ""),
     "MarianModel": (_BOTH, ""),
     "MBartModel": (_BOTH, ""),
     "ModernBertModel": ({**_ENCODER, "local_attention": 4, "global_attn_every_n_layers": 2}, ""),
+    "MegatronBertModel": (_ENCODER, NO_REGISTRY),
     "MPNetModel": (_ENCODER, NO_REGISTRY),
     "NomicBertModel": (_ENCODER, ""),
     "RobertaModel": (_ENCODER, ""),
+    "RobertaPreLayerNormModel": (_ENCODER, ""),
+    "SiglipTextModel": (_ENCODER, ""),
     "T5EncoderModel": (_T5, ""),
     "UMT5EncoderModel": (_T5, "computes a bias from the number of tokens"),
     "XLMRobertaForSequenceClassification": (_ENCODER, ""),
@@ -111,15 +117,36 @@ def inputs_of(*real: str, seed: int = 1) -> dict[str, Tensor]:
     return {"input_ids": tokens.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
+_DECODER = {
+    **_ENCODER, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "ffn_dim": 48,
+    "word_embed_proj_dim": M, "n_embd": M, "n_layer": 3, "n_head": 4,
+}  # fmt: skip
+#: With windows of 4 tokens: Gemma 3 and Mistral.
+DECODERS = (
+    "Gemma3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "LlamaForCausalLM",
+    "MistralForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "Qwen3ForCausalLM",
+)  # fmt: skip
+
+
+def build_decoder(name: str) -> Any:
+    kind = getattr(transformers, name)
+    known = kind.config_class().to_dict()
+    names = {*known, *kind.config_class.attribute_map, "num_key_value_heads"}
+    torch.manual_seed(0)
+    return kind(kind.config_class(**{k: v for k, v in _DECODER.items() if k in names})).eval()
+
+
 #: Padding at the right, at the left and in the middle; the longest sequence has 8 tokens.
 MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "---xxxxxx")
+LEFT = ("---xxxxxx", "xxxxxxxxx", "--------x", "-xxxxxxxx")
+_FIVE = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 #: As classifiers and their pooling need it: the first token is real.
 FIRST_IS_REAL = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the number of tokens in each packed call of attention."""
+    """Returns the number of tokens in each packed call of attention, or of a whole layer."""
     found: list[int] = []
     attend = packing.Rows.attend
 
@@ -127,6 +154,14 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(query.shape[2])
         return attend(self, function, module, query, *args, **kw)
 
+    def counted_layer(self: Any, layer: Any, x: Tensor, starts: Tensor | None) -> Any:
+        output = run(self, layer, x, starts)
+        if output is not None and starts is not None:
+            found.append(x.shape[1])
+        return output
+
+    run = formula.Formula.run
+    monkeypatch.setattr(formula.Formula, "run", counted_layer)
     monkeypatch.setattr(packing.Rows, "attend", counted)
     return found
 
@@ -285,6 +320,67 @@ def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
     assert "not all plain tensors in CPU memory" in stack_of(accelerate(meta)).reason
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_prefill_of_decoders_skips_padding(name: str, rows: list[int]) -> None:
+    """The cache keeps its padded layout, so that later tokens are the same."""
+    theirs = build_decoder(name)
+    ours = copy.deepcopy(theirs)
+    assert stack_of(accelerate(ours)).outcome == "swapped"
+    inputs = inputs_of(*LEFT)
+    real = inputs["attention_mask"] == 1
+    with torch.no_grad():
+        right, found = theirs(**inputs), ours(**inputs)
+        exact = copy.deepcopy(theirs).double()(**inputs)
+        check_budget(found.logits[real], right.logits[real], exact.logits[real])
+        for layers in zip(*(x.past_key_values.layers for x in (found, right, exact)), strict=True):
+            for kind in ("keys", "values"):
+                got, *others = (getattr(layer, kind) for layer in layers)
+                at = real[:, None, -got.shape[2] :, None].expand_as(got)  # a window keeps the last
+                check_budget(got[at], *(x[at] for x in others))
+                assert not got[~at].any()
+        assert rows == [int(real.sum())] * 3
+        del rows[:]
+        for options in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
+            made = [m.generate(**inputs, **_FIVE, **options) for m in (ours, theirs)]
+            assert torch.equal(*made)
+        assert len(rows) == 6  # a static cache is larger than the prompt
+
+
+def test_decoders_with_gradients_or_earlier_tokens_get_padded_batches(rows: list[int]) -> None:
+    theirs = build_decoder("LlamaForCausalLM")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    assert_same_numbers(ours, theirs, (), {**inputs_of(*LEFT), "use_cache": False}, grad=True)
+    assert not rows
+    start, more = inputs_of(*LEFT), inputs_of("xxx", "xxx", "xx-", "xxx", seed=2)
+    both = {name: torch.cat((start[name], more[name]), 1) for name in start}
+    with torch.no_grad():
+        caches = [m(**start).past_key_values for m in (ours, theirs)]
+        assert len(rows) == 3
+        tokens = {**both, "input_ids": more["input_ids"]}
+        found, right = (
+            m(**tokens, past_key_values=cache).logits
+            for m, cache in zip((ours, theirs), caches, strict=True)
+        )
+    torch.testing.assert_close(found[:, :2], right[:, :2], rtol=1e-4, atol=1e-5)
+    assert len(rows) == 3
+
+
+class Measured(llama.LlamaAttention):
+    def forward(
+        self, hidden_states: Tensor, *args: Any, past_key_values: Any, **kwargs: Any
+    ) -> Any:
+        past_key_values.get_seq_length()
+        return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+
+def test_decoders_that_read_the_cache_otherwise_are_left() -> None:
+    model = build_decoder("LlamaForCausalLM")
+    model.model.layers[2].self_attn.__class__ = Measured
+    assert "has no attribute 'get_seq_length'" in stack_of(accelerate(model)).reason
+    assert NO_REGISTRY in stack_of(accelerate(build_decoder("BloomForCausalLM"))).reason
+
+
 class Shifted(bert.BertLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, memory: Any = None, **kwargs: Any
@@ -353,6 +449,22 @@ class Watched(bert.BertEncoder):
             if index == 1:
                 break
         return transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions(total)
+
+
+def test_models_may_share_layers(rows: list[int]) -> None:
+    """The attention of a shared layer is looked up in the config of the model that it was built for."""
+    one, two = (Real(build("BertModel")) for _ in range(2))
+    two.model.encoder.layer[0] = one.model.encoder.layer[0]
+    expected = copy.deepcopy(two)
+    for shared in (False, True):
+        accelerate(one)
+        accelerate(two)
+        if shared:
+            restore(one)
+        assert_same_numbers(two, expected, (), inputs_of(*MIXED), grad=False)
+        assert bool(rows) is not shared
+        restore(two)
+        del rows[:]
 
 
 def test_loops_that_are_no_chain_get_padded_states(rows: list[int]) -> None:

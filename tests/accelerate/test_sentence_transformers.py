@@ -86,6 +86,31 @@ def test_cross_encoders_predict_the_same(made: Path, tmp_path: Path, options: An
     assert not options or not torch.allclose(*both)
 
 
+class Encoder(library.SentenceTransformer):  # type: ignore[misc, name-defined]
+    """As docs/guides/accelerate.md recommends for processes of a pool."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        transformer_fast.accelerate(self, **INT8)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [library.SentenceTransformer, Encoder])
+@pytest.mark.parametrize("options", [{}, INT8, {**INT8, "keep_weights": False}])
+def test_processes_of_a_pool_encode(made: Path, kind: type, options: Any) -> None:
+    """A pickle without float weights has our classes; other pickles are the original model."""
+    right = torch.from_numpy(page.load(made / "model").encode(TEXTS))
+    model = accelerated(kind(str(made / "model"), device="cpu"), **options)
+    pool = model.start_multi_process_pool(["cpu"])
+    try:
+        found = torch.from_numpy(model.encode(TEXTS, pool=pool))
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert torch.cosine_similarity(found, right).min() > 0.999
+    in_int8 = kind is Encoder or "keep_weights" in options
+    assert torch.allclose(found, right, rtol=1e-4, atol=1e-5) != in_int8
+
+
 @pytest.mark.thorough
 def test_the_page_searches_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if _native.module is None:

@@ -456,8 +456,8 @@ def test_wrong_calls_raise_pytorchs_errors(name: str) -> None:
     assert error_of(lambda: ours(*args, **kwargs)) == error_of(lambda: theirs(*args, **kwargs))
 
 
-#: Modules that pickles of whole models refer to, including those of earlier versions, and their
-#: classes.
+#: Modules that pickles of whole models and of data refer to, including those of earlier versions, and
+#: their classes.
 PICKLED = {
     "models.annotated_layer_norm": "AnnotatedLayerNorm",
     "models.embedding": "LearnedPositions OutputProjection SinusoidalPositions TokenEmbedding",
@@ -475,6 +475,8 @@ PICKLED = {
     "nn.ops": "CrossEntropyLoss Embedding LayerNorm Linear RMSNorm",
     "nn.transformer": "Transformer TransformerDecoder TransformerEncoder",
     "nn.transformer_layers": "TransformerDecoderLayer TransformerEncoderLayer",
+    "training.batches": "PairBatch PairCollator TokenBatches",
+    "training.pairs": "PairBatch PairCollator",
 }
 
 
@@ -483,8 +485,7 @@ def test_pickles_of_earlier_versions_find_their_classes() -> None:
     known = {(f"transformer_fast.{m}", c) for m, names in PICKLED.items() for c in names.split()}
     for module, name in known:
         found = pickle.loads(f"c{module}\n{name}\n.".encode())  # a class in pickle protocol 0
-        public = models if ".models." in module else nn
-        assert found is getattr(public, name)
+        assert found is getattr(getattr(transformer_fast, module.split(".")[1]), name)
     public = [*vars(models).values(), *(getattr(nn, name) for name in nn._OURS)]
     classes = [c for c in public if isinstance(c, type) and issubclass(c, torch.nn.Module)]
     assert {(c.__module__, c.__name__) for c in classes} <= known

@@ -606,7 +606,7 @@ def test_signatures(cls: type) -> None:
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_padded_positions_equal_pytorchs(training, fast, nested, late):
-    """PyTorch returns zeros in inference with nested tensors, else computed values."""
+    """PyTorch returns zeros in inference with nested tensors, and computed values otherwise."""
     make = {"num_layers": 2, "enable_nested_tensor": nested, "mask_check": True}
     theirs, ours = (
         names.TransformerEncoder(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformer_fast import explain, nn
 from transformer_fast.backends import cpu_blocks, cpu_packing
 from transformer_fast.dispatch import use_backend
+from transformer_fast.functional import quantize_weight
 from transformer_fast.measure.calls import record
 
 pytestmark = [
@@ -331,6 +332,52 @@ def test_stack_of_the_other_kind_of_layer_raises() -> None:
             of_encoders.eval()(x, x)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_separate_projections_give_the_bits_of_joined_ones(
+    isa: str, dtype: torch.dtype, int8: bool, norm_first: bool
+) -> None:
+    torch.manual_seed(0)
+    for width, rows in ((24, 1), (24, 15), (64, 150)):  # partial panels; blocks of rows
+        maps = [(torch.randn(width, width), torch.randn(width).to(dtype)) for _ in range(4)]
+        maps += [
+            (torch.randn(n, k), torch.randn(n).to(dtype)) for n, k in ((40, width), (width, 40))
+        ]
+        biases = [bias for _, bias in maps]
+        quantised = [quantize_weight(weight) for weight, _ in maps]
+        weights = [w for w, _ in quantised] if int8 else [w.to(dtype) for w, _ in maps]
+        scales = [scale for _, scale in quantised]
+        norm = torch.randn(width).to(dtype), None
+
+        def run(kinds: list[int], maps: list[Any], scales: list[Tensor]) -> Tensor:
+            parameters = [p for i, pair in enumerate(maps) for p in (*pair, *(norm * (i % 2)))]  # noqa: B023
+            owner = torch.nn.Module()
+            eps = [1e-5] * len(kinds)
+            scales = scales if int8 else []
+            with torch.no_grad(), in_use(isa):
+                return cpu_blocks.layers(
+                    owner,
+                    kinds,
+                    norm_first,
+                    4,
+                    True,
+                    "gelu",
+                    parameters,
+                    scales,
+                    eps,
+                    x,  # noqa: B023
+                )
+
+        x = torch.randn(3, rows // 3 or 1, width).to(dtype)
+        pairs = [*zip(weights, biases, strict=True)]
+        joined = torch.cat(weights[:3]), torch.cat(biases[:3])
+        got = run([3, 0, 2], pairs, scales)
+        expected = run([0, 2], [joined, *pairs[3:]], [torch.cat(scales[:3]), *scales[3:]])
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck(crossed: bool) -> None:
     parameters: list[Any] = []
@@ -382,7 +429,8 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "memory must have the dtype|memory must be float32", {"memory": x.to(other)}),
         (attention, "a multiple of a panel", {"memory": x}),
         (attention, "a memory needs one", {"kind": 1}),
-        (attention, "no sub-layer of kind 3", {"kind": 3}),
+        (attention, "no sub-layer of kind 4", {"kind": 4}),
+        (attention, "must precede self-attention", {"kind": 3}),
         (attention, "2 packed weights", {"packed": [None]}),
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
         (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),

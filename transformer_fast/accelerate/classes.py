@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .. import nn
 from .._context import PLAIN
 from ..nn import fusion
-from ..nn.drop_in import RECORD, subclass
+from ..nn.drop_in import RECORD, is_of_others, original_class, subclass
 from ..nn.transformer_layers import may_have_fast_path
 
 
@@ -42,6 +42,8 @@ class ClassChange:
     module: torch.nn.Module
     before: type
     after: type
+    #: A remark for the report.
+    note: str = ""
 
     @property
     def now(self) -> str:
@@ -184,6 +186,31 @@ def quantised(module: torch.nn.Module) -> str | None:
         return "it is quantised"
     if is_prepared or getattr(module, "qconfig", None) is not None:
         return "it is prepared for quantisation; call accelerate after it is converted"
+    return None
+
+
+def code_of_others(layer: torch.nn.Module) -> str | None:
+    """Returns the reason if calls of the layer run code that `is_of_others`."""
+    modules = [*layer.modules()]
+    of_classes = (
+        (kind, name, value)
+        for kind in dict.fromkeys(map(original_class, modules))
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if name != "__init__"
+    )
+    of_instances = (
+        (type(module), name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value)
+    )
+    for kind, name, value in (*of_classes, *of_instances):
+        if is_of_others(value):
+            return (
+                f"{kind.__name__}.{name} is not code of torch, transformers or peft, and may need "
+                "padded batches"
+            )
     return None
 
 

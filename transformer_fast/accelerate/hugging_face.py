@@ -27,11 +27,24 @@ from .._context import is_plain_eager
 from ..fast_path import LINEAR
 from ..functional.attention import general_attention
 from ..nn import fusion
+from ..nn.drop_in import functions_of, is_of_others, is_patched
 from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 from . import classes, packing
 from .classes import Change, ClassChange
-from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, example_of, is_model, parts
+from .parts import (
+    NAME,
+    NAME_OF_ATTENTION,
+    ROWS,
+    Example,
+    FusedLayer,
+    Op,
+    Part,
+    dropout_p,
+    example_of,
+    is_model,
+    parts,
+)  # fmt: skip
 
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
@@ -39,8 +52,6 @@ _VERSIONS = ((5, 0), (6, 0))
 MODELS = ("bart", "bert", "llama", "marian", "t5")
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
-#: Attribute of a config that names the attention function.
-_NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 
 class _Before:
@@ -55,9 +66,9 @@ class _Before:
         self.config, self.attention = config, attention
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        set_since = getattr(self.config, _NAME_OF_ATTENTION)
+        set_since = getattr(self.config, NAME_OF_ATTENTION)
         attention = self.attention if set_since == NAME else set_since
-        return setattr, (self.config, _NAME_OF_ATTENTION, attention)
+        return setattr, (self.config, NAME_OF_ATTENTION, attention)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Before:
         return _Before(deepcopy(self.config, memo), self.attention)
@@ -74,7 +85,7 @@ class AttentionChange:
     module: Any
     before: str
     #: The attention that `apply` sets: ours, or the one that `undo` found.
-    after: str = "transformer_fast"
+    after: str = NAME
 
     @property
     def now(self) -> str:
@@ -82,13 +93,13 @@ class AttentionChange:
 
     def apply(self) -> None:
         register()
-        setattr(self.module.config, _NAME_OF_ATTENTION, self.after)
+        setattr(self.module.config, NAME_OF_ATTENTION, self.after)
         self.module.__dict__[_RECORD] = _Before(self.module.config, self.before)
 
     def undo(self) -> None:
-        self.after = getattr(self.module.config, _NAME_OF_ATTENTION)
+        self.after = getattr(self.module.config, NAME_OF_ATTENTION)
         if self.after == NAME:  # else set later, by the user or through a shared config
-            setattr(self.module.config, _NAME_OF_ATTENTION, self.before)
+            setattr(self.module.config, NAME_OF_ATTENTION, self.before)
         self.module.__dict__.pop(_RECORD, None)
 
 
@@ -102,17 +113,12 @@ def is_over(change: Change) -> bool:
     """True if the user has set another attention since the change."""
     if not isinstance(change, AttentionChange):
         return False
-    return bool(getattr(change.module.config, _NAME_OF_ATTENTION) != NAME)
+    return bool(getattr(change.module.config, NAME_OF_ATTENTION) != NAME)
 
 
 def described(model: Any) -> str:
     """Returns the name of a model with our attention, for the report."""
     return f"{type(model).__name__} with the attention of transformer_fast"
-
-
-def is_ours(model: Any) -> bool:
-    """True if the model's attention is ours, set by `accelerate` or by the user."""
-    return bool(getattr(model.config, _NAME_OF_ATTENTION, None) == NAME)
 
 
 def version_reason() -> str | None:
@@ -190,6 +196,8 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
             return f"{theirs.__name__}.{method} takes other arguments in this transformers"
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
+        if is_of_others(original):
+            return f"{method} was replaced on the class {theirs.__name__}"
         if _unwrapped(getattr(kind, method)) is not _unwrapped(original):
             return f"{kind.__name__} has its own {method}"
     made = classes.subclass(kind, (ours, kind))
@@ -229,26 +237,16 @@ def _registries(model: torch.nn.Module) -> list[Any]:
 
 
 def _why_not(model: torch.nn.Module) -> str | None:
-    """Returns the reason if a name other than 'sdpa' would change more than the function."""
+    """Returns the reason why the model depends on the name 'sdpa' or on a registered function."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if any(found.get("sdpa") is not sdpa_attention_forward for found in _registries(model)):
         return "what is registered as its attention 'sdpa' is not transformers' own"
     for kind in _classes(model):
-        if any(
-            _compares_with_sdpa(code) for value in vars(kind).values() for code in _codes(value)
-        ):
+        functions = (f for value in vars(kind).values() for f in functions_of(value))
+        if any(_compares_with_sdpa(function.__code__) for function in functions):
             return f"{kind.__name__} treats 'sdpa' differently from other names of attention"
     return None
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    """Yields the code objects of a class attribute: a method of any kind, or a property."""
-    for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget"))):
-        while function is not None:
-            if isinstance(code := getattr(function, "__code__", None), CodeType):
-                yield code
-            function = getattr(function, "__wrapped__", None)
 
 
 def _compares_with_sdpa(code: CodeType) -> bool:
@@ -274,10 +272,6 @@ def _has_comparison(code: CodeType) -> bool:
     return False
 
 
-#: The name of our attention in both registries, which users may name as well.
-NAME = "transformer_fast"
-
-
 def register() -> None:
     """Adds our attention to both registries; idempotent. Runs when transformers is imported.
 
@@ -291,7 +285,7 @@ def register() -> None:
 
 
 def mask_function(**given: Any) -> Tensor | None:
-    """The mask function for transformers: that of 'sdpa', with a note of the padding."""
+    """The mask function for transformers: returns the mask of 'sdpa' with a record of the padding."""
     from transformers.masking_utils import sdpa_mask
 
     return packing.note_padding(sdpa_mask(**given), **given)
@@ -301,12 +295,12 @@ def mask_function(**given: Any) -> Tensor | None:
 def with_our_attention(config: Any) -> Iterator[None]:
     """Makes the config name our attention within the block."""
     register()
-    before = getattr(config, _NAME_OF_ATTENTION)
-    setattr(config, _NAME_OF_ATTENTION, NAME)
+    before = getattr(config, NAME_OF_ATTENTION)
+    setattr(config, NAME_OF_ATTENTION, NAME)
     try:
         yield
     finally:
-        setattr(config, _NAME_OF_ATTENTION, before)
+        setattr(config, NAME_OF_ATTENTION, before)
 
 
 #: Arguments that the 'sdpa' function of transformers ignores, and output_attentions.
@@ -450,7 +444,7 @@ class RMSNorm(FusedLayer):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != self.weight.dtype:
+        if hidden_states.dtype != self.weight.dtype or is_patched(type(self)):
             return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
         return functional.rms_norm(
             hidden_states, self.weight.shape, self.weight, self.variance_epsilon
@@ -498,6 +492,8 @@ class EncoderLayer(_PostNorm):
     """Self-attention, then FFN, each followed by a norm."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        if is_patched(type(self)):
+            return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc, no-any-return]
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         x = self._residual(attended, hidden_states, "self_attn_layer_norm")
         x = self._whole_feed_forward(x)
@@ -523,6 +519,11 @@ class DecoderLayer(_PostNorm):
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> Tensor:
+        if is_patched(type(self)):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask,
+                past_key_values, use_cache, **kwargs,
+            )  # fmt: skip
         attended, _ = self.self_attn(
             hidden_states,
             past_key_values=past_key_values,
@@ -544,13 +545,15 @@ class DecoderLayer(_PostNorm):
 
 @_replaces("BertSelfOutput", "BertOutput")
 class Output(FusedLayer):
-    """Projection, dropout, residual, norm."""
+    """A projection, then dropout, residual connection and norm."""
 
     dense: Any
     dropout: Any
     LayerNorm: Any
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        if is_patched(type(self)):
+            return super().forward(hidden_states, input_tensor)  # type: ignore[misc, no-any-return]
         x = fusion.linear(self.dense, hidden_states)
         return self._end(x, input_tensor)
 
@@ -564,13 +567,15 @@ class Output(FusedLayer):
 
 @_replaces("BertLayer")
 class BertLayer(FusedLayer):
-    """A layer whose FFN is split into two modules; hooked or replaced ones are called."""
+    """A layer whose feed-forward network is in two modules, which are called if hooked or replaced."""
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         inner: Any = self.intermediate
         output: Any = self.output
         untouched = _is_untouched(inner, "BertIntermediate") and _is_untouched(output, "BertOutput")
         name = activation_name(inner.intermediate_act_fn) if untouched else None
+        if is_patched(type(self)):
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc, no-any-return]
         if name is None or not isinstance(output, Output):
             return output(inner(attention_output), attention_output)
         y = _feed_forward(
@@ -596,7 +601,9 @@ class BertLayer(FusedLayer):
 
 
 def _is_untouched(module: Any, name: str) -> bool:
-    return type(module).__name__ == name and fusion.is_unhooked(module, (type(module),))
+    kind = type(module)
+    is_theirs = kind.__name__ == name and kind.__module__.startswith("transformers.models.")
+    return is_theirs and fusion.is_unhooked(module, (type(module),))
 
 
 @_replaces("AccurateGELUActivation", "FastGELUActivation", "NewGELUActivation")
@@ -604,7 +611,7 @@ class GELUTanh(FusedLayer):
     """Computes in one op what transformers' formula does in eight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_floating_point():
+        if not input.is_floating_point() or is_patched(type(self)):
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return F.gelu(input, approximate="tanh")
 
@@ -617,6 +624,8 @@ class Conv1D(FusedLayer):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_patched(type(self)):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         if INT8 in self.__dict__:
             return run_linear(x, *fusion.affine(self))
         if is_faster_transposed(self, x):

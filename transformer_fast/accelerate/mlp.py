@@ -36,7 +36,7 @@ class Network(NamedTuple):
 
     starts: tuple[str, ...]
     first: str
-    #: A child; an attribute that holds a function; or "." + our kernels' name of a called function.
+    #: Name of a child or of a function attribute, or "." and the kernels' name of a PyTorch function.
     activation: str
     dropouts: tuple[str, ...]
     second: str
@@ -50,7 +50,7 @@ class FeedForward(FusedLayer):
     #: The class whose forward was parsed, and the code object of that forward.
     _theirs: type[torch.nn.Module]
     _code: types.CodeType
-    #: Number of children; users may append to containers later.
+    #: Number of children when the network was read: users may append to containers later.
     _count: int
 
     def _run_network(self, input: Any) -> Any:
@@ -74,7 +74,7 @@ class FeedForward(FusedLayer):
             or name is None
             or len(active) > 1
             or first[0].dtype != second[0].dtype
-            # The dtype after the starts is unknown here. A mismatch would fail in the original too.
+            # The dtype after ``starts`` is unknown; a mismatch fails in the original forward, too.
             or not (
                 net.starts or x.dtype == first[0].dtype or torch.is_autocast_enabled(x.device.type)
             )
@@ -115,7 +115,7 @@ class FeedForward(FusedLayer):
 @functools.cache
 def _forward(name: str) -> Callable[..., Any]:
     """Returns a forward whose argument has this name, as keyword callers and torch.fx require."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": __name__}  # `is_of_others` reads it
     exec(f"def forward(self, {name}):\n    return self._run_network({name})", found)
     return found["forward"]  # type: ignore[no-any-return]
 
@@ -188,7 +188,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _read(module: torch.nn.Module) -> Network | None:
-    """Returns the network if forward computes that and nothing else, else None."""
+    """Returns the feed-forward network if forward computes that and nothing else, else None."""
     steps = [*module._modules]
     if type(module).forward is not torch.nn.Sequential.forward:
         try:

@@ -1,10 +1,14 @@
-"""Encoders of transformers without padding: stacks of layers that run on the real tokens only.
+"""Stacks of transformers' layers that run on the real tokens only, without padding.
 
 The stack is a ModuleList that its owner's ``forward`` iterates over. Within that loop, the first layer's
 input (B, T, M) is gathered to rows (1, N, M), one per real token, and the last layer's output is put
 back, with zeros at padded places. The layers are called as they are, with `Rows` in place of the mask:
 only our attention function reads it. No state outlives the loop, so that threads, exceptions and
-activation checkpointing need no care.
+activation checkpointing need no care. In inference, with or without padding, an encoder layer with a
+proven `formula.Formula` runs as one kernel call.
+
+Decoders run on real tokens in inference if their cache is empty: that is the prefill of a batch of
+prompts of several lengths. `_Cache` puts keys and values back into the cache's padded layout.
 
 `accelerate` establishes two facts beforehand: how the loop passes the hidden states on, from its source;
 and that layers combine tokens only in the registered attention, by running a layer of each kind on three
@@ -30,9 +34,11 @@ from torch.nn.parameter import is_lazy
 
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
-from ..nn.drop_in import DropIn
-from . import classes
+from ..nn.drop_in import DropIn, is_patched, note_methods, original_class
+from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
+from . import classes, formula
 from .classes import ClassChange
+from .parts import NAME, NAME_OF_ATTENTION, is_ours
 
 #: Attribute of a mask (B, 1, T, T) with the `Padding` from which our mask function has made it.
 _PADDING = "_padding_of_transformer_fast"
@@ -41,9 +47,10 @@ _PADDING = "_padding_of_transformer_fast"
 class Padding:
     """The padding from which a mask was made."""
 
-    def __init__(self, real: Tensor, is_full: bool, mask: Tensor) -> None:
+    def __init__(self, real: Tensor, is_full: bool, is_causal: bool, mask: Tensor) -> None:
         self.real = real  #: (B, T) bool
-        self.is_full = is_full  #: True if every token attends to all real tokens of its sequence
+        #: True if every token attends to all real tokens of its sequence, or is_causal: up to itself.
+        self.is_full, self.is_causal = is_full, is_causal
         # Inference tensors do not count changes.
         self._version = None if mask.is_inference() else mask._version
 
@@ -79,20 +86,23 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     batch, _, queries, keys = mask.shape
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if real.shape == (batch, keys) and queries == keys > 0 and offsets == (0, 0):
-        setattr(mask, _PADDING, Padding(real, _is_full(given.get("mask_function"), keys), mask))
+        setattr(mask, _PADDING, Padding(real, *_scope(given.get("mask_function"), keys), mask))
     return mask
 
 
-def _is_full(function: Any, length: int) -> bool:
-    """True if the mask function hides nothing but padding in sequences of this length."""
+def _scope(function: Any, length: int) -> tuple[bool, bool]:
+    """Returns `Padding.is_full` and `Padding.is_causal` of a mask function at this length."""
     functions = [function]
     if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)
-    bidirectional = {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
-    if not {_name(part) for part in functions} <= bidirectional:
-        return False
+    names = {_name(part) for part in functions}
+    is_causal = "causal_mask_function" in names
+    windows = "sliding_window_overlay" if is_causal else "sliding_window_bidirectional_overlay"
+    if not names <= {"causal_mask_function", "bidirectional_mask_function", windows}:
+        return False, is_causal
     # The first and the last token are the furthest apart.
-    return all(part(0, 0, 0, length - 1) for part in functions)
+    furthest = (length - 1, 0) if is_causal else (0, length - 1)
+    return all(part(0, 0, *furthest) for part in functions), is_causal
 
 
 def _name(function: Any) -> str:
@@ -135,18 +145,44 @@ class Rows:
         """
         if self.padding.is_full and position_bias is None and is_known:
             if self.batch == 1:
-                own = {**kwargs, "is_causal": False}
+                own = {**kwargs, "is_causal": self.padding.is_causal}
                 return function(module, query, key, value, None, **own)  # type: ignore[no-any-return]
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             starts, longest = self.padding.starts
             output = functional.varlen_attn(
                 q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"),
                 dropout_p=kwargs.get("dropout", 0.0), enable_gqa=k.shape[1] < q.shape[1],
+                is_causal=self.padding.is_causal,
             )  # fmt: skip
             return output[None], None
         padded = (self.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
         output, _ = function(module, *padded, self.mask, position_bias=position_bias, **kwargs)
         return self.gather(output), None
+
+
+class _Cache:
+    """Stands in for an empty cache of keys and values in the arguments of a decoder's layer.
+
+    Layers may call ``update`` only: a trial call in `_mixes_tokens` shows that they do.
+    """
+
+    def __init__(self, cache: Any, rows: Rows | None) -> None:
+        self._cache, self._rows = cache, rows
+
+    def update(
+        self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes (1, H, N, D) as (B, H, T, D) with zeros at padded places; returns both unchanged."""
+        if self._rows is not None:
+            padded = (self._rows.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
+            self._cache.update(*padded, *args, **kwargs)
+        return key, value
+
+
+def _is_growing(cache: Any) -> bool:
+    """True for the default cache; others may store something else than keys and values."""
+    kind = type(cache)
+    return kind.__name__ == "DynamicCache" and kind.__module__ == "transformers.cache_utils"
 
 
 class _Loop:
@@ -157,24 +193,31 @@ class _Loop:
         #: The output of the last call, if the loop has it as rows; and whose rows these are.
         self.hidden: Tensor | None = None
         self.rows: Rows | None = None
-        self.may_pack: bool | None = None
+        #: False: a call inside the layers is recorded, transformed or observed.
+        self.is_plain: bool | None = None
         #: By id of positions (kept alive) and padding, the positions of the rows.
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def __iter__(self) -> Iterator[_Layer]:
         last = len(self.layers) - 1
-        return (_Layer(self, layer, index == last) for index, layer in enumerate(self.layers))
+        formulas = self.stack._formulas
+        return (
+            _Layer(self, layer, formulas[index] if index < len(formulas) else None, index == last)
+            for index, layer in enumerate(self.layers)
+        )
 
     def call(
-        self, layer: torch.nn.Module, is_last: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls the layer, if possible on rows."""
+        self, layer: torch.nn.Module, found: Any, is_last: bool, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Calls the layer, if possible on rows; ``found``: its formula, or the reason if it has none."""
         values = (*args, *kwargs.values())
         mask = next((x for x in values if getattr(x, _PADDING, None) is not None), None)
-        if mask is None and self.hidden is None:
-            return layer(*args, **kwargs)
         names = self.stack._parameters_of_layers
         given = dict(zip(names, args, strict=False)) | kwargs
+        if mask is None and self.hidden is None:
+            output = self._fused(layer, found, given, None)
+            return layer(*args, **kwargs) if output is None else output
         hidden = given[names[0]]
         old = self.rows if hidden is self.hidden else None
         rows = None if mask is None else self._rows_of(mask, hidden, old)
@@ -186,8 +229,10 @@ class _Loop:
             rows, self.hidden, packed = None, None, {**given, names[0]: hidden}
         elif rows is not None:
             packed[names[0]] = hidden if is_packed else rows.gather(hidden)
-        positional = [packed.pop(name) for name in names[: len(args)]]
-        output = layer(*positional, **packed)
+        output = None if rows is None else self._fused(layer, found, packed, rows)
+        if output is None:
+            positional = [packed.pop(name) for name in names[: len(args)]]
+            output = layer(*positional, **packed)
         if rows is None:
             return output
         first, *others = output if isinstance(output, tuple) else (output,)
@@ -196,12 +241,39 @@ class _Loop:
             self.hidden, first = None, rows.put_back(first)
         return (first, *others) if isinstance(output, tuple) else first
 
+    def _fused(
+        self, layer: torch.nn.Module, found: Any, given: dict[str, Any], rows: Rows | None
+    ) -> Any:
+        """Returns the layer's result, computed in one call; None if the layer must be called."""
+        if not (
+            isinstance(found, formula.Formula)
+            and self._is_plain()
+            and (rows is None or (rows.padding.is_full and not rows.padding.is_causal))
+        ):
+            return None
+        name = self.stack._parameters_of_layers[0]
+        for other, value in given.items():
+            if not (value is None or value is False or value is rows or other in (name, _IGNORED)):
+                return None
+        return found.run(layer, given.get(name), None if rows is None else rows.padding.starts[0])
+
+    def _is_plain(self) -> bool:
+        if self.is_plain is None:
+            kinds = self.stack._kinds
+            self.is_plain = not (
+                is_recorded()
+                or in_torch_func()
+                or is_patched(*kinds)
+                or any(_is_changed(layer, kinds, self.stack._methods) for layer in self.layers)
+            )
+        return self.is_plain
+
     def _rows_of(self, mask: Tensor, hidden: Any, old: Rows | None) -> Rows | None:
         """Returns the rows that the mask describes; None if the call is not packed."""
         padding: Padding = getattr(mask, _PADDING)
-        if self.may_pack is None:
-            self.may_pack = not (is_recorded() or in_torch_func() or any(map(_hooked, self.layers)))
-        if not self.may_pack or padding.is_stale(mask):
+        if not self._is_plain() or padding.is_stale(mask):
+            return None
+        if self.stack._is_decoder and torch.is_grad_enabled():
             return None
         is_padded = 0 < len(padding.places) < padding.real.numel()  # else no token, or no padding
         fits = old is not None or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
@@ -221,6 +293,8 @@ class _Loop:
                 packed[name] = rows
             elif value is not None and name in ("position_embeddings", "position_ids"):
                 packed[name] = self._gathered(value, rows)
+            elif self.stack._is_decoder and name in _CACHES and _is_growing(value):
+                packed[name] = _Cache(value, rows)
             elif name in (names[0], "position_bias") or isinstance(value, _PLAIN_VALUES):
                 packed[name] = value
             else:
@@ -241,6 +315,10 @@ class _Loop:
         return self.gathered[key][1]
 
 
+#: Names of the argument with the keys and values of earlier calls.
+_CACHES = ("past_key_values", "layer_past")
+#: Argument that does not change the result of a layer that has a formula.
+_IGNORED = "use_cache"
 #: Types of arguments that are the same for all tokens.
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
@@ -248,28 +326,46 @@ _PLAIN_VALUES = (bool, int, float, str, type(None))
 class _Layer:
     """A layer within its owner's loop."""
 
-    def __init__(self, loop: _Loop, layer: torch.nn.Module, is_last: bool) -> None:
-        self._loop, self._layer, self._is_last = loop, layer, is_last
+    def __init__(self, loop: _Loop, layer: torch.nn.Module, found: Any, is_last: bool) -> None:
+        self._loop, self._layer, self._found, self._is_last = loop, layer, found, is_last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loop.call(self._layer, self._is_last, args, kwargs)
+        return self._loop.call(self._layer, self._found, self._is_last, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-def _hooked(module: torch.nn.Module) -> bool:
-    """True if a call in the layer is observed or replaced: the observer gets padded batches."""
+def _is_changed(
+    module: torch.nn.Module, kinds: frozenset[type], methods: frozenset[str]
+) -> bool:  # fmt: skip
+    """True if a call in the layer is observed, or runs other code or attention than `find` tested.
+
+    The observer, or the other code, gets padded batches. kinds: the tested classes. methods: the names
+    of their methods.
+    """
     if module._forward_hooks and any(map(_is_active, module._forward_hooks.values())):
         return True
+    kind = type(module)
     return bool(
         module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
         or module._compiled_call_impl is not None
-        or any(_hooked(child) for child in module._modules.values() if child is not None)
+        or not module.__dict__.keys().isdisjoint(methods)
+        or getattr(module.__dict__.get("config"), NAME_OF_ATTENTION, NAME) != NAME
+        or not (kind in kinds or original_class(module) in kinds or _is_of_peft(kind))
+        or any(
+            _is_changed(child, kinds, methods)
+            for child in module._modules.values()
+            if child is not None
+        )
     )
+
+
+def _is_of_peft(kind: type) -> bool:
+    """True for wrappers of linear layers."""
+    return kind.__module__.partition(".")[0] == "peft"
 
 
 def _is_active(hook: Any) -> bool:
@@ -286,7 +382,16 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     _code: CodeType
     #: True if the loop only passes each layer's output on to the next layer.
     _is_chain: bool
+    #: True if the layers are a decoder's: with gradients they run on padded batches, because users may
+    #: compute the loss at padded places, too.
+    _is_decoder: bool
     _parameters_of_layers: tuple[str, ...]
+    #: Classes in the layers before `accelerate`, others that treat each token alike, and the names of
+    #: their methods.
+    _kinds: frozenset[type]
+    _methods: frozenset[str]
+    #: What each layer computes, or why it has no formula.
+    _formulas: tuple[formula.Formula | str, ...]
 
     def __iter__(self) -> Iterator[Any]:
         layers = super().__iter__()
@@ -299,6 +404,11 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
 
 
 _SEVERAL = inspect.Parameter.VAR_POSITIONAL
+#: Classes of PyTorch that layers may get after `accelerate`.
+_TOKENWISE = frozenset({
+    *LINEAR, *LAYER_NORM, *DROPOUT, torch.nn.Identity, torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU,
+    torch.nn.Tanh, torch.nn.ModuleDict, torch.nn.ParameterDict, torch.nn.Sequential,
+})  # fmt: skip
 
 
 def find(
@@ -307,10 +417,12 @@ def find(
     owner: torch.nn.Module,
     config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]] | None,
+    is_wanted: Callable[[str], bool],
 ) -> ClassChange | str | None:
-    """Returns the change of a stack of encoder layers, the reason not to, or None if it is none.
+    """Returns the change of a stack of layers, the reason not to, or None if it is none.
 
     with_our_attention: makes the config name our attention; None: the model's attention is another.
+    is_wanted: False for the name of a module in the stack that the user excludes.
     """
     layers: list[Any] = [*stack.children()]
     if not isinstance(stack, torch.nn.ModuleList) or not layers:
@@ -322,8 +434,10 @@ def find(
     parameters = tuple(signatures[0])
     if "attention_mask" not in parameters[1:]:
         return None
-    is_causal = any(getattr(module, "is_causal", False) for module in layers[0].modules())
-    if is_causal or getattr(config, "is_decoder", False):
+    is_decoder = _is_causal(layers[0])
+    if getattr(config, "is_decoder", False):
+        return None
+    if is_decoder and (config.is_encoder_decoder or getattr(config, "add_cross_attention", False)):
         return None
     loop = _read_loop(owner, name.rpartition(".")[2])
     if loop is None:
@@ -333,27 +447,52 @@ def find(
     kinds = {parameter.kind for parameter in signatures[0].values()}
     if any(tuple(found) != parameters for found in signatures) or _SEVERAL in kinds:
         return "its layers take different arguments"
+    tested = _TOKENWISE.union(
+        original_class(module) for layer in layers for module in layer.modules()
+    )
+    methods = frozenset(name for kind in tested for _, name, _ in note_methods(kind))
+    with with_our_attention(config):
+        reason = classes.sharded(stack) or _why_not(layers, config, tested, methods)
     reason = (
-        classes.sharded(stack)
-        or _why_not(layers, config)
+        reason
         or _mixing(layers, parameters, config, with_our_attention)
+        or next(filter(None, map(classes.code_of_others, layers)), None)
     )
     if reason is not None:
         return reason
+    formulas = tuple(
+        _formula_of(layer, config, with_our_attention)
+        if all(is_wanted(f"{index}.{inner}".rstrip(".")) for inner, _ in layer.named_modules())
+        else "filter_fn excludes a part of it"
+        for index, layer in enumerate([] if is_decoder else layers)
+    )
+    why_not = next((found for found in formulas if isinstance(found, str)), None)
+    note = "in inference each layer is one call"
+    if is_decoder:
+        note = "in inference with an empty cache padding is skipped"
+    if why_not is not None:
+        note = f"layers run module by module: {why_not}"
     kind = type(stack)
     code, is_chain = loop
     made = classes.subclass(
         kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
-        _parameters_of_layers=parameters,
+        _is_decoder=is_decoder, _parameters_of_layers=parameters, _kinds=tested, _methods=methods,
+        _formulas=formulas,
     )  # fmt: skip
-    return made if isinstance(made, str) else ClassChange(name, stack, kind, made)
+    return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
 
 
-def _why_not(layers: list[Any], config: Any) -> str | None:
+def _is_causal(layer: torch.nn.Module) -> bool:
+    return any(getattr(module, "is_causal", False) for module in layer.modules())
+
+
+def _why_not(
+    layers: list[Any], config: Any, kinds: frozenset[type], methods: frozenset[str]
+) -> str | None:  # fmt: skip
     if getattr(config, "chunk_size_feed_forward", 0):
         return "its layers split sequences into chunks (chunk_size_feed_forward)"
-    if has_global_hook() or any(map(_hooked, layers)):
-        return "its layers have hooks, which expect padded batches"
+    if has_global_hook() or any(_is_changed(layer, kinds, methods) for layer in layers):
+        return "its layers have hooks, which expect padded batches, or the config of another model"
     for parameter in (p for layer in layers for p in layer.parameters()):
         if is_lazy(parameter) or not are_plain_on_cpu((parameter.data,)):
             return "its weights are not all plain tensors in CPU memory"
@@ -415,13 +554,18 @@ class _Probe(Rows):
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
         self.bias: Tensor | None = None
+        self.module: torch.nn.Module | None = None
+        #: Arguments of attention, and whether our kernels support them.
+        self.options: dict[str, Any] = {}
+        self.is_known = True
 
     def attend(  # type: ignore[override]
         self, function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor,
         position_bias: Tensor | None, is_known: bool, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         self.seen += [query, key, value]
-        self.bias = position_bias
+        self.bias, self.module, self.options = position_bias, module, kwargs
+        self.is_known = self.is_known and is_known
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
@@ -432,11 +576,11 @@ def _mixing(
 ) -> str | None:  # fmt: skip
     """Returns the reason if a layer does more between tokens than attention through the registry.
 
-    Layers of the same classes are tested once.
+    Layers of the same classes and attributes are tested once.
     """
-    tested: set[tuple[type, ...]] = set()
+    tested: set[tuple[Any, ...]] = set()
     for layer in layers:
-        kinds = tuple(type(module) for module in layer.modules())
+        kinds = formula.content(layer, without="layer_idx")
         if kinds in tested:
             continue
         tested.add(kinds)
@@ -472,11 +616,15 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     if "position_embeddings" in parameters:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        angles = torch.ones(1, 3, size, dtype=weight.dtype)
+        rotary = getattr(config, "rope_parameters", None) or {}
+        share = rotary.get("partial_rotary_factor") or 1.0  # of a head's dimensions, in Phi
+        angles = torch.ones(1, 3, int(size * share), dtype=weight.dtype)
         given["position_embeddings"] = angles, torch.zeros_like(angles)
     bias = _bias_of(first)
     if "position_bias" in parameters and bias is not None:
         given["position_bias"] = bias.compute_bias(3, 3)
+    if _is_causal(first):
+        given |= {name: _Cache(None, None) for name in _CACHES if name in parameters}
     return given
 
 
@@ -509,6 +657,37 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
         if x[:, ::2].isnan().any():
             return "it has operations between tokens besides attention"
     return None
+
+
+def _formula_of(
+    layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]]
+) -> formula.Formula | str:
+    """Returns what the layer computes without a bias or positions, or why that has no formula."""
+
+    def call(function: Callable[..., Any], x: Tensor, **others: Any) -> formula.Trial | str:
+        probe = _Probe()
+        output = function(x, attention_mask=probe, **others)
+        module, options = probe.module, probe.options
+        if module is None or len(probe.seen) != 3 or probe.bias is not None or not probe.is_known:
+            return "its attention has a bias, or arguments that no kernel for layers supports"
+        is_causal = options.get("is_causal")
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            return "its attention is causal without a mask"
+        if not is_ours(getattr(module, "config", None)):
+            return "its attention module has no config"
+        query, key, value = probe.seen
+        return formula.Trial(output, module, (query, key, value), options.get("scaling"))
+
+    parameters = inspect.signature(layer.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    ignored = {_IGNORED: True} if takes_all or _IGNORED in parameters else {}
+    with with_our_attention(config), _evaluating(layer):
+        try:
+            return formula.prove(layer, config.hidden_size, call, ignored)
+        except Exception as error:  # the layer requires other arguments
+            if "position_embeddings" in parameters:
+                return "it rotates queries and keys, which no kernel for layers supports"
+            return f"a trial call without positions failed ({type(error).__name__}: {error})"
 
 
 def _bias_of(layer: torch.nn.Module) -> Any:

@@ -101,7 +101,7 @@ def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict
     found: list[dict[str, Explanation]] = []
     for training in (False, True):
         if training and any(INT8 in m.__dict__ for m in torch.nn.Module.modules(module)):
-            found.append({})  # a call raises
+            found.append({})  # int8 modules raise in training
             continue
         with torch.set_grad_enabled(training):
             examples = _examples(module, weight.detach(), training)
@@ -171,6 +171,17 @@ def parts(module: torch.nn.Module, names: str, kinds: tuple[type, ...]) -> list[
 
 def dropout_p(dropout: Any) -> float:
     return float(getattr(dropout, "p", 0.0))
+
+
+#: Name of our attention in the registries of transformers, which users may name as well.
+NAME = "transformer_fast"
+#: Attribute of a config that names the attention function.
+NAME_OF_ATTENTION = "_attn_implementation_internal"
+
+
+def is_ours(config: Any) -> bool:
+    """True if the config names our attention, set by `accelerate` or by the user."""
+    return bool(getattr(config, NAME_OF_ATTENTION, None) == NAME)
 
 
 def is_model(module: torch.nn.Module) -> bool:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..nn.drop_in import recorded_classes
+from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
 from . import classes, hugging_face, mlp, packing, quantize, smooth
 from .classes import Change, ClassChange, class_of_ours
-from .parts import explain_parts, in_parts, is_model
+from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
-from .swap import converted, why_not_converted
+from .swap import Filter, converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
@@ -50,9 +49,13 @@ def _find(
 
 
 def _find_stack(
-    name: str, module: torch.nn.Module, root: torch.nn.Module, changes: list[Change]
+    name: str,
+    module: torch.nn.Module,
+    root: torch.nn.Module,
+    changes: list[Change],
+    filter_fn: Filter | None,
 ) -> ClassChange | str | None:
-    """Returns the change of a stack of encoder layers of transformers; see `packing`."""
+    """Returns the replacement of a stack of transformers' encoder layers; see `packing`."""
     if not name or not isinstance(module, torch.nn.ModuleList):
         return None
     path, owners = name.split("."), []
@@ -61,15 +64,20 @@ def _find_stack(
     model: Any = next((owner for owner in reversed(owners) if is_model(owner)), None)
     if model is None:
         return None
-    is_ours = any(change.module is model for change in changes) or hugging_face.is_ours(model)
+    has_ours = any(change.module is model for change in changes) or is_ours(model.config)
+
+    def is_wanted(inner: str) -> bool:
+        return filter_fn is None or filter_fn(module.get_submodule(inner), f"{name}.{inner}")
+
     return packing.find(
-        name, module, owners[-1], model.config, hugging_face.with_our_attention if is_ours else None
-    )
+        name, module, owners[-1], model.config,
+        hugging_face.with_our_attention if has_ours else None, is_wanted,
+    )  # fmt: skip
 
 
 def make_plan(
     model: torch.nn.Module,
-    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+    filter_fn: Filter | None,
     report: Report,
 ) -> list[Change]:
     """Returns the changes for the whole model; adds a report entry per module of a known class."""
@@ -82,7 +90,7 @@ def make_plan(
             continue
         kind = type(module).__name__
         changed = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
-        by_name = not changed and is_model(module) and hugging_face.is_ours(module)
+        by_name = not changed and is_model(module) and is_ours(module.config)
         if by_name:
             report.entries.append(Entry(name, kind, "already", hugging_face.described(module)))
             continue
@@ -95,7 +103,9 @@ def make_plan(
                 report.entries.append(Entry(name, kind, "already", now))
                 read |= _read_by(module, changed[0] if changed else None)
             continue
-        found = _find(name, module, refused, cache) or _find_stack(name, module, model, changes)
+        found = _find(name, module, refused, cache) or _find_stack(
+            name, module, model, changes, filter_fn
+        )
         quantised = classes.quantised(module)
         if quantised is not None and (found is not None or hasattr(module, "weight")):
             found = quantised
@@ -107,7 +117,8 @@ def make_plan(
             report.entries.append(Entry(name, kind, "left", reason=found))
         else:
             changes.append(found)
-            report.entries.append(Entry(name, kind, "swapped", found.now))
+            note = found.note if isinstance(found, ClassChange) else ""
+            report.entries.append(Entry(name, kind, "swapped", found.now, note))
             read |= _read_by(module, found)
     return changes
 
@@ -118,7 +129,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
         return set()
     kind = type(module) if change is None else change.after
     if issubclass(kind, mlp.FeedForward):
-        return set()  # it calls them if it cannot be fused
+        return set()  # it calls these layers where it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 
@@ -155,11 +166,14 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
         if module in left:
             ours -= set(_modules(module))
         elif isinstance(module, packing.UnpaddedLayers):
-            pass  # its layers count on their own
+            pass  # the layers in it are counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # Children of unknown classes are called, not fused, so they do not count.
-            ours |= {module, *(child for child in inner if _package(child) in _SILENT)}
+            ours |= {
+                module,
+                *(child for child in inner if _package(child) in KNOWN_PACKAGES),
+            }
         for weight in module._parameters.values():
             if weight is None or weight in seen or isinstance(module, _NO_PRODUCTS):
                 continue
@@ -227,8 +241,6 @@ _ADVICE = (
     'For hand-written attention use torch.compile(model, backend="transformer_fast"), '
     "transformer_fast.enable_sdpa() or transformer_fast.accelerate.register_converter."
 )
-#: Packages whose classes have entries of their own, or wrap modules that have.
-_SILENT = ("peft", "torch", "transformer_fast", "transformers")
 
 
 def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
@@ -242,7 +254,7 @@ def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
     return Counter(
         type(module).__name__
         for name, module in model.named_modules()
-        if not (name in reported or _package(module) in _SILENT)
+        if not (name in reported or _package(module) in KNOWN_PACKAGES)
         and (name or not layers)
         and (
             any(parameter is not None for parameter in module._parameters.values())

@@ -83,7 +83,7 @@ def make_plan(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     report: Report,
 ) -> list[Change]:
-    """Returns the changes for the whole model, in which other replacements are made already.
+    """Returns the changes for the whole model, whose modules were replaced before.
 
     Updates the report's entries.
     """
@@ -172,7 +172,9 @@ def _no_kernel(weight: Tensor, transposed: bool) -> str | None:
     x = torch.empty(1, inputs, dtype=weight.dtype, device=weight.device)
     scale = torch.empty(outputs, device=weight.device)
     found = explain("int8_linear", x, x.new_empty(outputs, inputs, dtype=torch.int8), scale)
-    return None if found.backend not in (None, "reference") else f"has no kernel here: {found}"
+    if found.backend not in (None, "reference"):
+        return None
+    return f"has no kernel here: {', '.join(found.reasons['cpu'])}"
 
 
 def finish(model: torch.nn.Module, report: Report, keep_weights: bool) -> None:
@@ -203,9 +205,8 @@ def _float_bytes(model: torch.nn.Module, quantised: Sequence[torch.nn.Module]) -
         for parameter in module._parameters.values():
             if parameter is None or torch.nn.parameter.is_lazy(parameter):
                 continue
-            is_table = isinstance(
-                module, torch.nn.Embedding
-            )  # stays, even if a projection shares it
+            # A table stays in float, even if a quantised projection shares it.
+            is_table = isinstance(module, torch.nn.Embedding)
             if parameter.dim() > 1 and (is_table or id(parameter) not in seen):
                 seen.add(id(parameter))
                 sizes[type(module).__name__] += parameter.nbytes

@@ -49,6 +49,8 @@ class Int8Report:
     worst_cosine: float | None = None
 
     def __str__(self) -> str:
+        if self.count == 0:
+            return "Int8: no module is quantised; the report has the reason for each."
         kept = "beside" if self.keeps_weights else "in place of"
         lines = [
             f"Int8: {self.count} modules with {_megabytes(self.bytes_after)} of weights {kept} "
@@ -88,7 +90,7 @@ class Entry:
     outcome: Outcome
     #: Class after the replacement; empty if the module was left unchanged.
     now: str = ""
-    #: Reason why the module was left unchanged, else empty.
+    #: Reason why the module was left unchanged; a remark, or empty, if it was not.
     reason: str = ""
     #: Op -> backend, without and with gradients, for calls of 8 sequences of 512 tokens. For ops
     #: that are missing in ``training``, the original forward runs there. `transformer_fast.explain`

@@ -74,7 +74,10 @@ def recorded(name: str, module: torch.nn.Module) -> SmoothChange | None:
 
 
 def smooth(model: torch.nn.Module, changes: Sequence[Any], calibration: Any) -> list[SmoothChange]:
-    """Returns the changes of norms, applied to the float model; ``changes``: its `QuantizeChange`."""
+    """Applies factors to norms of the float model, and returns these changes.
+
+    ``changes``: the `QuantizeChange` of each quantised module.
+    """
     given = calibration if isinstance(calibration, list) else [calibration]
     inputs, was = [*map(parse_inputs, given)], [(m, m.training) for m in model.modules()]
     model.eval()
@@ -103,7 +106,7 @@ def smooth(model: torch.nn.Module, changes: Sequence[Any], calibration: Any) -> 
 def _candidates(
     model: torch.nn.Module, changes: Sequence[QuantizeChange], inputs: Sequence[Any]
 ) -> list[SmoothChange]:
-    """Returns the changes of norms whose outputs quantised modules get as inputs."""
+    """Returns a change for each norm whose output is the input of quantised modules."""
     names = {module: name for name, module in model.named_modules()}
     records = {change.module: change.record for change in changes}
     outputs: dict[tuple[int, int], tuple[Any, Tensor]] = {}

@@ -151,7 +151,7 @@ def _recording(
 
 
 def _compare_padded(module: torch.nn.Module, changes: Sequence[Change], seen: Inputs) -> str | None:
-    """Repeats the recorded call with the end of the last sequence masked, and compares."""
+    """Compares both models on the recorded call, with padding at the end of the last sequence."""
     padded = _with_padding(module, seen)
     if padded is None:
         return None
@@ -319,7 +319,7 @@ def _with_gradients(
                 wanted[f"input {key}{keystr(path)}"] = x
     scale = 1.0 if jitter is None else 1.0 + torch.rand((), generator=jitter).item()
     with torch.enable_grad():
-        # Autograd forbids in-place operations on leaves; the products are no leaves.
+        # Autograd forbids in-place operations on leaves, so the model gets products with 1.
         args, kwargs = tree_map(lambda x: x * 1 if _is_variable(x) else x, (args, kwargs))
         found = torch.func.functional_call(model, state, args, kwargs)
         outputs = _outputs(found)

@@ -55,7 +55,16 @@ class Snapshot:
     break ``torch.utils.swap_tensors``. `all_hold` of the native module detects other writes.
     """
 
-    __slots__ = ("address", "alive", "fingerprint", "shape", "storage", "version")
+    __slots__ = (
+        "address",
+        "alive",
+        "dtype",
+        "fingerprint",
+        "shape",
+        "storage",
+        "stride",
+        "version",
+    )
 
     def __init__(
         self, tensor: Tensor, owner: Tensor, when_freed: Callable[[Any], None] | None = None
@@ -63,7 +72,8 @@ class Snapshot:
         """``owner``: the tensor that ``tensor`` is a view of, or itself."""
         self.version = owner._version
         self.address = tensor.data_ptr()
-        self.shape = tensor.shape
+        # Assignment to ``.data`` may keep the memory, and change only how it is read.
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.alive = True
         self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
         #: None if nobody else can write to the tensor; is_of suffices.
@@ -79,6 +89,8 @@ class Snapshot:
             and self.version == owner._version
             and self.address == tensor.data_ptr()
             and self.shape == tensor.shape
+            and self.stride == tensor.stride()
+            and self.dtype is tensor.dtype
         )
 
     def is_unchanged(self, tensor: Tensor, rows: int) -> bool:
@@ -279,7 +291,8 @@ def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> boo
     size = (n * k + 64) * (6 if _in_pieces(weight, rows) else element)
     if size > _limit:
         return False
-    kept = list(_entries.items())
+    # Copied first: a garbage collection during the iteration may drop entries.
+    kept = list(_entries.copy().items())
     beyond = size + sum(_size(entry) for _, entry in kept) - _limit
     idle: list[tuple[Any, ...]] = []
     since = _refused.get(key, 0)

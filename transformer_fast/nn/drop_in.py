@@ -6,8 +6,9 @@ from __future__ import annotations
 import copyreg
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def recorded_classes(module: torch.nn.Module) -> tuple[type, type] | None:
     """
     record: tuple[type, type] | None = module.__dict__.get(RECORD)
     return type(module).__dict__.get(RECORD) if record is None else record
+
+
+def original_class(module: torch.nn.Module) -> type:
+    """Returns the class that the module had before `accelerate`, or has been given since."""
+    kind, record = type(module), recorded_classes(module)
+    return kind if record is None or record[1] is not kind else record[0]
 
 
 class _QConfig:
@@ -86,37 +93,70 @@ def pytorchs_forward(kind: type) -> Any:
     return None
 
 
-#: By class, pairs of a class whose ``forward`` its calls run, and that function as defined.
-_FORWARDS: dict[type, tuple[tuple[Any, Any], ...]] = {}
+#: Packages whose layers a trial call can test: they branch neither on values of tokens, nor on their
+#: places in the batch, nor on state.
+KNOWN_PACKAGES = ("peft", "torch", "transformer_fast", "transformers")
 
 
-def note_forward(kind: type) -> None:
-    """Records the ``forward`` of a class, and of the torch.nn class that it extends, for `is_patched`."""
-    forwards: list[tuple[Any, Any]] = []
+def is_of_others(value: Any) -> bool:
+    """True if a method of any kind, or a property, runs code that is not of `KNOWN_PACKAGES`."""
+    for function in functions_of(value):
+        package = function.__globals__.get("__name__", "").partition(".")[0]
+        if package not in KNOWN_PACKAGES and package not in sys.stdlib_module_names:
+            return True
+    return False
+
+
+def functions_of(value: Any) -> Iterator[FunctionType]:
+    """Yields the functions of a method of any kind, or of a property, and those that they wrap."""
+    for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget"))):
+        while function is not None:
+            if isinstance(function, FunctionType):
+                yield function
+            function = getattr(function, "__wrapped__", None)
+
+
+#: Class -> (class, name, method): the methods that calls of its modules run, as first defined. Of the
+#: classes of PyTorch and of this package that is ``forward``; None: it was replaced before.
+_METHODS: dict[type, tuple[tuple[type, str, Any], ...]] = {}
+
+
+def note_methods(kind: type) -> tuple[tuple[type, str, Any], ...]:
+    """Returns the methods of a class and its bases, up to the one of torch.nn, for `is_patched`."""
+    if kind in _METHODS:
+        return _METHODS[kind]
+    found: list[tuple[type, str, Any]] = []
     for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        is_defined = package in ("torch", "transformer_fast")
+        for name, value in () if is_defined else vars(base).items():
+            if isinstance(value, FunctionType) and name[:2] != "__" and name != "forward":
+                found.append((base, name, value))
         if base is kind or "forward" in base.__dict__:
-            defined = base.__module__.partition(".")[0] in ("torch", "transformer_fast")
-            forwards.append((base, pytorchs_forward(base) if defined else base.forward))  # type: ignore[attr-defined]
+            forward = pytorchs_forward(base) if is_defined else base.forward  # type: ignore[attr-defined]
+            if package == "transformers" and is_of_others(forward):
+                forward = None
+            found.append((base, "forward", forward))
         if base.__module__.startswith("torch."):
-            _FORWARDS.setdefault(base, tuple(forwards[-1:]))
+            _METHODS.setdefault(base, tuple(found[-1:]))
             break
-    _FORWARDS[kind] = tuple(forwards)
+    _METHODS[kind] = tuple(found)
+    return _METHODS[kind]
 
 
 def is_patched(*kinds: type) -> bool:
     """True if ``forward`` was replaced on a class of modules, or on the torch.nn class that it extends.
 
-    For classes of other packages it is compared with the ``forward`` that they had at the first call.
+    Methods of classes of other packages are compared with those that they had at the first call.
     """
     for kind in kinds:
-        forwards = _FORWARDS.get(kind)
-        if forwards is None:
+        methods = _METHODS.get(kind)
+        if methods is None:
             if torch.compiler.is_compiling():
                 continue
-            note_forward(kind)
-            forwards = _FORWARDS[kind]
-        for base, forward in forwards:
-            if base.forward is not forward:
+            methods = note_methods(kind)
+        for base, name, method in methods:
+            if getattr(base, name, None) is not method:
                 return True
     return False
 
@@ -165,7 +205,7 @@ class DropIn(HoldsInt8):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        note_forward(cls)
+        note_methods(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)

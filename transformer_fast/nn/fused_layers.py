@@ -7,7 +7,8 @@ gradients, active dropout, hooks, replaced modules, dtypes or devices that no ke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -55,10 +56,10 @@ class Fused(NamedTuple):
 class Parameters(NamedTuple):
     """The parameters of sub-layers, as kernels for whole layers take them."""
 
-    #: Of each sub-layer weight1, bias1, weight2, bias2, and the norm's weight and bias; of a quantised
-    #: weight its int8 values.
+    #: For each sub-layer weight1, bias1, weight2, bias2, and the norm's weight and bias. Quantised
+    #: weights are given by their int8 values.
     tensors: list[Any]
-    #: Of each sub-layer those of the two weights, None if not quantised. Empty: no weight is.
+    #: For each sub-layer the scales of its two weights; None: not quantised. Empty: none of all is.
     scales: list[Tensor | None]
     #: The floating-point tensors, and those of the quantised weights.
     floats: list[Any]
@@ -85,7 +86,7 @@ def _options(layer: Layer) -> tuple[Any, ...]:
     kinds = []
     heads, batch_first = layer.sublayers[0][-2:]
     for one in layer.sublayers:
-        kinds.append(int(one.kind))  # a comprehension is a function's call
+        kinds.append(int(one.kind))  # a comprehension would be a function call
         if one.kind is Kind.CROSS_ATTENTION and one[-2:] != (heads, batch_first):
             raise Unreadable("attentions differ in heads or in batch_first")
     return kinds, layer.norm_first, heads, batch_first, layer.activation
@@ -110,22 +111,16 @@ def _to_sdpa(
 
 
 def _prepare(
-    modules: Sequence[torch.nn.Module],
-    x: Tensor,
-    own: Masks,
-    memory: Tensor | None,
-    cross: Masks,
-    network: bool,
+    read: Iterable[Layer], x: Tensor, own: Masks, memory: Tensor | None, cross: Masks
 ) -> list[tuple[Call, tuple[Any, ...]]]:
-    """Returns as few calls as run all layers, each with its kernel's arguments for them.
+    """Returns the fewest calls that run all layers, each with the arguments of its kernel.
 
     Raises `Unreadable`.
     """
     if x.dim() != 3:
         raise Unreadable(f"input has {x.dim()} dimensions and not 3")
     groups: list[tuple[tuple[Any, ...], list[Layer]]] = []
-    for module in modules:
-        layer = read_layer(module, _OURS, network)
+    for layer in read:
         options = _options(layer)
         if groups and groups[-1][0] == options:
             groups[-1][1].append(layer)
@@ -181,7 +176,8 @@ def find(
         return None
     found = []
     try:
-        for call, layers in _prepare(modules, x, own, memory, cross, network):
+        read = map(read_layer, modules, repeat(_OURS), repeat(network))
+        for call, layers in _prepare(read, x, own, memory, cross):
             kernel = dispatch.find(call)
             if kernel is None:
                 return None
@@ -227,9 +223,27 @@ def try_run(
     *rest: Any,
     **named: Any,
 ) -> Tensor | None:
-    """Returns the output of all layers, or None if `find` does; arguments as there."""
+    """Returns the output of all layers, or None if `find` returns None; arguments: as in `find`."""
     found = find(modules, x, own, memory, *rest, **named)
     return None if found is None else run(found, x, memory)
+
+
+def try_run_encoder(layer: Layer, x: Tensor, starts: Tensor | None = None) -> Tensor | None:
+    """Returns the output (B, T, M) of an encoder layer without masks, or None if no kernel runs it.
+
+    ``starts``: x is (1, rows, M), packed as in `run`.
+    """
+    if not dispatch.candidates("encoder_layer", x):
+        return None
+    try:
+        ((call, layers),) = _prepare([layer], x, Masks(), None, Masks())
+    except Unreadable:
+        return None
+    kernel = dispatch.find(call)
+    if kernel is None:
+        return None
+    fused = [Fused(kernel, layers, (None, False), (None, False))]
+    return run(fused, x) if starts is None else run(fused, x[0], starts=starts)[None]
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
@@ -254,7 +268,8 @@ def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
     try:
         if not isinstance(layer, DropIn):
             raise Unreadable("forward is torch.nn's; transformer_fast.accelerate swaps it")
-        ((call, arguments),) = _prepare([layer], x, own, memory, cross, True)
+        read = read_layer(layer, _OURS)
+        ((call, arguments),) = _prepare([read], x, own, memory, cross)
         _to_sdpa(own, x, x, arguments)
         if memory is not None:
             _to_sdpa(cross, memory, x, arguments)

@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
 from .._context import function_mode_is_active, is_observed
-from .drop_in import is_patched, note_forward
+from .drop_in import is_patched, note_methods
 from .int8 import INT8, Weight, run_feed_forward, run_linear
 from .ops import LayerNorm, Linear
 
@@ -28,7 +28,7 @@ DROPOUT = (torch.nn.Dropout,)
 _DROPOUT = (*DROPOUT, torch.nn.Identity)
 _ACTIVATIONS = (torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU)
 for _kind in (*LINEAR[1:], *LAYER_NORM[1:], *_DROPOUT, *_ACTIVATIONS):
-    note_forward(_kind)
+    note_methods(_kind)
 #: Names of an encoder layer's attentions, norms, dropouts and overridable methods, and a decoder's.
 _ENCODER = (
     torch.nn.TransformerEncoderLayer, ("self_attn",), ("norm1", "norm2"), ("dropout1", "dropout2"),
@@ -41,7 +41,7 @@ _DECODER = (
 
 
 class Part(NamedTuple):
-    """A module inside another, and the classes for which it need not be called."""
+    """A child module, and the classes whose forward a fused op may replace."""
 
     name: str
     module: Any
@@ -77,6 +77,8 @@ class Kind(IntEnum):
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1
     FEED_FORWARD = 2
+    #: A part of the self-attention after it, whose weight1 then projects values only.
+    QUERIES_AND_KEYS = 3
 
 
 class Norm(NamedTuple):
@@ -92,7 +94,7 @@ class Sublayer(NamedTuple):
     """A sub-layer and the norm before it (pre-norm) or after it.
 
     Attention: weight1 (3 M, M) projects queries, keys and values, weight2 (M, M) the output. Feed-forward
-    network: weight1 (F, M), weight2 (M, F).
+    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M), without a norm.
     """
 
     kind: Kind
@@ -115,7 +117,7 @@ class Layer(NamedTuple):
     """An encoder layer or a decoder layer."""
 
     module: torch.nn.Module
-    #: Self-attention, attention to the memory (decoder layers), and the network unless left out.
+    #: Self-attention, cross-attention (decoder layers), and the feed-forward network unless left out.
     sublayers: list[Sublayer]
     norm_first: bool
     #: The network's activation, by name if kernels support it.
@@ -159,7 +161,8 @@ def affine(
     parameters = module._parameters
     record = module.__dict__.get(INT8)
     if record is not None and weight in record.names:
-        return record.of(module, weight), parameters.get(bias)
+        found = record.of(module, weight)
+        return found, parameters[bias] if bias in parameters else getattr(module, bias, None)
     if weight in parameters and bias in parameters:
         return parameters[weight], parameters[bias]
     return getattr(module, weight), getattr(module, bias)
@@ -339,10 +342,10 @@ def compose(
     x: Tensor,
     attentions: Sequence[Callable[[Tensor], tuple[Tensor, torch.nn.Module | None]]],
 ) -> Tensor:
-    """Returns the output of an encoder or decoder layer, from its last ``attentions`` on, with residual
-    connections and norms.
+    """Returns the output of an encoder or decoder layer, composed of ops.
 
-    Each attention returns its output, and the dropout that must still be applied to it.
+    ``attentions``: the last ones of the layer, for input x of the first. Each returns its output, and the
+    dropout that must still be applied to it.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, _, names, dropouts, _ = _DECODER if crossed else _ENCODER

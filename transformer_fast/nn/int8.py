@@ -129,14 +129,19 @@ class Int8Weights:
     def of(self, module: torch.nn.Module, name: str) -> Weight:
         """Returns the weight, (out_features, in_features), as products read it.
 
-        That is the parameter itself where no kernel multiplies in 8 bits: on other devices, in float64.
+        That is the float weight itself where no kernel multiplies in 8 bits (on other devices, in
+        float64), and where it is no parameter: torch.nn.utils has pruned or parametrised it.
 
         Raises:
             NotImplementedError: the weight needs a gradient.
             ValueError: the weight was changed and has NaN or infinity.
         """
-        weight: Tensor = module._parameters[name]  # type: ignore[assignment]
+        # Module.__getattr__ takes ten times as long.
+        parameters = module._parameters
+        weight: Tensor = parameters[name] if name in parameters else getattr(module, name)  # type: ignore[assignment]
         turned = weight.t() if self.transposed else weight
+        if name not in parameters:
+            return turned
         if self.freed is not None:
             return Int8Weight(turned, module._buffers[SCALE_OF.format(name)], self.freed)
         if weight.requires_grad and torch.is_grad_enabled():

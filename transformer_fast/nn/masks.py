@@ -43,7 +43,7 @@ def check_masks(
 
 
 def warn_of_zeros_and_ones(**named: Tensor | None) -> None:
-    """`functional.masks.warn_of_zeros_and_ones` in torch.nn's polarity."""
+    """Calls `functional.masks.warn_of_zeros_and_ones` for masks in torch.nn's polarity."""
     for name, mask in named.items():
         if mask is not None:
             masks.warn_of_zeros_and_ones(
@@ -147,7 +147,7 @@ def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
     return _is_causal_on_gpu(mask) if mask.is_cuda else _is_causal(mask)
 
 
-#: By mask on a GPU: (version, address), and True if it is causal.
+#: Mask on a GPU -> ((version, address), True if the mask is causal).
 _causal: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -158,7 +158,7 @@ def _is_causal_on_gpu(mask: Tensor) -> bool:
     """
     if torch.cuda.is_current_stream_capturing():
         return False
-    if mask.is_inference():  # it has no version
+    if mask.is_inference():  # without a version counter
         return _is_causal(mask)
     now = mask._version, mask.data_ptr()
     cached = _causal.get(mask)

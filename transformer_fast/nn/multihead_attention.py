@@ -167,7 +167,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         return not torch.is_autocast_enabled(query.device.type)
 
     def _for_one_call(self, query: Tensor) -> list[Tensor] | None:
-        """Returns the projections' parameters if PyTorch's one operator is faster, else None."""
+        """Returns the projections' parameters if PyTorch's single operator is faster, else None."""
         out = self.out_proj
         if not (
             self.batch_first
@@ -279,7 +279,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         """Splits (..., parts * M) into tensors (B, H, L, D)."""
         rows, columns, _ = projected.shape
         split = projected.view(rows, columns, parts * self.num_heads, self.head_dim)
-        # Split before transposing: the gradients then meet in the projection's own layout.
+        # Split before transposing, so that autograd joins the gradients in the projection's layout.
         tensors = split.chunk(parts, dim=2) if parts > 1 else (split,)
         if sequence == 1:
             return [x.transpose(1, 2) for x in tensors]

@@ -19,7 +19,7 @@ from .int8 import INT8, run_linear
 
 __all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
-# `drop_in.is_patched` written out, since its call takes a twentieth of a small one.
+# `drop_in.is_patched` written out: to call it would take a twentieth of a small op's time.
 _KINDS = (
     torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.Embedding,
     torch.nn.CrossEntropyLoss,
@@ -40,7 +40,7 @@ class Linear(DropIn, torch.nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        # Module.__getattr__ takes a tenth of a small call.
+        # Module.__getattr__ would take a tenth of a small op's time.
         parameters = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
@@ -66,7 +66,7 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        # Module.__getattr__ takes a tenth of a small call.
+        # Module.__getattr__ would take a tenth of a small op's time.
         parameters = self._parameters
         try:
             weight, bias = parameters["weight"], parameters["bias"]
@@ -112,7 +112,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        if differentiates_again():  # as PyTorch's operator can be
+        if differentiates_again():  # which PyTorch's operator supports
             found = torch.ops.aten.embedding_dense_backward(
                 grad, tokens, ctx.rows, ctx.padding, False
             )
@@ -134,7 +134,7 @@ class Embedding(DropIn, torch.nn.Embedding):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        # Module.__getattr__ takes a tenth of a small call.
+        # Module.__getattr__ would take a tenth of a small op's time.
         table = self._parameters.get("weight")
         grad = None if self.max_norm is not None else is_plain_eager(input, table)
         if (

@@ -89,7 +89,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
     reading it would wait for the device. Pass True if the mask is causal.
     """
 
-    #: True if padded places may hold zeros instead of values; None: if PyTorch has zeros there.
+    #: True: padded places of the output may be zeros; None: only where PyTorch returns zeros.
     skips_padding: bool | None = None
 
     def __init__(

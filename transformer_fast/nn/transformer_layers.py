@@ -183,7 +183,7 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
                 src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
             )
             if replaced or type(self.self_attn) is not MultiheadAttention:
-                # torch.nn's layer passes float masks on, and code that is not ours may rely on it.
+                # torch.nn's layer passes float masks to its attention; replaced ones may rely on it.
                 src_mask = masks.additive(src_mask, src.dtype)
                 src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
