@@ -453,7 +453,7 @@ def test_errors_change_no_state() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_activations_by_name(activation: str) -> None:
-    """The names that `functional.feed_forward` has; torch.nn's layers have two of them."""
+    """Models take the four names of `functional.feed_forward`; torch.nn's layers take two."""
     model = small(activation=activation)
     [layer, *_] = model.encoder.stack.layers
     x = torch.randn(2, 3, layer.linear1.in_features)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import functional
+from .. import _native, functional
 from .._context import is_functorch_wrapped
 from ..dispatch import select
 from ..functional._checked_call import checked_call
@@ -270,14 +270,16 @@ def rewrite_linear(editor: Editor) -> None:
         editor.report_rewritten("linear", node)
 
 
-#: Functions with products of weights -> the positions or names of the weights, the same function with
-#: 8-bit products, and its further arguments.
-_INT8: dict[Any, tuple[tuple[Any, ...], Callable[..., Any], dict[str, Any]]] = {
-    functional.linear: ((1,), run_time.int8_linear, {}),
-    functional.feed_forward: ((1, 3), run_time.int8_feed_forward, {}),
-    run_time.encoder_layer: (("ffn_weight_1",), run_time.encoder_layer, {"int8": True}),
+#: Functions with products of weights -> their name in reports, the positions or names of the weights,
+#: the same function with 8-bit products, and its further arguments.
+_INT8: dict[Any, tuple[str, tuple[Any, ...], Callable[..., Any], dict[str, Any]]] = {
+    functional.linear: ("int8_linear", (1,), run_time.int8_linear, {}),
+    functional.feed_forward: ("int8_feed_forward", (1, 3), run_time.int8_feed_forward, {}),
+    run_time.encoder_layer: (
+        "int8_encoder_layer", ("ffn_weight_1",), run_time.encoder_layer, {"int8": True}
+    ),
     run_time.multi_head_attention_forward: (
-        ("out_proj_weight",), run_time.multi_head_attention_forward, {"int8": True}
+        "int8_attention", ("out_proj_weight",), run_time.multi_head_attention_forward, {"int8": True},
     ),
 }  # fmt: skip
 
@@ -287,18 +289,20 @@ def quantize_products(editor: Editor) -> None:
     for node in editor.graph.nodes:
         if node.target not in _INT8:
             continue
-        places, target, more = _INT8[node.target]
+        op, places, target, more = _INT8[node.target]
         given = {**dict(enumerate(node.args)), **node.kwargs}
         reason = _why_not_int8(editor, node, [given[place] for place in places])
         if reason is not None:
-            editor.report_left(f"int8_{target.__name__.removeprefix('int8_')}", node, reason)
+            editor.report_left(op, node, reason)
             continue
         node.target, node.kwargs = target, {**node.kwargs, **more}
-        editor.report_rewritten(f"int8_{target.__name__.removeprefix('int8_')}", node)
+        editor.report_rewritten(op, node)
 
 
 def _why_not_int8(editor: Editor, node: Node, weights: Sequence[Any]) -> str | None:
     """Returns the reason why products with these weights do not run on 8 bits, or None."""
+    if _native.why_not is not None:
+        return f"there is no CPU kernel: {_native.why_not}"
     grad = editor.modes.at(node).grad
     for weight in weights:
         root = weight

@@ -38,17 +38,28 @@ class GraphReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of times each op was inserted."""
+        """Number of times each op was inserted; "int8_" and the op: how many of these run in 8 bits."""
         return dict(Counter(match.op for match in self.rewritten))
 
     def __str__(self) -> str:
-        ops = ", ".join(f"{count} {op}" for op, count in self.counts.items()) or "nothing"
-        lines = [f"rewritten: {ops}."]
+        counts = self.counts
+        int8 = {op.removeprefix(_INT8): counts.pop(op) for op in [*counts] if op.startswith(_INT8)}
+        lines = [f"rewritten: {_listed(counts) or 'nothing'}."]
+        if int8:
+            lines.append(f"  in 8 bits: {_listed(int8)}.")
         lines += [f"  {match}" for match in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
             lines.append(f"  {self.rest or 'left to eager PyTorch'}: {names}.")
         return "\n".join(lines)
+
+
+#: Prefix of the names of ops whose products were replaced by 8-bit products.
+_INT8 = "int8_"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {op}" for op, count in counts.items())
 
 
 _reports: deque[GraphReport] = deque(maxlen=256)

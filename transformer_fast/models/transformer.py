@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import nn
 from ..functional import causal_mask
-from ..functional._check import require_activation
+from ..functional._check import named_activation
 from ..functional.layer_norm import annotated_layer_norm
 from ..reference.linear import ACTIVATIONS
 from .attention_weights import evaluating
@@ -126,8 +126,8 @@ class _Half(torch.nn.Module):
                 return AnnotatedLayerNorm(d_model, layer_norm_eps, device=device, dtype=dtype)
             return nn.LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype)
 
-        if isinstance(activation, str):  # torch.nn's layers know relu and gelu by name
-            require_activation(activation)
+        if isinstance(activation, str):  # torch.nn's layers accept only relu and gelu by name
+            named_activation(activation)
             activation = ACTIVATIONS[activation]
         layer = self._layer(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, True, norm_first,
@@ -312,7 +312,7 @@ class _Model(torch.nn.Module):
             setattr(self, name, given[name])
 
     def _project_with(self, embedding: TokenEmbedding, given: dict[str, Any]) -> None:
-        """Creates the output projection to the tokens of an embedding."""
+        """Creates the output projection to the vocabulary of ``embedding``."""
         self.output = OutputProjection(
             given["d_model"], embedding.vocab_size,
             tied_to=embedding if given["tie_output"] else None, bias=given["output_bias"],

@@ -101,7 +101,7 @@ def _renamed(name: str, own: Mapping[str, str]) -> str:
     return name
 
 
-#: Names that `NAMES` recognises, to be proposed in place of similar ones.
+#: Names that `NAMES` recognises. The error proposes them for similar unknown names.
 _PROPOSED = (
     "layers self_attention cross_attention query key value w_q w_k w_v w_o output_projection "
     "feed_forward linear1 linear2 norm1 norm2 norm3 norm embedding output_layer"
@@ -109,7 +109,7 @@ _PROPOSED = (
 
 
 def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Container[str]) -> str:
-    """The error for names that were not recognised, given what `NAMES` made of each."""
+    """Returns the error message. ``unknown``: name -> what `NAMES` made of it, not recognised."""
     known = {part for name in wanted for part in name.split(".")} | {"weight", "bias", "ffn"}
     parts = {
         part: get_close_matches(part.lower(), _PROPOSED.split(), 1, 0.5)

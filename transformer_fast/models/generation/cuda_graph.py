@@ -51,7 +51,7 @@ def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     graph = torch.cuda.CUDAGraph()
     current, other = torch.cuda.current_stream(), torch.cuda.Stream()
     other.wait_stream(current)
-    # Not torch.cuda.graph: it first collects garbage and frees memory, which takes longer than steps.
+    # torch.cuda.graph would collect garbage and free memory first, which takes longer than steps.
     with torch.cuda.stream(other):
         graph.capture_begin(capture_error_mode="thread_local")
         try:

@@ -279,7 +279,7 @@ class SelfAttention(_Attention):
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """Binds kernels for (R * T, M) like ``sample``, and keys like (R, H, positions, D)."""
         self._bind(sample, self.weights.weight1, self.weights.bias1)
-        # Several tokens come at once only at the beginning, so the causal mask starts at position 0.
+        # Only the first call has several tokens, so the causal mask starts at position 0.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
         self.attention = bind_attention(query, keys, None, None, self.causal)
@@ -429,10 +429,10 @@ class Reordering:
     def __init__(self, cache: Tensor | None = None, beams: int = 1) -> None:
         self.beams = beams
         self.spare: Tensor | None = None
-        #: Number of positions that all sequences of each source share, now and before the last move;
-        #: the latter are equal in both buffers.
+        #: Numbers of first positions that all sequences of a source share, now and before the last
+        #: move. Both buffers have equal values at the latter.
         self.shared = self.equal = 0
-        #: (R, positions): ids of the writers, equal if sequences of a source share the position.
+        #: (R, positions): id of the sequence that wrote each position. Equal ids: the position is shared.
         self.writers: Tensor | None = None
         if cache is not None and beams > 1 and cache.device.type == "cpu":
             self.rows = torch.arange(cache.shape[2])

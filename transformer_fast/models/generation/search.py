@@ -261,10 +261,10 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
         value, parents, tokens = _extensions(logits, scores, beams)
         ended = tokens == task.end_token
         before = torch.full_like(parents, -1) if step == 0 else (step - 1) * beams + parents
-        # Finished: extensions that end and are among the best of all.
+        # Finished: extensions that end, if they are among the best of all extensions.
         ending = value.masked_fill(~ended, -math.inf)[:, :beams]
         finished.add(ending / penalty(step + 1, method.length_penalty), before[:, :beams], True)
-        # Live: the best extensions that do not end; fewer than beams only in the first steps.
+        # Live: the best extensions that do not end. Only the first steps have fewer than ``beams``.
         going = value.masked_fill(ended, -math.inf)
         scores, order = going.topk(min(beams, going.shape[1]), dim=1)
         tokens, parents = tokens.gather(1, order), parents.gather(1, order)
