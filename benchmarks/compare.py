@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Tensor]:
-    """Returns the row's time / the control's time (or / 1): the median, and bootstrap samples."""
+    """Returns the median and bootstrap samples of the row's time, relative to the control's if given."""
     series = [row.samples] if control is None else [row.samples, control.samples]
     exact, draws = bootstrap(series, seed)
     if control is None:

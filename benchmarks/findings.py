@@ -10,14 +10,17 @@ its own suites in the file and keeps the others.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformer_fast.cli import form
+from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import Ratio, Summary, speed_up
 
@@ -91,12 +94,18 @@ def _text(suites: dict[str, Any]) -> str:
 def write(path: Path, suites: dict[str, Any], partial: bool = False) -> None:
     """Writes these suites to the file; keeps its other suites.
 
-    ``partial``: keeps the other cases of these suites, too.
+    ``partial``: keeps the other cases of these suites, too, with their date and commit.
     """
     before = read(path) if path.exists() else {}
     for name in suites.keys() & before.keys() if partial else ():
         cases = by_case(suites[name]["rows"])
-        kept = [row for row in before[name]["rows"] if (row.op, row.case) not in cases]
+        taken = machine.taken(before[name]["machine"])
+        same = taken == machine.taken(suites[name]["machine"])
+        kept = [
+            replace(row, taken=row.taken or (None if same else taken))
+            for row in before[name]["rows"]
+            if (row.op, row.case) not in cases
+        ]
         suites = suites | {name: suites[name] | {"rows": [*kept, *suites[name]["rows"]]}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(before | suites), encoding="utf-8")
@@ -122,6 +131,26 @@ class Finding(NamedTuple):
     def lost(self) -> bool:
         """True if the rival is significantly faster."""
         return self.against is not None and self.against.high < 1.0
+
+
+def taken(suite: dict[str, Any]) -> dict[str, int]:
+    """Returns the number of cases by when they were taken, date and commit; the oldest first."""
+    last = machine.taken(suite["machine"])
+    counts = Counter(rows[0].taken or last for rows in by_case(suite["rows"]).values())
+    return dict(sorted(counts.items()))
+
+
+@functools.cache
+def commits_behind(when: str) -> int | None:
+    """Returns how many commits have changed csrc since results of this date and commit.
+
+    None if this is unknown: the commit is no ancestor of this checkout's, or there is no checkout.
+    """
+    commit = when.partition(", ")[2].removesuffix("+")
+    if not commit or machine.git("merge-base", "--is-ancestor", commit, "HEAD") is None:
+        return None
+    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc")
+    return None if count is None else int(count)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -266,29 +295,18 @@ def text_rows(rows: Sequence[Row]) -> str:
 
 
 def text_summary(rows: Sequence[Row]) -> str:
-    """Formats a Markdown table: for each model and order PyTorch, and ours beside the fastest other.
+    """Formats a Markdown table: each model, order and precision, ours beside the fastest other.
 
     With the highest number of threads only. Returns '' if nothing of ours was timed.
     """
-    known: dict[str, dict[str, Finding]] = {}
     most = max((row.case.rpartition(", ")[2] for row in rows), default="")
-    for one in findings([row for row in rows if row.case.endswith(most)]):
-        name, precision, _ = one.chosen.case.rsplit(", ", 2)
-        known.setdefault(name, {})[precision] = one
-    precisions = [
-        p for p in ("float32", "bfloat16", "int8") if any(p in row for row in known.values())
-    ]
     eager = {row.case: row for row in rows if row.candidate == "torch eager"}
     lines = []
-    for name, found in known.items():
-        line = [name, per_second(eager.get(f"{name}, float32, {most}")).partition(" ")[0]]
-        for one in map(found.get, precisions):
-            rival = one and one.rival
-            other = f"{rival.candidate}: {per_second(rival)}" if rival else ""
-            ratio = interval(one.against) if one and one.against else ""
-            line += [per_second(one and one.chosen), other, ratio.partition(" ")[0]]
-        lines.append(line)
-    heads = [text for p in precisions for text in (p, f"fastest other, {p}", "ratio")]
-    return (
-        markdown(("sentences a second", "PyTorch float32", *heads), lines, words=1) if lines else ""
-    )
+    for one in findings([row for row in rows if row.case.endswith(most)]):
+        name, precision, _ = one.chosen.case.rsplit(", ", 2)
+        torch = per_second(eager.get(f"{name}, float32, {most}")).partition(" ")[0]
+        other = f"{one.rival.candidate}: {per_second(one.rival)}" if one.rival else ""
+        ratio = interval(one.against).partition(" ")[0]
+        lines.append([name, precision, torch, per_second(one.chosen), other, ratio])
+    heads = ("model, order", "precision", "PyTorch float32", "ours", "fastest other", "ratio")
+    return markdown(heads, lines, words=2) if lines else ""

@@ -47,7 +47,7 @@ from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
 from transformer_fast.measure.device import OUT_OF_TIME, lines_of
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
+from transformer_fast.specs.gpu import BENCH_CASES, COMMON, GPU_CASES, GpuCase
 from transformer_fast.testing import call_of
 
 from . import peers
@@ -153,7 +153,7 @@ def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
 
 def _checks(first_and_last: bool) -> list[list[Item]]:
     groups = []
-    for dtype, op in itertools.product(on_device.DTYPES, OPS):
+    for dtype, op in itertools.product(on_device.DTYPES, COMMON):
         cases = on_device.cases_of(op)
         if first_and_last:
             cases = [cases[0], cases[-1]]

@@ -920,7 +920,7 @@ class FlexAttention(Peer):
         return None
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: block masks are created once for each mask and lengths, and cached."""
+        """``known``: the mask is given before the call; its block mask is then created once."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":

@@ -118,7 +118,8 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
     slowest = "PyTorch's" if rival.candidate == "torch" else f"{rival.candidate}'s"
     parts = [
         f"- **{form.times(mean)}** the speed of PyTorch's best (eager or compiled) on {first.title}\n"
-        f"  (geometric mean of {form.count(len(found), 'case')}){_elsewhere(first, rest)}",
+        f"  (geometric mean of {form.count(len(found), 'case')}; {_taken(first)})"
+        f"{_elsewhere(first, rest)}",
         f"- **{form.times(best)}** the speed of the best alternative in each of {len(others)} cases\n"
         f"  ({', '.join(_alternatives(first))})",
         f"- slowest case: {ratio.value:.2f} times {slowest} speed ({work(worst)})",
@@ -128,16 +129,23 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
     with_text = next((one for one in (first, *rest) if TEXT in one.suites), None)
     if with_text is not None and (texts := text_summary(with_text.suites[TEXT]["rows"])):
         about = with_text.suites[TEXT]["machine"]
-        taken = f"{about['date'][:10]}, {about['commit']}"
+        taken = machine.taken(about)
         parts.append(f"\n{_TEXTS.format(with_text.title, taken)}\n\n{texts}")
     if "layers" in first.suites:
         parts.append(
             f"\n![Encoder layers: times the speed of PyTorch's best, on {first.title}]"
             f"(benchmarks/results/plots/{first.slug}-layers.svg)\n\n"
-            "Encoder layers in float32. (8,128): 8 sequences of 128 tokens; 65% real: the rest is "
-            f"padding.{_layers_elsewhere(first, rest)}"
+            f"Encoder layers in float32 on {first.title} "
+            f"({machine.taken(first.suites['layers']['machine'])}).\n"
+            "(8,128): 8 sequences of 128 tokens; 65% real: the rest is padding."
+            f"{_layers_elsewhere(first, rest)}"
         )
     return "\n".join(parts)
+
+
+def _taken(one: Machine) -> str:
+    """Returns the dates and commits of the machine's results: '2026-11-26, f2ab0742f354'."""
+    return " to ".join(dict.fromkeys(one.taken))
 
 
 def _others(first: Machine, rest: Iterable[Machine]) -> dict[str, Machine]:
@@ -149,7 +157,7 @@ def _others(first: Machine, rest: Iterable[Machine]) -> dict[str, Machine]:
 def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
     """Returns the other machines' speed-ups, such as '; 1.73x on AMD EPYC (Zen 4), 91 cases'."""
     return "".join(
-        f";\n  {form.times(mean)} on {name}, {form.count(len(all_findings(one)), 'case')}"
+        f";\n  {form.times(mean)} on {name}, {form.count(len(all_findings(one)), 'case')} ({_taken(one)})"
         for name, one in _others(first, rest).items()
         if (mean := mean_vs_torch(one)) is not None
     )

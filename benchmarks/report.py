@@ -35,11 +35,13 @@ from .findings import (
     Finding,
     ResultsError,
     by_case,
+    commits_behind,
     files,
     findings,
     losses,
     read,
     table,
+    taken,
     text_rows,
 )
 
@@ -67,7 +69,13 @@ class Machine:
 
     @property
     def about(self) -> dict[str, Any]:
-        return next(iter(self.suites.values()))["machine"]
+        return _newest(self.suites)
+
+    @cached_property
+    def taken(self) -> tuple[str, str]:
+        """When its first and its last suite were taken: dates and commits, as in `machine.taken`."""
+        found = sorted({when for suite in self.suites.values() for when in taken(suite)})
+        return found[0], found[-1]
 
     @property
     def title(self) -> str:
@@ -92,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _newest(suites: dict[str, Any]) -> dict[str, Any]:
+    """Returns the description of the machine when the last suite was taken."""
+    return max((suite["machine"] for suite in suites.values()), key=lambda about: about["date"])  # type: ignore[no-any-return]
+
+
 def machines(folder: Path) -> list[Machine]:
     """Returns the machines of a folder; a machine's scaling file is merged with its other file."""
     found: dict[str, Machine] = {}
@@ -100,7 +113,7 @@ def machines(folder: Path) -> list[Machine]:
         suites = read(path)
         if not suites:
             continue
-        line = machine.line(next(iter(suites.values()))["machine"])
+        line = machine.line(_newest(suites))
         known = found.get(slug)
         joined = suites if known is None else known.suites | suites
         found[slug] = Machine(slug, line if known is None else known.line, joined)
@@ -163,6 +176,30 @@ def _beside(one: Machine) -> str:
     parts = [f"{name} {version}" for name, version in sorted(versions.items())]
     peers = f"Peers: {', '.join(parts)}." if parts else ""
     return " ".join(text for text in (machine.peaks_line(one.about), peers, hurried(one)) if text)
+
+
+def _age(suite: dict[str, Any]) -> str:
+    """Returns a sentence: when the suite's cases were taken, and what has changed since."""
+    parts = []
+    for when, cases in taken(suite).items():
+        behind = commits_behind(when)
+        since = (
+            "its commit is not in this history"
+            if behind is None
+            else f"csrc: {behind} commits since"
+        )
+        parts.append(f"{when} ({form.count(cases, 'case')}; {since})")
+    return f"Taken {', '.join(parts)}."
+
+
+def _replaced_by(one: Machine, others: Iterable[Machine]) -> str:
+    """Returns a sentence if newer results of such a machine are in another file."""
+    newest = max(
+        (other for other in others if other.title == one.title), key=lambda x: str(x.about["date"])
+    )
+    if newest.about["date"] == one.about["date"]:
+        return ""
+    return f"History: newer results of such a machine are those of {newest.line}."
 
 
 # Plots, as SVG text.
@@ -324,6 +361,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
     yield LEGEND
     for one in found:
         yield f"## {one.line}"
+        yield _replaced_by(one, found)
         yield f"{headline(one)} {_beside(one)}".strip()
         failed = {name: form.failures(suite["rows"]) for name, suite in one.suites.items()}
         if wrong := [f"- {name}: {line}" for name, lines in failed.items() for line in lines]:
@@ -339,8 +377,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
 
         for name, suite, cases in one.ordinary:
             yield f"### {name}"
-            line = machine.line(suite["machine"])
-            yield "" if line == one.line else f"Taken at another time: {line}"
+            yield _age(suite)
             svg = speed_ups(cases, f"{name}: {one.title}")
             yield _picture(svg, "speed-ups", file(name))
             yield text_rows(suite["rows"]) if name == TEXT else ""

@@ -602,7 +602,7 @@ def test_readme_figures_come_from_results(results):
 
 
 def test_sentence_encoders_have_a_table_of_their_own(tmp_path):
-    """In the report all candidates, in README ours beside the fastest other."""
+    """The report shows all candidates, README ours beside the fastest other."""
     rows = []
     for precision, ours, theirs in (("float32", 10.0, 20.0), ("int8", 2.0, 4.0)):
         case = f"MiniLM, sorted, {precision}, 2 threads"
@@ -620,7 +620,10 @@ def test_sentence_encoders_have_a_table_of_their_own(tmp_path):
     assert "| MiniLM, sorted, int8, 2 threads | 15000 (1.00000) | 7500 (0.99995) |" in text
     shown = readme.headline_part(tmp_path)
     assert (
-        "| MiniLM, sorted | 1000 | 3000 (1.00000) | peer: 1500 (0.99995) | 2.00x | 15000" in shown
+        "| MiniLM, sorted | float32 | 1000 | 3000 (1.00000) | peer: 1500 (0.99995) | 2.00x" in shown
+    )
+    assert (
+        "| MiniLM, sorted | int8 | 1000 | 15000 (1.00000) | peer: 7500 (0.99995) | 2.00x" in shown
     )
     assert findings.text_summary([one for one in rows if not one.ours]) == ""
 
@@ -696,6 +699,49 @@ def test_a_run_replaces_only_its_suites(tmp_path):
         findings.write(path, suites(row("cpu", time, case="y")), partial=True)
     times = {one.case: one.time.median for one in findings.read(path)["ops"]["rows"]}
     assert times == pytest.approx({"x": 3e-3, "y": 5e-3})
+
+
+def test_cases_that_a_run_did_not_take_keep_their_date_and_commit(tmp_path):
+    path = tmp_path / "m.json"
+    for day, cases in ((1, "abc"), (2, "b"), (3, "c")):
+        about = {"date": f"2026-01-0{day}T10:00:00", "commit": f"c{day}"}
+        rows = [row("cpu", 1.0, case=case) for case in cases]
+        findings.write(path, suites(*rows, **about), partial=day > 1)
+    suite = findings.read(path)["ops"]
+    assert {one.case: one.taken for one in suite["rows"]} == {
+        "a": "2026-01-01, c1", "b": "2026-01-02, c2", "c": None
+    }  # fmt: skip
+    assert findings.taken(suite) == {f"2026-01-0{day}, c{day}": 1 for day in (1, 2, 3)}
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "Taken 2026-01-01, c1 (1 case; its commit is not in this history), 2026-01-02" in text
+
+
+def test_the_report_marks_history(tmp_path):
+    """Two files of one kind of machine: the older one names the newer."""
+    for name, date, cpu in (("old", "2026-01-01", "AMD EPYC, family 26, model 1"),
+                            ("new", "2026-01-02", "AMD EPYC, family 26, model 2")):  # fmt: skip
+        about = {"date": f"{date}T10:00:00", "cpu": cpu}
+        findings.write(tmp_path / f"{name}.json", suites(row("cpu", *noisy(1.0)), **about))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text().count("History: newer results") == 1
+
+
+#: By at most this many commits to csrc README's first figures may be older than the kernels.
+MOST_COMMITS_BEHIND = 100
+
+
+def test_headline_figures_are_of_recent_kernels():
+    if machine.git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs a checkout with its whole history")
+    first, *rest = readme._machines(findings.FOLDER)
+    with_text = next(one for one in (first, *rest) if findings.TEXT in one.suites)
+    shown = [suite for _, suite, _ in first.ordinary] + [with_text.suites[findings.TEXT]]
+    behind = {
+        when: findings.commits_behind(when) for suite in shown for when in findings.taken(suite)
+    }
+    too_old = {k: n for k, n in behind.items() if n is None or n > MOST_COMMITS_BEHIND}
+    assert not too_old, "take the figures of README's first machine again: make figures"
 
 
 @pytest.mark.parametrize(

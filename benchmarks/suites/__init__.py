@@ -29,7 +29,9 @@ from ..peers import Peer, candidates
 Maker = Callable[[], BenchmarkCase]
 
 #: Arguments that are the same in all inputs of a case, as weights are in practice.
-_KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})
+_KEPT = frozenset(
+    name + number for name in ("weight", "scale", "bias") for number in ("", "1", "2")
+)
 
 
 def _parameter(value: Any) -> Any:
@@ -148,7 +150,7 @@ COSINE_OF_INT8 = 0.999
 
 
 class Directions:
-    """Checks the directions of vectors, as users compare embeddings; of lower precision, too.
+    """Checks the directions of vectors, which users of embeddings compare; also in low precision.
 
     The error is the largest distance of two unit vectors, the result's and fp64's, which is
     ``sqrt(2 - 2 * cosine)``. Its unit is PyTorch's error in the same precision; for 8 bits, in which

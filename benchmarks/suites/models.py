@@ -77,7 +77,7 @@ def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
 
 
 class _Attention(nn.Module):
-    """Self-attention of an nn.MultiheadAttention, with Linears, which tools for 8 bits convert."""
+    """Self-attention as in nn.MultiheadAttention, made of Linears, which 8-bit tools convert."""
 
     def __init__(self, theirs: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Stack(nn.Module):
 
 
 def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
-    """8-bit products in a stack of layers, beside float32; the error is the worst row's."""
+    """A stack of layers with 8-bit products, beside float32; the error is that of the worst row."""
 
     def make(nn: Any) -> nn.Module:
         layer = nn.TransformerEncoderLayer(_SIZE.model, _SIZE.heads, _SIZE.hidden, batch_first=True)

@@ -65,7 +65,7 @@ def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCa
 def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
     for op, case in cases(scope):
         flops = OPS[op].flops(case.build(scope.dtype, "meta", None))
-        if not gradients or flops <= _MOST_FLOPS:
+        if not gradients or (OPS[op].gradients_of and flops <= _MOST_FLOPS):
             yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 

@@ -98,7 +98,7 @@ def sentences(count: int) -> list[Tensor]:
 
 
 class Work:
-    """The model of a text, its batches, its truth, and the candidates that were built last."""
+    """A sentence encoder, its batches, its true vectors, and the candidates built last."""
 
     def __init__(self, name: str) -> None:
         self.text = text = (TEXTS | _QUICK)[name]
@@ -125,7 +125,7 @@ class Work:
             tokens = pad_sequence(some, batch_first=True, padding_value=self.padding)
             lengths = torch.tensor([len(one) for one in some])
             calls.append((tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()))
-        # The same sentences in another order, so that results cannot be kept.
+        # The same sentences in another order, so that no candidate can reuse its results.
         return [calls, [tuple(x.flip(0) for x in one) for one in calls]]
 
     def truth(self, precision: str, *arguments: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class Work:
         return copy.deepcopy(self.model).to(getattr(torch, precision))
 
     def candidates(self, scope: Scope, precision: str, threads: int) -> list[Candidate]:
-        """Sorted and unsorted batches share what was compiled."""
+        """Returns the candidates; sorted and unsorted batches share compiled programs."""
         if self._built[0] != (precision, threads):
             self._built = None, []
             plain = self._in("bfloat16" if precision == "bfloat16" else "float32")
@@ -175,7 +175,7 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
             pairs = lengths.square().sum().item() * config.num_hidden_layers
             flops[i] += 2.0 * weights * lengths.sum().item() + 4.0 * pairs * config.hidden_size
     half = case.precision == "bfloat16"
-    # There is no probe of the rate of 8-bit products.
+    # In int8 products of 8 bits alternate with attention in bfloat16: no rate is the roof.
     cost = (
         (*flops, parameter_bytes(work.model) / (1 + half)) if case.precision != "int8" else (0,) * 3
     )

@@ -44,7 +44,7 @@ REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
 def rewritten(model: nn.Module) -> Callable[..., Tensor]:
     """Compiles the model by our torch.compile backend."""
-    torch._dynamo.reset()  # else Dynamo's recompilation limit for the same code is reached
+    torch._dynamo.reset()  # otherwise the same code reaches Dynamo's recompilation limit
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
 
 
@@ -278,7 +278,7 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
 
 
 class _GroupChecker(StepChecker):
-    """Compares the gradients of each ``group`` of parameters as one, such as query, key and value.
+    """Compares the gradients of a ``group`` of parameters (query, key and value) as one tensor.
 
     The gradient of a key's bias is exactly 0, because softmax is invariant to a constant, so the
     computed one is rounding error only and has no relative accuracy of its own.
