@@ -615,3 +615,32 @@ def test_data_dependent_numbers_of_rows_compile(monkeypatch):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.testing.assert_close(compiled(x, target), loss(x, target))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("likely", [False, True])
+@pytest.mark.parametrize("classes", [40, 1025])
+def test_gradients_of_targets_keep_their_digits(isa, smoothing, likely, classes):
+    """With much smoothing an unlikely target's gradient is a difference of two small numbers.
+
+    Rows of classes that are not adjacent, and few classes, run on tiles.
+    """
+    generator = torch.Generator().manual_seed(classes)
+    for x in (torch.randn(16, classes, generator=generator),
+              torch.randn(classes, 16, generator=generator).t()):  # fmt: skip
+        target = torch.arange(16) * 2
+        x[torch.arange(16), target] += 30.0 if likely else 0.0
+        found, expected = (
+            torch.autograd.grad(
+                F.cross_entropy(
+                    logits, target, reduction="sum", label_smoothing=smoothing, backend=backend
+                ),
+                logits,
+            )[0].gather(1, target[:, None])
+            for logits, backend in (
+                (x.detach().requires_grad_(), "cpu"),
+                (x.double().requires_grad_(), "reference"),
+            )
+        )
+        p = x.double().softmax(1).gather(1, target[:, None])
+        assert ((found - expected).abs() <= 1e-6 * (p + expected.abs())).all()

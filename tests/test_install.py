@@ -183,6 +183,18 @@ for dtype, more in itertools.product(
         ("linear_cross_entropy", x, w, torch.zeros(3).long()),
     ):
         assert transformer_fast.explain(*call).backend == "torch", call[0]
+
+x, network = torch.randn(4, 16), torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU())
+expected, reports = network(x), []
+options = {"quantize": "int8", "report": reports.append, "inner": None}
+with torch.no_grad():
+    found = torch.compile(network, backend="transformer_fast", options=options)(x)
+torch.testing.assert_close(found, expected, rtol=0, atol=0)
+assert "no C++ compiler was found" in str(reports[0])
+report = transformer_fast.accelerate(network, quantize="int8")
+assert "no kernel here: no C++ compiler was found" in report["0"].reason
+assert "no module is quantised" in str(report.int8)
+torch.testing.assert_close(network(x), expected, rtol=0, atol=0)
 """
 
 
@@ -207,6 +219,7 @@ def test_commands_run_without_kernels(without_kernels, checkout, command):
     if command[0] == "compare":
         assert "no native module" in done.stdout
         assert "cpu: no C++ compiler was found" in done.stdout
+        assert done.stdout.count("no C++ compiler was found") == 2
 
 
 @pytest.mark.thorough

@@ -136,7 +136,7 @@ def of_ends(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def of_network(dtype: torch.dtype) -> Iterator[Call]:
-    """Up to 143 rows two threads split the columns, from 144 rows on the rows."""
+    """Two threads split the columns up to 143 rows, and the rows from 144 rows on."""
     every = (12, 31, 48, 65, 112, 143, 144, 145, 300)
     for rows, activation in itertools.product(every, ACTIVATIONS[1:]):
         for model, hidden, outputs in ((40, 129, 40), (33, 127, 70), (65, 300, 1)):

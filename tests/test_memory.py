@@ -209,7 +209,7 @@ def test_the_default_limit_respects_cgroups(tmp_path: Path) -> None:
     assert memory._memory(tmp_path) == machine
     group("sys/fs/cgroup/a/memory.max", str(200 * MIB))
     assert memory._memory(tmp_path) == 200 * MIB
-    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # as a container sees its own group
+    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # a container sees its own group as the root
     assert memory._memory(tmp_path) == 100 * MIB
     group("proc/self/cgroup", "5:cpu:/c\n4:memory:/c/d\n1:name=systemd:/e")
     assert memory._memory(tmp_path) == machine

@@ -225,7 +225,7 @@ def sections() -> dict[str, list[str]]:
 
 #: Heading -> a part of the output of its snippet.
 SHOWN = {
-    "transformer_fast": "transformer_fast.nn.transformer_layers: ",
+    "Change one import": "transformer_fast.nn.transformer_layers: ",
     "Accelerate an existing model": "modules replaced, 0 left unchanged",
     "Hand-written code": "rewritten: 1 attention.",
     "Whole models, and decoding": "torch.Size([2, ",
@@ -256,6 +256,16 @@ def test_readme_lists_the_build_requirements():
         written = requirement if name == "setuptools" else name
         # Since 70.1 setuptools includes what it needs of wheel.
         assert name == "wheel" or f"`{written}`" in paragraph
+
+
+def test_documents_state_the_version():
+    version = transformer_fast.__version__
+    released = re.search(r"(?m)^## (\S+) \((.*)\)$", text_of("CHANGELOG.md"))
+    assert released is not None
+    assert released[1] == version
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert (citation["version"], str(citation["date-released"])) == released.groups()
+    assert f"- **Status:** {version}, " in text_of("README.md")
 
 
 # Other libraries emit warnings of their own.

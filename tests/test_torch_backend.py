@@ -337,8 +337,8 @@ class OnAGpu(torch.Tensor):
 
 
 def test_unmasked_layers_in_inference_are_one_operator():
-    """It is PyTorch's own; not used with gradients, in training, for a named backend or a validated
-    kernel.
+    """The operator is PyTorch's. Gradients, training, named backends and validated kernels exclude
+    it.
     """
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
     x = torch.randn(2, 10, 64)
