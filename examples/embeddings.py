@@ -3,9 +3,10 @@
 The paragraphs of all .md, .txt and .rst files of a folder become a matrix of vectors, before and after
 `transformer_fast.accelerate`, and the query's nearest paragraphs are printed. Nothing is downloaded:
 unless `--model` names a folder with a model of yours, a tokenizer is trained on the texts, and a model
-of MiniLM's size gets random weights. So it finds paragraphs with the query's words, not its meaning.
+of MiniLM's size gets random weights. Its vectors show speed and precision, but only a query from a
+paragraph finds that paragraph.
 
-    python examples/embeddings.py --texts docs --query "rows that are padding"
+    python examples/embeddings.py --texts docs
 
 Needs sentence-transformers: pip install sentence-transformers
 """
@@ -106,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = load(path)
     before, rate = timed(model, texts)
-    print(f"{len(texts)} paragraphs of {options.texts}, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{len(texts)} paragraphs of {options.texts}, {threads} thread{'s' * (threads > 1)}")
     print(f"PyTorch                {rate:6.0f} sentences a second")
     found = {}
     for precision, settings in (("float32", {}), ("int8", {"quantize": "int8"})):
