@@ -25,7 +25,7 @@ from transformer_fast.measure.cases import op_case
 from transformer_fast.measure.clock import Plan, alternate, speed_up, summarise
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of
-from transformer_fast.testing.parity import truth_of
+from transformer_fast.testing.parity import MOST_TRIES, truth_of
 
 pytestmark = pytest.mark.thorough
 
@@ -496,13 +496,14 @@ def test_lucky_references_are_measured_again():
         torch.manual_seed(seed)
         q, k, v = (torch.randn(1, 1, 9, 4) for _ in range(3))
         arguments = q, k, v, None, None, False, 0.5, 0.0, None, False, False
-        once, worst = (truth_of("attention", arguments, tries) for tries in (1, 4))
+        # Results beyond the limit of four calls are compared with that of `MOST_TRIES`.
+        once, four, most = (truth_of("attention", arguments, n) for n in (1, 4, MOST_TRIES))
         true = once.true["output"]
         assert true is not None
         size = true.abs().max()
         least = torch.finfo(torch.float32).eps / 2
-        first, last = max(once.units["output"], least), max(worst.units["output"], least)
-        if last > 1.2 * first:
+        first, fourth, last = (max(one.units["output"], least) for one in (once, four, most))
+        if fourth > 1.2 * first and last > 1.2 * fourth:
             break
     else:
         pytest.fail("no reference was lucky")
@@ -516,5 +517,6 @@ def test_lucky_references_are_measured_again():
         return wrong.float(), *[*once.expected.values()][1:]
 
     assert checker(at(0.97 * first), arguments).ok
+    assert checker(at(0.97 * fourth), arguments).ok
     assert checker(at(0.97 * last), arguments).ok
     assert not checker(at(1.03 * last), arguments).ok

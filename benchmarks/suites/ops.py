@@ -30,8 +30,8 @@ from . import Maker, Scope, Suite, lengths, spread
 
 #: Largest FLOPs and bytes of a case in a quick run.
 _QUICK_FLOPS, _QUICK_BYTES = 3e9, 5e7
-#: Largest FLOPs of a case with gradients; more would take too much time and memory in fp64.
-_MOST_FLOPS = 2e10
+#: Largest FLOPs of a case's forward pass if gradients are timed, which are checked in fp64.
+_MOST_FLOPS, _MOST_QUICK_FLOPS = 2e10, 6e8
 
 
 def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
@@ -63,9 +63,10 @@ def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCa
 
 
 def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
+    most = _MOST_QUICK_FLOPS if scope.quick else _MOST_FLOPS
     for op, case in cases(scope):
         flops = OPS[op].flops(case.build(scope.dtype, "meta", None))
-        if not gradients or (OPS[op].gradients_of and flops <= _MOST_FLOPS):
+        if not gradients or (OPS[op].gradients_of and flops <= most):
             yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 

@@ -44,10 +44,10 @@ __all__ = [
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
-#: Number of calls that sample the reference's error if a result of at most `SMALL` elements is beyond
-#: its limit.
+#: Number of calls that sample the reference's error if a result is beyond its limit, in calls with a
+#: result of at most `SMALL` elements and no argument of more than `LARGE`.
 MOST_TRIES = len(MORE_FACTORS) + 1
-SMALL = 1024
+SMALL, LARGE = 1 << 10, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Truth:
     true: Named
     #: The reference's largest `relative_error` in several equivalent calls.
     units: Mapping[str, float]
-    #: Returns the same with the reference's error of `MOST_TRIES` calls; None: no result is `SMALL`.
+    #: Returns the same with the reference's error of `MOST_TRIES` calls; None: the call is not small.
     resampled: Callable[[], Truth] | None = None
 
     def parity(
@@ -218,7 +218,7 @@ def find_truth(
         for name in units:
             units[name] = max(units[name], relative_error(again[name], exact[name]))
     is_small = any(x is not None and x.numel() <= SMALL for x in true.values())
-    # The function below keeps the arguments in memory.
+    is_small &= all(x.numel() <= LARGE for x in arguments if isinstance(x, Tensor))
     if not op or tries == MOST_TRIES or not is_small:
         return Truth(expected, true, units)
     resampled = functools.partial(find_truth, op, arguments, both, which, MOST_TRIES)
