@@ -72,7 +72,7 @@ test-exhaustive: $(STAMPS)/cuda
 	$(PYTEST) -m exhaustive $(ARGS)
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
-SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
+SANITIZE_ISAS ?= baseline;avx2;avx_vnni;avx512;avx512_vnni;avx512_bf16;amx
 SANITIZE_TESTS ?= tests/test_kernels.py tests/test_attention.py tests/test_linear.py tests/test_int8.py \
 	tests/test_decode_stack.py tests/fuzz
 SANITIZED = build/sanitize/$(subst ;,-,$(SANITIZE_ISAS))

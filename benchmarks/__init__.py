@@ -20,7 +20,9 @@ _NAMES = (
 _THEIRS = {
     "baseline": ("default", "SSE41", "SSE4_2", "GENERIC"),
     "avx2": ("avx2", "AVX2", "AVX2", "AVX2"),
+    "avx_vnni": ("avx2", "AVX2_VNNI", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512", "AVX512"),
+    "avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512", "AVX512"),
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512", "AVX512"),
 }
 

@@ -47,6 +47,7 @@ py::dict cpu_features() {
   features["avx512bw"] = cpu.avx512bw;
   features["avx512dq"] = cpu.avx512dq;
   features["avx512vl"] = cpu.avx512vl;
+  features["avx_vnni"] = cpu.avx_vnni;
   features["avx512_vnni"] = cpu.avx512_vnni;
   features["avx512_bf16"] = cpu.avx512_bf16;
   features["amx_tile"] = cpu.amx_tile;
@@ -59,6 +60,14 @@ py::list supported_isas() {
   py::list names;
   for (const tf::Isa isa : tf::kIsas)
     if (tf::isa_supported(isa)) names.append(tf::isa_name(isa));
+  return names;
+}
+
+py::list dot_types(const std::optional<std::string>& isa) {
+  const tf::Isa set = isa ? tf::find_isa(isa->c_str(), "isa") : tf::current_isa();
+  py::list names;
+  for (const tf::Dot type : tf::kDots)
+    if (tf::has_dot(set, type)) names.append(tf::dot_name(type));
   return names;
 }
 
@@ -105,6 +114,9 @@ PYBIND11_MODULE(_C, m) {
       "Whether Intel made this CPU: on others MKL, behind PyTorch's products, does without "
       "AVX-512.");
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
+  m.def("dot_types", &dot_types, py::arg("isa") = py::none(),
+        "'int8', 'bf16': types that an instruction set multiplies by dot products or tiles; isa "
+        "None means the one in use.");
   m.def(
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
       py::call_guard<py::gil_scoped_release>(),
@@ -154,10 +166,10 @@ PYBIND11_MODULE(_C, m) {
   def_probe("probe_fma", &tf::probe_fma,
             "Peak fp32 multiply-add rate in GFLOP/s; isa None means the one in use.");
   def_probe("probe_bf16_dot", &tf::probe_bf16_dot,
-            "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps on avx512_bf16, tiles on amx. Raises "
-            "ValueError for other instruction sets.");
+            "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps, or AMX tiles. Raises ValueError for "
+            "instruction sets without them, see dot_types.");
   def_probe("probe_int8_dot", &tf::probe_int8_dot,
-            "The same for 8-bit dot products: vpdpbusd on avx512_bf16, tiles on amx.");
+            "The same for 8-bit dot products: vpdpbusd, or AMX tiles.");
   m.def("probe_read_bandwidth", &tf::probe_read_bandwidth, py::arg("bytes"), py::arg("threads"),
         py::call_guard<py::gil_scoped_release>(),
         "Rate of reading a buffer of that many bytes over and over, in GB/s.");

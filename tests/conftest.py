@@ -39,6 +39,7 @@ from harness import (
     BACKENDS,
     CUBLAS,
     FLOAT_ISAS,
+    INT8_ISAS,
     ISAS,
     Backend,
     in_use,
@@ -91,12 +92,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else [*callspec.params.values()]
         emulated = [v.name for v in values if isinstance(v, Backend) and v.name in _EMULATED]
-        between = _names(values, "isa", ISAS[1:-1])
+        between = _names(values, "isa", INT8_ISAS[1:-1])
         percents = [(100, 100), *(_EMULATED[name] for name in emulated)]
         percents += [(*mark.args, 100)[:2] for mark in item.iter_markers("sampled")]
         percents += [(100, _BETWEEN)] if between else []
         test = item.nodeid.partition("[")[0], *emulated
-        each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", ISAS)
+        each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", INT8_ISAS)
         some, most = (min(column) for column in zip(*percents, strict=True))
         exhaustive = cases[each] * _GOLDEN % 1.0 * 100 >= most
         if exhaustive:
@@ -212,6 +213,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(params=FLOAT_ISAS or ["none"])
 def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Instruction sets with their own builds of the fp32 kernels."""
+    yield from _in_use(request.param)
+
+
+@pytest.fixture(params=INT8_ISAS or ["none"])
+def int8_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Instruction sets, with those that only 8-bit products have builds for."""
     yield from _in_use(request.param)
 
 

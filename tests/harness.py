@@ -36,8 +36,12 @@ from transformer_fast.testing.oracle import as_results
 
 #: The dtypes whose error an fp64 oracle can measure.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Instruction sets of this machine, narrowest vectors first.
-ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
+#: Instruction sets of this machine, narrowest vectors first; `ISAS` omits those that add nothing but
+#: 8-bit products, since other kernels have no builds for them.
+INT8_ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
+ISAS = tuple(isa for isa in INT8_ISAS if "vnni" not in isa)
+#: All pairs (instruction set, int8) that select different builds.
+ISAS_AND_INT8 = [(isa, int8) for int8 in (False, True) for isa in (INT8_ISAS if int8 else ISAS)]
 #: Instruction sets with their own builds of the fp32 kernels, and all pairs (dtype, instruction
 #: set) that select different builds.
 FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512"))
@@ -97,6 +101,10 @@ def kernels(op: str | None = None) -> list[Kernel]:
     return [k for name in ops for k in dispatch.kernels(name) if k.backend != "reference"]
 
 
+def isas_of(op: str) -> tuple[str, ...]:
+    return INT8_ISAS if op.startswith("int8") else ISAS
+
+
 def kernel_of(op: str, backend: str = "cpu") -> Kernel:
     (kernel,) = (k for k in dispatch.kernels(op) if k.backend == backend)
     return kernel
@@ -152,7 +160,8 @@ def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
         reason = _cannot_run_here(kernel)
         isas: tuple[str | None, ...] = (None,)
         if kernel.backend == "cpu" and ISAS:
-            isas = ISAS if all_isas else ISAS[-1:]
+            known = isas_of(kernel.op)
+            isas = known if all_isas else known[-1:]
         dtypes = [d for d in DTYPES if not kernel.dtypes or d in kernel.dtypes]
         for dtype in dtypes[:1] if reason else dtypes:
             for isa in isas[:1] if reason else isas:

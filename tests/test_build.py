@@ -27,7 +27,9 @@ pytestmark = [
 
 _C = _native.module
 ROOT = Path(__file__).resolve().parents[1]
-ISAS = ["baseline", "avx2", "avx512", "avx512_bf16", "amx"]
+ISAS = ["baseline", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+#: Sets with 8-bit dot products and no others.
+VNNI = ("avx_vnni", "avx512_vnni")
 SUPPORTED = _C.supported_isas() if _C else []
 
 
@@ -75,7 +77,7 @@ def test_unsupported_isas_raise():
     assert last.startswith(
         f"ValueError: TRANSFORMER_FAST_CPU_ISA is '{lacking[0]}', but this machine does not have"
     )
-    assert last.endswith("it has: " + ", ".join(ISAS[: ISAS.index(lacking[0])]))
+    assert last.endswith("it has: " + ", ".join(isa for isa in SUPPORTED if isa != lacking[0]))
 
 
 def test_set_isa_changes_the_isa_in_use():
@@ -126,9 +128,21 @@ def test_set_isa_while_other_threads_compute():
 
 def test_supported_isas_follow_from_cpu_features():
     cpu = _C.cpu_features()
-    assert ISAS[: len(SUPPORTED)] == SUPPORTED  # from low to high, without gaps
+    assert [isa for isa in ISAS if isa in SUPPORTED] == SUPPORTED  # from low to high
     assert ("avx2" in SUPPORTED) == (cpu["avx2"] and cpu["fma"] and cpu["f16c"])
-    assert ("avx512_bf16" in SUPPORTED) == ("avx512" in SUPPORTED and cpu["avx512_bf16"])
+    for isa, extended in (("avx_vnni", "avx2"), ("avx512_vnni", "avx512")):
+        assert (isa in SUPPORTED) == (extended in SUPPORTED and cpu[isa])
+    assert ("avx512_bf16" in SUPPORTED) == ("avx512_vnni" in SUPPORTED and cpu["avx512_bf16"])
+
+
+@pytest.mark.parametrize("isa", SUPPORTED)
+def test_dot_types_of_each_isa(isa):
+    types = ["int8"] if isa in VNNI else ["int8", "bf16"] if isa in ("avx512_bf16", "amx") else []
+    assert _C.dot_types(isa) == types
+    with in_use(isa):
+        assert _C.dot_types() == types
+    with pytest.raises(ValueError, match="isa is 'neon', which is not an instruction set known"):
+        _C.dot_types("neon")
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
@@ -141,7 +155,7 @@ def test_cpu_features_agree_with_linux():
 
 def test_build_info_is_recorded():
     info = _C.build_info()
-    assert list(info["isa_flags"])[:3] == ISAS[:3]
+    assert list(info["isa_flags"]) == [isa for isa in ISAS if isa in info["isa_flags"]]
     assert "-mfma" in info["isa_flags"]["avx2"]
     assert int(info["torch_target"], 16) >> 48 == 0x020A
     assert "-ffast-math" not in str(info)
@@ -150,7 +164,8 @@ def test_build_info_is_recorded():
 
 # Probes -----------------------------------------------------------------------------------------
 
-LANES = {"baseline": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}
+#: 8-bit operations per cycle.
+OPERATIONS = {"avx_vnni": 128, "avx512_vnni": 256, "avx512_bf16": 256, "amx": 4096}
 
 
 def test_probe_fma_default_is_the_isa_in_use():
@@ -158,7 +173,7 @@ def test_probe_fma_default_is_the_isa_in_use():
         slow = max(_C.probe_fma(1) for _ in range(3))
     if "avx512" in SUPPORTED:
         assert max(_C.probe_fma(1, "avx512") for _ in range(3)) > 1.5 * slow
-    assert slow <= 2 * 2 * LANES["baseline"] * 7.0
+    assert slow <= 2 * 2 * 4 * 7.0
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -168,11 +183,12 @@ def test_probes_of_dot_products_give_plausible_rates(isa, name):
     if isa not in SUPPORTED:
         with pytest.raises(ValueError, match=f"isa is '{isa}', but this machine does not have it"):
             probe(1, isa)
-    elif isa in ("avx512_bf16", "amx"):
-        most = {"avx512_bf16": 2 * 64, "amx": 2048}[isa] * 7.0 * (2 if name == "int8" else 1)
+    elif name in _C.dot_types(isa):
+        most = OPERATIONS[isa] * 7.0 / (1 if name == "int8" else 2)
         assert most / 200 < probe(1, isa) <= most
     else:
-        with pytest.raises(ValueError, match=f"no {name} dot product; avx512_bf16 and amx have"):
+        others = ("avx_vnni, avx512_vnni, " if name == "int8" else "") + "avx512_bf16, amx"
+        with pytest.raises(ValueError, match=f"no {name} dot product; these have: {others}"):
             probe(1, isa)
 
 
@@ -258,7 +274,7 @@ def test_builds_of_a_kernel_define_the_same_functions():
 
 
 def test_lower_builds_use_no_wider_registers():
-    wider = {"baseline": "%[yz]mm", "avx2": "%zmm"}
+    wider = {"baseline": "%[yz]mm", "avx2": "%zmm", "avx_vnni": "%zmm"}
     checked = 0
     for (kernel, isa), path in kernel_objects().items():
         if isa in wider:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, in_use
+from harness import ISAS, ISAS_AND_INT8, in_use
 from module_checks import check_budget
 from torch import Tensor
 
-from transformer_fast import accelerate, models
+from transformer_fast import _native, accelerate, models
 from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
@@ -118,16 +118,20 @@ def step_of_parts(
     return x
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "start", "beams", "memory", "quantized"),
+    ("isa", "quantized", "tokens", "start", "beams", "memory"),
     [
-        (1, 7, 1, "whole", False), (1, 0, 1, "lengths", False), (1, 3, 3, "mask", False),
-        (5, 0, 1, "lengths", False), (5, 0, 6, "whole", False), (1, 7, 1, None, False),
-        (5, 0, 1, None, False), (520, 0, 1, None, False),
-        (1, 3, 3, "mask", True), (5, 0, 6, "whole", True), (1, 7, 1, None, True),
+        (isa, quantized, *case)
+        for isa, quantized in ISAS_AND_INT8
+        for case in [
+            (1, 3, 3, "mask"), (5, 0, 6, "whole"), (1, 7, 1, None),
+            *([] if quantized else [
+                (1, 7, 1, "whole"), (1, 0, 1, "lengths"), (5, 0, 1, "lengths"),
+                (5, 0, 1, None), (520, 0, 1, None),
+            ]),
+        ]
     ],
 )  # fmt: skip
 def test_a_step_matches_its_ops(
@@ -181,7 +185,7 @@ def test_a_step_matches_its_ops(
         tensors = [w if w is None else torch.nn.Parameter(w, False) for w in tensors]
         eps = [1e-5] * len(weights)
         kept = cache
-        if quantized and dtype == torch.float32 and isa in ("avx512_bf16", "amx"):
+        if quantized and dtype == torch.float32 and "bf16" in _native.module.dot_types(isa):
             kept, memories = cache.bfloat16(), [m.bfloat16() for m in memories]
         step = DecodeStack(
             tensors, scales, eps, norm_first, activation, x.shape[0], memories, mask, lengths

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, check_threads, same_bits
+from harness import DTYPES, INT8_ISAS, check_threads, in_use, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -66,7 +66,7 @@ def int8_feed_forward(*arguments: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-def test_feed_forward_differs_from_the_reference_by_single_steps(isa, activation):
+def test_feed_forward_differs_from_the_reference_by_single_steps(int8_isa, activation):
     """The last bits of an activation may move a hidden unit to the next of its row's 254 steps."""
     arguments = (*network(40, 48, 96, 24), activation)
     x, weight1, scale1, bias1, weight2, scale2, _, _ = arguments
@@ -79,7 +79,7 @@ def test_feed_forward_differs_from_the_reference_by_single_steps(isa, activation
     assert ((difference.abs() > 1e-3 * one).sum(-1) > 0).sum() <= 4
 
 
-def test_garbage_rows_have_no_effect_on_others(isa):
+def test_garbage_rows_have_no_effect_on_others(int8_isa):
     x, weight, scale, bias = drawn(150, 90, 70)
     garbage = x.clone()
     garbage[::3] = math.nan
@@ -93,7 +93,7 @@ def test_garbage_rows_have_no_effect_on_others(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_rows(isa, dtype):
+def test_special_rows(int8_isa, dtype):
     """NaN and infinity give NaN in their row; zeros and rows narrower than 2^-100 give the bias."""
     x, weight, scale, bias = drawn(9, 70, 40, dtype)
     x[0, 69], x[1, 3], x[2, 20] = math.nan, math.inf, -math.inf
@@ -116,7 +116,7 @@ def test_special_rows(isa, dtype):
     assert same_bits(int8_linear(*one)[3], bias.relu())
 
 
-def test_sums_are_exact_at_the_limits_of_8_bits(isa):
+def test_sums_are_exact_at_the_limits_of_8_bits(int8_isa):
     """Where instructions for two products saturate at 16 bits, and where sums need 31 bits."""
     for columns, value in ((256, 127), (256, -127), (66000, 127)):
         weight = torch.full((3, columns), value, dtype=torch.int8)
@@ -129,7 +129,18 @@ def test_sums_are_exact_at_the_limits_of_8_bits(isa):
         assert same_bits(int8_linear(*arguments), reference.int8_linear(*arguments))
 
 
-def test_a_sum_of_zero_is_not_negative(isa):
+@needs_native
+def test_a_packed_weight_is_read_by_its_own_instruction_set_only():
+    """Layouts differ in the width of a panel, and have the same size."""
+    x, weight, scale, bias = drawn(40, 64, 64)
+    arguments = x, torch.nn.Parameter(weight, requires_grad=False), scale, bias, None, None
+    expected = reference.int8_linear(*arguments)
+    for isa in (*INT8_ISAS, *INT8_ISAS[::-1]):
+        with in_use(isa), torch.no_grad():
+            assert same_bits(int8_linear(*arguments), expected)
+
+
+def test_a_sum_of_zero_is_not_negative(int8_isa):
     """Products of 0 and a negative value, in rows and columns of zeros: integers have no -0."""
     x = torch.tensor([[0.0], [-0.0], [1.0], [-1.0]])
     weight = torch.tensor([[-3], [0]], dtype=torch.int8)
@@ -229,11 +240,11 @@ def fused(
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kinds", [[0, 2], [0, 1, 2]], ids=str)
-def test_fused_layers_have_the_bits_of_their_ops(isa, threads, norm_first, kinds):
+def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, kinds):
     """In few rows, whose products the threads share, and in blocks of rows that threads take."""
     parameters, scales = sublayers(kinds)
     plain = [p if p is None else p.detach() for p in parameters]  # of which no copies are kept
-    lowp = torch.bfloat16 if isa in ("avx512_bf16", "amx") else torch.float32
+    lowp = torch.bfloat16 if "bf16" in _native.module.dot_types() else torch.float32
     rest = kinds, parameters, scales, norm_first
     for batch, length in ((1, 3), (3, 37)):
         x, memory = torch.randn(batch, length, WIDTH), torch.randn(batch, 21, WIDTH)
@@ -248,7 +259,7 @@ def test_fused_layers_have_the_bits_of_their_ops(isa, threads, norm_first, kinds
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", ["", "self_attn", "linear"])
-def test_fused_layers_keep_the_error_budget(isa, dtype, left):
+def test_fused_layers_keep_the_error_budget(int8_isa, dtype, left):
     """The error of the reference, composed, against the floating-point weights in fp64.
 
     ``left``: modules that are not quantised.
@@ -280,8 +291,8 @@ def test_weights_without_known_values_are_quantized():
         assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (values, scale)]
 
 
-def test_explain_tells_which_products_run(isa):
-    units = isa in ("avx512_bf16", "amx")
+def test_explain_tells_which_products_run(int8_isa):
+    units = int8_isa not in ("baseline", "avx2", "avx512")
     found = explain("int8_linear", *drawn(5, 16, 12))
     assert found.backend == "cpu"
     assert ("16 bits" in str(found)) != units

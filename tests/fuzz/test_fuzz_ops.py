@@ -286,7 +286,7 @@ def kernels_of(op: str) -> list[tuple[Kernel, str | None]]:
         (kernel, isa)
         for kernel in dispatch.kernels(op)
         if kernel.unavailable is None and kernel.backend == "cpu"
-        for isa in ISAS
+        for isa in harness.isas_of(op)
     ]
 
 

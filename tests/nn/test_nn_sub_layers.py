@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, ISAS, in_use
+from harness import DTYPES, ISAS, ISAS_AND_INT8, in_use
 from module_checks import cast, check_budget
 from torch import Tensor
 
@@ -332,9 +332,8 @@ def test_stack_of_the_other_kind_of_layer_raises() -> None:
             of_encoders.eval()(x, x)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "int8"), ISAS_AND_INT8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_separate_projections_give_the_bits_of_joined_ones(
     isa: str, dtype: torch.dtype, int8: bool, norm_first: bool

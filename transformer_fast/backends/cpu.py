@@ -65,10 +65,9 @@ def _refuse_int8_depth(call: Call) -> str | None:
 
 def _int8_remark(call: Call) -> str | None:
     assert _native.module is not None  # explained calls of an available kernel
-    isa = _native.module.isa()
-    if isa in ("avx512_bf16", "amx"):
+    if "int8" in _native.module.dot_types():
         return None
-    return f"products run in 16 bits, since {isa} has no dot products of 8 bits"
+    return f"products run in 16 bits, since {_native.module.isa()} has no dot products of 8 bits"
 
 
 def _few(

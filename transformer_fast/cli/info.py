@@ -185,7 +185,7 @@ def _peaks() -> Table:
         grid.add_row(f"fp32 multiply-add, {isa}", form.three_digits(rate), "Gflop/s")
     for name, probe in (("bf16", module.probe_bf16_dot), ("int8", module.probe_int8_dot)):
         for isa in module.supported_isas():
-            if isa in ("avx512_bf16", "amx"):
+            if name in module.dot_types(isa):
                 rate = form.three_digits(probe(threads, isa))
                 grid.add_row(f"{name} dot product, {isa}", rate, "Gflop/s")
     for size, name in _SIZES:

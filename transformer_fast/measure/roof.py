@@ -31,8 +31,6 @@ _MOST_BYTES = 1 << 27
 #: An fp32 value is split into three pieces; of the nine products of two values' pieces the three
 #: smallest are below fp32's precision and are omitted.
 _PRODUCTS_OF_PIECES = 6.0
-#: Instruction sets with dot products of bfloat16 and of 8 bits.
-_DOT_ISAS = ("avx512_bf16", "amx")
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,11 @@ def peaks(*names: str) -> dict[str, float]:
     module = _native.module
     if module is None:
         return {}
-    threads, isa = torch.get_num_threads(), module.isa()
-    dots, pieces = isa in _DOT_ISAS, isa == "amx"
+    threads, dots, pieces = torch.get_num_threads(), module.dot_types(), module.isa() == "amx"
     probes: dict[str, tuple[bool, Callable[[int], float], float]] = {
         "fp32": (True, module.probe_fma, 1.0),
-        "bf16": (dots, module.probe_bf16_dot, 1.0),
-        "int8": (dots, module.probe_int8_dot, 1.0),
+        "bf16": ("bf16" in dots, module.probe_bf16_dot, 1.0),
+        "int8": ("int8" in dots, module.probe_int8_dot, 1.0),
         "fp32 of bf16 pieces": (pieces, module.probe_bf16_dot, _PRODUCTS_OF_PIECES),
     }
     return {
@@ -157,9 +154,9 @@ def probe(
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
     # A copy reads, too, so reading is at least as fast; a lower measurement is noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
-    kind, dots = "fp32", module.isa() in _DOT_ISAS
-    if dots and (product is not None or dtype == torch.bfloat16):
-        kind = product or "bf16"
+    of_dtype = "bf16" if dtype == torch.bfloat16 else None
+    dots = module.dot_types()
+    kind = next((kind for kind in (product, of_dtype) if kind in dots), "fp32")
     split = "fp32 of bf16 pieces" if dtype == torch.float32 and product is None else kind
     found = {name: 1e9 * rate for name, rate in peaks(kind, split).items()}
     # fp16 is computed in fp32; fp64 has half as many SIMD lanes.

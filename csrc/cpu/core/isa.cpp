@@ -23,11 +23,13 @@ namespace {
 // Features that a set needs beyond those of the set that it extends.
 bool has_baseline(const CpuFeatures&) { return true; }
 bool has_avx2(const CpuFeatures& cpu) { return cpu.avx2 && cpu.fma && cpu.f16c; }
+bool has_avx_vnni(const CpuFeatures& cpu) { return cpu.avx_vnni; }
 bool has_avx512(const CpuFeatures& cpu) {
   return cpu.avx512f && cpu.avx512bw && cpu.avx512dq && cpu.avx512vl;
 }
-// All CPUs with AVX-512-BF16 have VNNI, and those with AMX-BF16 have AMX-INT8; kernels use both.
-bool has_avx512_bf16(const CpuFeatures& cpu) { return cpu.avx512_bf16 && cpu.avx512_vnni; }
+bool has_avx512_vnni(const CpuFeatures& cpu) { return cpu.avx512_vnni; }
+bool has_avx512_bf16(const CpuFeatures& cpu) { return cpu.avx512_bf16; }
+// All CPUs with AMX-BF16 have AMX-INT8; kernels use both.
 bool has_amx([[maybe_unused]] const CpuFeatures& cpu) {
 #ifdef TF_EMULATE_AMX
   return true;
@@ -41,15 +43,19 @@ struct Entry {
   const char* name;
   bool built;
   bool (*has)(const CpuFeatures&);
+  Dot dot;  // what it adds to the sets that it extends
 };
 
 // All sets, in ascending order of preference; see TF_ISA_TABLE.
 constexpr Entry kSets[] = {
-    {Isa::baseline, Isa::no_set, "baseline", TF_HAVE_BASELINE, has_baseline},
-    {Isa::avx2, Isa::baseline, "avx2", TF_HAVE_AVX2, has_avx2},
-    {Isa::avx512, Isa::avx2, "avx512", TF_HAVE_AVX512, has_avx512},
-    {Isa::avx512_bf16, Isa::avx512, "avx512_bf16", TF_HAVE_AVX512_BF16, has_avx512_bf16},
-    {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx},
+    {Isa::baseline, Isa::no_set, "baseline", TF_HAVE_BASELINE, has_baseline, Dot::none},
+    {Isa::avx2, Isa::baseline, "avx2", TF_HAVE_AVX2, has_avx2, Dot::none},
+    {Isa::avx_vnni, Isa::avx2, "avx_vnni", TF_HAVE_AVX_VNNI, has_avx_vnni, Dot::int8},
+    {Isa::avx512, Isa::avx2, "avx512", TF_HAVE_AVX512, has_avx512, Dot::none},
+    {Isa::avx512_vnni, Isa::avx512, "avx512_vnni", TF_HAVE_AVX512_VNNI, has_avx512_vnni, Dot::int8},
+    {Isa::avx512_bf16, Isa::avx512_vnni, "avx512_bf16", TF_HAVE_AVX512_BF16, has_avx512_bf16,
+     Dot::bf16},
+    {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx, Dot::none},
 };
 
 const Entry* entry_of(Isa isa) {
@@ -106,6 +112,7 @@ CpuFeatures detect() {
     found.amx_int8 = amx_int8;
   }
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx_vnni = bit(a, 4);
     found.avx512_bf16 = zmm && bit(a, 5);
   }
   return found;
@@ -185,6 +192,14 @@ bool isa_extends(Isa isa, Isa base) {
   return isa == base;
 }
 
+bool has_dot(Isa isa, Dot type) {
+  for (const Entry* set = entry_of(isa); set != nullptr; set = entry_of(set->extended))
+    if (set->dot == type) return true;
+  return false;
+}
+
+const char* dot_name(Dot type) { return type == Dot::int8 ? "int8" : "bf16"; }
+
 const char* isa_name(Isa isa) { return entry_of(isa)->name; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
@@ -210,7 +225,7 @@ long direct_rows(Element type, long elements) {
     case Element::bfloat16:
       // Converted to fp32, it is 1.3 to 2.2 times slower than packed. AMX multiplies 16 rows by a
       // panel in the time of one.
-      return isa == Isa::amx ? 4 : isa != Isa::avx512_bf16 ? 0 : uncached ? 12 : 8;
+      return isa == Isa::amx ? 4 : !has_dot(isa, Dot::bf16) ? 0 : uncached ? 12 : 8;
     default:
       return 0;
   }

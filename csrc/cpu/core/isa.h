@@ -18,18 +18,25 @@ namespace tf {
 // and of the chain below it. cmake/Isa.cmake has the same table with compiler flags.
 //
 // Expands X(set, extended set, arguments...) for each set that is built: TF_HAVE_<SET> is 0 or 1.
-#define TF_ISA_TABLE(X, ...)                                \
-  TF_IN(TF_HAVE_BASELINE, X(baseline, no_set, __VA_ARGS__)) \
-  TF_IN(TF_HAVE_AVX2, X(avx2, baseline, __VA_ARGS__))       \
-  TF_IN(TF_HAVE_AVX512, X(avx512, avx2, __VA_ARGS__))       \
+#define TF_ISA_TABLE(X, ...)                                      \
+  TF_IN(TF_HAVE_BASELINE, X(baseline, no_set, __VA_ARGS__))       \
+  TF_IN(TF_HAVE_AVX2, X(avx2, baseline, __VA_ARGS__))             \
+  TF_IN(TF_HAVE_AVX_VNNI, X(avx_vnni, avx2, __VA_ARGS__))         \
+  TF_IN(TF_HAVE_AVX512, X(avx512, avx2, __VA_ARGS__))             \
+  TF_IN(TF_HAVE_AVX512_VNNI, X(avx512_vnni, avx512, __VA_ARGS__)) \
   TF_ISA_TABLE_UNITS(X, __VA_ARGS__)
 // Those with bfloat16 units: vdpbf16ps or AMX.
-#define TF_ISA_TABLE_UNITS(X, ...)                                \
-  TF_IN(TF_HAVE_AVX512_BF16, X(avx512_bf16, avx512, __VA_ARGS__)) \
+#define TF_ISA_TABLE_UNITS(X, ...)                                     \
+  TF_IN(TF_HAVE_AVX512_BF16, X(avx512_bf16, avx512_vnni, __VA_ARGS__)) \
   TF_IN(TF_HAVE_AMX, X(amx, avx512_bf16, __VA_ARGS__))
 
-enum class Isa { no_set, baseline, avx2, avx512, avx512_bf16, amx };
-constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx};
+enum class Isa { no_set, baseline, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx };
+constexpr Isa kIsas[] = {Isa::baseline,    Isa::avx2,        Isa::avx_vnni, Isa::avx512,
+                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+
+// Element types with instructions of their own: dot products, or AMX tiles.
+enum class Dot { none, int8, bf16 };
+constexpr Dot kDots[] = {Dot::int8, Dot::bf16};
 
 // The instruction set in use: the best one that the CPU supports, or the one selected by
 // TRANSFORMER_FAST_CPU_ISA or set_isa(). The first call reads the environment variable and throws
@@ -47,6 +54,9 @@ const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
 // True if `isa` is `base` or extends it, directly or through others.
 bool isa_extends(Isa isa, Isa base);
+// True if `isa`, or a set that it extends, has instructions for the type.
+bool has_dot(Isa isa, Dot type);
+const char* dot_name(Dot type);
 
 // Whether a row of a result must have the same bits whatever the number of rows. Then none of the
 // choices below depends on the number of rows. Process-wide; operators already running may see
@@ -73,8 +83,8 @@ long direct_rows(Element type, long elements);
 
 // CPU features reported by CPUID and enabled by the operating system.
 struct CpuFeatures {
-  bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, amx_tile,
-      amx_bf16, amx_int8;
+  bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx_vnni, avx512_vnni, avx512_bf16,
+      amx_tile, amx_bf16, amx_int8;
 };
 const CpuFeatures& cpu_features();
 
@@ -96,6 +106,12 @@ const CpuFeatures& cpu_features();
 #define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
 
 #define TF_KERNEL_AMX(...) TF_KERNEL(__VA_ARGS__) TF_KERNEL_UNITS(__VA_ARGS__)
+
+// 8-bit products, the only ones that the sets avx_vnni and avx512_vnni add to those they extend.
+#define TF_KERNEL_INT8(...)            \
+  TF_KERNEL_AMX(__VA_ARGS__)           \
+  TF_DECLARE_IN(avx_vnni, __VA_ARGS__) \
+  TF_DECLARE_IN(avx512_vnni, __VA_ARGS__)
 
 // fp32 emulated by bf16x3, which is faster than FMA on AMX only.
 #define TF_KERNEL_BF16X3(...) TF_DECLARE_IN(amx, __VA_ARGS__)
@@ -121,11 +137,17 @@ using namespace no_set;
 namespace avx2 {
 using namespace baseline;
 }
+namespace avx_vnni {
+using namespace avx2;
+}
 namespace avx512 {
 using namespace avx2;
 }
-namespace avx512_bf16 {
+namespace avx512_vnni {
 using namespace avx512;
+}
+namespace avx512_bf16 {
+using namespace avx512_vnni;
 }
 namespace amx {
 using namespace avx512_bf16;

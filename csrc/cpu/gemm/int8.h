@@ -18,8 +18,8 @@
 namespace tf::TF_ISA {
 namespace {
 
-// CPUs with AVX-512-BF16 have AVX-512-VNNI as well (isa.cpp).
-#if defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define TF_DOT8
 constexpr bool kHasDot8 = true;
 #else
 constexpr bool kHasDot8 = false;
@@ -32,6 +32,9 @@ TF_INLINE Sums load_sums(const void* p) { return _mm512_loadu_si512(p); }
 TF_INLINE void store_sums(void* p, Sums x) { _mm512_storeu_si512(p, x); }
 TF_INLINE Sums fill_sums(int32_t x) { return _mm512_set1_epi32(x); }
 TF_INLINE Sums add_sums(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+TF_INLINE Sums without(Sums a, Sums b, Sums c) {  // a - b * c
+  return _mm512_sub_epi32(a, _mm512_mullo_epi32(b, c));
+}
 TF_INLINE Vec to_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
 TF_INLINE Sums round_to_integers(Vec x) { return _mm512_cvtps_epi32(x); }
 #elif defined(__AVX2__)
@@ -42,6 +45,9 @@ TF_INLINE Sums load_sums(const void* p) {
 TF_INLINE void store_sums(void* p, Sums x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 TF_INLINE Sums fill_sums(int32_t x) { return _mm256_set1_epi32(x); }
 TF_INLINE Sums add_sums(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
+TF_INLINE Sums without(Sums a, Sums b, Sums c) {
+  return _mm256_sub_epi32(a, _mm256_mullo_epi32(b, c));
+}
 TF_INLINE Vec to_floats(Sums x) { return _mm256_cvtepi32_ps(x); }
 TF_INLINE Sums round_to_integers(Vec x) { return _mm256_cvtps_epi32(x); }
 #else
@@ -56,9 +62,11 @@ TF_INLINE Sums round_to_integers(Vec x) { return _mm_cvtps_epi32(x); }
 
 // sum += the products of a lane's four 8-bit, or two 16-bit, values.
 TF_INLINE void dot(Sums& sum, Sums a, Sums b) {
-#if defined(__AVX512BF16__)
   // In place: with the intrinsic, GCC 12 copies the sums and runs out of registers.
+#if defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif defined(__AVXVNNI__)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 #elif defined(__AVX512F__)
   sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #elif defined(__AVX2__)
@@ -69,10 +77,18 @@ TF_INLINE void dot(Sums& sum, Sums a, Sums b) {
 }
 
 // Stores 2 * kLanes integers as elements of A.
-#if defined(__AVX512BF16__)
+#if defined(TF_DOT8)
 TF_INLINE void store_quantized(uint8_t* to, Sums low, Sums high) {
+#if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(low));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kLanes), _mm512_cvtepi32_epi8(high));
+#else
+  // Packs each half of the vectors by itself.
+  const Sums words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(to),
+      _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#endif
 }
 #else
 TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
@@ -80,7 +96,6 @@ TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(low));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kLanes), _mm512_cvtepi32_epi16(high));
 #elif defined(__AVX2__)
-  // Packs each half of the vectors by itself.
   store_sums(to, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
 #else
   store_sums(to, _mm_packs_epi32(low, high));
@@ -252,9 +267,9 @@ class Int8Product {
   // The sums of a row and some columns, without its zero point.
   static Vec whole([[maybe_unused]] const Operand* block, [[maybe_unused]] long k,
                    [[maybe_unused]] long row, const int32_t* sums, [[maybe_unused]] Sums columns) {
-#if defined(__AVX512BF16__)
+#if defined(TF_DOT8)
     const Sums zero = fill_sums(header(block, k, row).zero);
-    return to_floats(_mm512_sub_epi32(load_sums(sums), _mm512_mullo_epi32(zero, columns)));
+    return to_floats(without(load_sums(sums), zero, columns));
 #else
     return to_floats(load_sums(sums));
 #endif

@@ -269,7 +269,7 @@ bool is_quantized(const Sublayer& layer) {
 // Whether attention may be in bfloat16 between these fp32 sub-layers: all of its projections are in
 // 8 bits, and the CPU multiplies bfloat16.
 bool attends_in_bf16(const std::vector<Sublayer>& sublayers) {
-  return isa_extends(current_isa(), Isa::avx512_bf16) &&
+  return has_dot(current_isa(), Dot::bf16) &&
          std::all_of(sublayers.begin(), sublayers.end(), [](const Sublayer& s) {
            return s.kind == SublayerKind::feed_forward || is_quantized(s);
          });

@@ -102,35 +102,41 @@ std::size_t floats_per_thread(std::size_t bytes, int threads) {
   return count;
 }
 
+void check_dot(Isa isa, Dot type) {
+  if (type == Dot::none || has_dot(isa, type)) return;
+  std::string others;
+  for (const Isa other : kIsas)
+    if (has_dot(other, type)) others += (others.empty() ? "" : ", ") + std::string(isa_name(other));
+  throw std::invalid_argument(std::string("isa: '") + isa_name(isa) + "' has no " + dot_name(type) +
+                              " dot product; these have: " + others);
+}
+
 constexpr long kFmaBatch = 1024;
 
 // `loop` runs that many iterations and returns the number of flops.
 template <class Loop>
-double probe_loop(int threads, Isa isa, const char* type, const Loop& loop) {
+double probe_loop(int threads, Isa isa, Dot type, const Loop& loop) {
   check_threads(threads);
   check_supported(isa);
+  check_dot(isa, type);
   const double flops = loop(kFmaBatch);
-  if (flops == 0.0) {
-    throw std::invalid_argument(std::string("isa: '") + isa_name(isa) + "' has no " + type +
-                                " dot product; avx512_bf16 and amx have");
-  }
   return best_rate(threads, flops, [&](int, long repeats) { loop(kFmaBatch * repeats); });
 }
 
 }  // namespace
 
 double probe_fma(int threads, Isa isa) {
-  return probe_loop(threads, isa, "fp32",
+  return probe_loop(threads, isa, Dot::none,
                     [isa](long count) { return TF_DISPATCH_TO(isa, fma_flops, count); });
 }
 
 double probe_bf16_dot(int threads, Isa isa) {
-  return probe_loop(threads, isa, "bf16",
+  return probe_loop(threads, isa, Dot::bf16,
                     [isa](long count) { return TF_DISPATCH_TO(isa, bf16_dot_flops, count); });
 }
 
 double probe_int8_dot(int threads, Isa isa) {
-  return probe_loop(threads, isa, "int8",
+  return probe_loop(threads, isa, Dot::int8,
                     [isa](long count) { return TF_DISPATCH_TO(isa, int8_dot_flops, count); });
 }
 

@@ -65,10 +65,15 @@ void with_tiles(long iterations, const Step& step) {
 
 constexpr double kTileSums = 4 * 16 * 16;
 
-#elif defined(__AVX512BF16__)
+#else
 
 #define TF_BF16_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
+// AVX-VNNI is the VEX encoding, which has to be asked for.
+#if defined(__AVX512VNNI__)
 #define TF_INT8_DOT(i) "vpdpbusd %12, %13, %" #i "\n\t"
+#else
+#define TF_INT8_DOT(i) "%{vex%} vpdpbusd %12, %13, %" #i "\n\t"
+#endif
 #define TF_DOT_LOOP(INSTRUCTION, iterations) \
   Vec acc[kAccumulators];                    \
   for (Vec& a : acc) a = zero();             \
@@ -100,23 +105,21 @@ double int8_dot_flops(long iterations) {
   return 2.0 * 64 * kTileSums * static_cast<double>(iterations);
 }
 
-#elif defined(__AVX512BF16__)
+#else
 
-double bf16_dot_flops(long iterations) {
+double bf16_dot_flops([[maybe_unused]] long iterations) {
+#if defined(__AVX512BF16__)
   TF_DOT_LOOP(TF_BF16_DOT, iterations);
+#endif
   return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
 
-// CPUs with AVX-512-BF16 have AVX-512-VNNI as well (isa.cpp).
-double int8_dot_flops(long iterations) {
+double int8_dot_flops([[maybe_unused]] long iterations) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
   TF_DOT_LOOP(TF_INT8_DOT, iterations);
+#endif
   return 8.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
-
-#else
-
-double bf16_dot_flops(long) { return 0.0; }
-double int8_dot_flops(long) { return 0.0; }
 
 #endif
 

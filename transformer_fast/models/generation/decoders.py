@@ -236,7 +236,7 @@ def caches_in_bf16(layers: Sequence[Layer]) -> bool:
                 isinstance(one.weight1, Int8Weight) and isinstance(one.weight2, Int8Weight)
             ):
                 return False
-    return _native.module is not None and _native.module.isa() in ("avx512_bf16", "amx")
+    return _native.module is not None and "bf16" in _native.module.dot_types()
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -9,16 +9,16 @@
 namespace tf {
 
 // Packed weights are those of pack_int8(); x, bias, residual and y have the given type.
-TF_KERNEL_AMX(const LinearKernels* int8_linear_kernels(Element type))
+TF_KERNEL_INT8(const LinearKernels* int8_linear_kernels(Element type))
 // The fp32 linear layers before and after an attention in bfloat16: only y, or only x, is bfloat16.
 TF_KERNEL_UNITS(const LinearKernels* int8_into_bf16_kernels())
 TF_KERNEL_UNITS(const LinearKernels* int8_from_bf16_kernels())
 // Hidden units stay in fp32. No dropout, nothing for training.
-TF_KERNEL_AMX(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
+TF_KERNEL_INT8(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
 
 // Packs panels [begin, end) of W (n, k), with rows stride apart.
-TF_KERNEL_AMX(void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed,
-                             long begin, long end))
+TF_KERNEL_INT8(void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed,
+                              long begin, long end))
 
 // Sums of more products could overflow 32 bits.
 constexpr long kMaxInt8Depth = 66000;

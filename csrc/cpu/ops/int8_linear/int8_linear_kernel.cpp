@@ -15,7 +15,7 @@ constexpr long kRowUnit = 1;
 template <class T, class X = T, class Y = T, class P = Int8Product<X>>
 constexpr LinearKernels kLinearKernels{.in_fp32 = false,
                                        .quantizes = true,
-                                       .layout = kHasDot8 ? 8 : 16,
+                                       .layout = kPanel + P::kBytes,
                                        .panel = kPanel,
                                        .row_unit = kRowUnit,
                                        .packed_bytes = packed_bytes<P>,
