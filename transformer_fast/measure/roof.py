@@ -154,9 +154,9 @@ def probe(
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
     # A copy reads, too, so reading is at least as fast; a lower measurement is noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
-    of_dtype = "bf16" if dtype == torch.bfloat16 else None
-    dots = module.dot_types()
-    kind = next((kind for kind in (product, of_dtype) if kind in dots), "fp32")
+    kinds = (product or "", "bf16" if dtype == torch.bfloat16 else "fp32")
+    known = ("fp32", *module.dot_types())
+    kind = next((kind for kind in kinds if kind in known), "fp32")
     split = "fp32 of bf16 pieces" if dtype == torch.float32 and product is None else kind
     found = {name: 1e9 * rate for name, rate in peaks(kind, split).items()}
     # fp16 is computed in fp32; fp64 has half as many SIMD lanes.
