@@ -206,7 +206,7 @@ def _in_use(isa: str) -> Iterator[str]:
 
 @pytest.fixture(params=ISAS or ["none"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test on each instruction set of this machine."""
+    """Runs the test on each instruction set of this machine, without those of 8-bit products only."""
     yield from _in_use(request.param)
 
 
@@ -218,7 +218,7 @@ def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=INT8_ISAS or ["none"])
 def int8_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instruction sets, with those that only 8-bit products have builds for."""
+    """Runs the test on each instruction set of this machine."""
     yield from _in_use(request.param)
 
 
