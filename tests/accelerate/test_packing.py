@@ -74,7 +74,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "MBartModel": (_BOTH, ""),
     "ModernBertModel": ({**_ENCODER, "local_attention": 4, "global_attn_every_n_layers": 2}, ""),
     "MegatronBertModel": (_ENCODER, NO_REGISTRY),
-    "MPNetModel": (_ENCODER, NO_REGISTRY),
+    "MPNetModel": (_ENCODER, ""),
     "NomicBertModel": (_ENCODER, ""),
     "RobertaModel": (_ENCODER, ""),
     "RobertaPreLayerNormModel": (_ENCODER, ""),

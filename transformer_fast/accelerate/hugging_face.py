@@ -45,11 +45,12 @@ from .parts import (
     is_model,
     parts,
 )  # fmt: skip
+from .report import BATCH, LENGTH
 
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
 #: Model families whose layers can be replaced.
-MODELS = ("bart", "bert", "llama", "marian", "t5")
+MODELS = ("bart", "bert", "llama", "marian", "mpnet", "t5")
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
 
@@ -169,6 +170,8 @@ def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
     if reason is not None:
         return reason
     if not (model._can_set_attn_implementation() and _registries(model)):
+        if any(map(_own_attention, model.modules())):
+            return None
         return f"{type(model).__name__} does not look up its attention in the registry"
     before = model.config._attn_implementation
     if before != "sdpa":
@@ -202,6 +205,30 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
             return f"{kind.__name__} has its own {method}"
     made = classes.subclass(kind, (ours, kind))
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
+
+
+def _own_attention(module: torch.nn.Module) -> bool:
+    """True for a module of `CLASSES` that computes attention without the registry."""
+    theirs = class_of_theirs(module)
+    return theirs is not None and issubclass(CLASSES.get(theirs.__name__, FusedLayer), Attention)
+
+
+def changes_of_attention(
+    layers: torch.nn.Module, is_wanted: Callable[[str], bool]
+) -> list[ClassChange] | str:
+    """Returns the changes of the modules whose attention is not in the registry, or why one is left.
+
+    is_wanted: False for the name of a module in the layers that the user excludes.
+    """
+    found = []
+    for name, module in layers.named_modules():
+        if not _own_attention(module):
+            continue
+        change = _find_layer(name, module) if is_wanted(name) else "filter_fn excludes it"
+        if not isinstance(change, ClassChange):
+            return f"its {name} is left: {change}"
+        found.append(change)
+    return found
 
 
 def _unwrapped(function: Any) -> Any:
@@ -438,6 +465,51 @@ def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tenso
     return norm(residual + F.dropout(x, dropout_p))
 
 
+class Attention(FusedLayer):
+    """Base of attention that is not looked up in the registry of transformers."""
+
+
+@_replaces("MPNetSelfAttention")
+class MPNetSelfAttention(Attention):
+    """Projections, attention with a bias of relative positions, output projection."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    dropout: Any
+    attention_head_size: int
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | packing.Rows | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        if is_patched(type(self)) or not fusion.is_unhooked(self.dropout, fusion.DROPOUT):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
+            )
+        shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+        query, key, value = (
+            fusion.linear(part, hidden_states).view(shape).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        attended, weights = attention(
+            self, query, key, value, attention_mask, self.dropout.p if self.training else 0.0,
+            is_causal=False, position_bias=position_bias, output_attentions=output_attentions,
+        )  # fmt: skip
+        output = fusion.linear(self.o, attended.flatten(2))
+        return (output, weights) if output_attentions else (output,)
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        size, p = self.attention_head_size, dropout_p(self.dropout)
+        heads = x(BATCH, self.q.out_features // size, LENGTH, size)
+        return [("attention", (heads,) * 3, {"dropout_p": p if training else 0.0})]
+
+
 @_replaces("T5LayerNorm", "LlamaRMSNorm")
 class RMSNorm(FusedLayer):
     weight: Tensor
@@ -543,7 +615,7 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-@_replaces("BertSelfOutput", "BertOutput")
+@_replaces("BertSelfOutput", "BertOutput", "MPNetOutput")
 class Output(FusedLayer):
     """A projection, then dropout, residual connection and norm."""
 
@@ -561,32 +633,35 @@ class Output(FusedLayer):
         return fusion.add_norm(x, self.dropout, residual, self.LayerNorm)[0]
 
     def _fused(self) -> list[Op]:
-        norm = parts(self, "LayerNorm", fusion.LAYER_NORM) + parts(self, "dropout", fusion.DROPOUT)
-        return [Op("add_layer_norm", norm, dropout_p(self.dropout))]
+        return [_residual_norm(self)]
 
 
-@_replaces("BertLayer")
-class BertLayer(FusedLayer):
+def _residual_norm(layer: Any) -> Op:
+    norm = parts(layer, "LayerNorm", fusion.LAYER_NORM) + parts(layer, "dropout", fusion.DROPOUT)
+    return Op("add_layer_norm", norm, dropout_p(layer.dropout))
+
+
+class _InTwoModules(FusedLayer):
     """A layer whose feed-forward network is in two modules, which are called if hooked or replaced."""
 
-    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
+    #: Names of the classes of these modules.
+    _inner: str
+    _output: str
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
         inner: Any = self.intermediate
         output: Any = self.output
-        untouched = _is_untouched(inner, "BertIntermediate") and _is_untouched(output, "BertOutput")
+        untouched = _is_untouched(inner, self._inner) and _is_untouched(output, self._output)
         name = activation_name(inner.intermediate_act_fn) if untouched else None
-        if is_patched(type(self)):
-            return super().feed_forward_chunk(attention_output)  # type: ignore[misc, no-any-return]
         if name is None or not isinstance(output, Output):
-            return output(inner(attention_output), attention_output)
-        y = _feed_forward(
-            attention_output, inner.dense, inner.intermediate_act_fn, 0.0, output.dense
-        )
-        return output._end(y, attention_output)
+            return output(inner(x), x)
+        y = _feed_forward(x, inner.dense, inner.intermediate_act_fn, 0.0, output.dense)
+        return output._end(y, x)
 
     def _fused(self) -> list[Op]:
         inner: Any = self.intermediate
         output: Any = self.output
-        matches = type(inner).__name__ == "BertIntermediate", isinstance(output, Output)
+        matches = type(inner).__name__ == self._inner, isinstance(output, Output)
         found = [
             Part(name, part, (type(part),) if ok else ())
             for name, part, ok in zip(
@@ -598,6 +673,68 @@ class BertLayer(FusedLayer):
         found += [Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in found]
         activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn, activation_name
         return [Op("feed_forward", found, 0.0, activation)]
+
+
+@_replaces("BertLayer")
+class BertLayer(_InTwoModules):
+    _inner, _output = "BertIntermediate", "BertOutput"
+
+    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
+        if is_patched(type(self)):
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc, no-any-return]
+        return self._feed_forward(attention_output)
+
+
+@_replaces("MPNetLayer")
+class MPNetLayer(_InTwoModules):
+    _inner, _output = "MPNetIntermediate", "MPNetOutput"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        if is_patched(type(self)):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
+            )
+        attended, *others = self.attention(  # type: ignore[operator]
+            hidden_states, attention_mask, position_bias=position_bias,
+            output_attentions=output_attentions,
+        )  # fmt: skip
+        return (self._feed_forward(attended), *others)
+
+
+@_replaces("MPNetAttention")
+class MPNetAttention(FusedLayer):
+    """Attention, then dropout, residual connection and norm."""
+
+    attn: Any
+    dropout: Any
+    LayerNorm: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        if is_patched(type(self)):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
+            )
+        attended, *others = self.attn(
+            hidden_states, attention_mask, position_bias, output_attentions=output_attentions
+        )
+        return (fusion.add_norm(attended, self.dropout, hidden_states, self.LayerNorm)[0], *others)
+
+    def _fused(self) -> list[Op]:
+        return [_residual_norm(self)]
 
 
 def _is_untouched(module: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
@@ -87,6 +87,26 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if real.shape == (batch, keys) and queries == keys > 0 and offsets == (0, 0):
         setattr(mask, _PADDING, Padding(real, *_scope(given.get("mask_function"), keys), mask))
+    return mask
+
+
+def _note_padding_of(mask: Any) -> Tensor | None:
+    """Returns a mask of layers whose attention is not in the registry, with a note of its padding.
+
+    transformers makes it: (B, 1, T, T) with 0 where a token attends, and the lowest finite value
+    elsewhere. None if it has other values, or if tokens of a sequence attend to different tokens.
+    """
+    if not isinstance(mask, Tensor) or not mask.is_cpu or not mask.is_floating_point():
+        return None
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or 0 in mask.shape:
+        return None
+    first = mask[:, :, :1]
+    real = first == 0
+    if not torch.equal(mask, first.expand_as(mask)):
+        return None
+    if not torch.equal(first, torch.where(real, 0.0, torch.finfo(mask.dtype).min).to(mask.dtype)):
+        return None
+    setattr(mask, _PADDING, Padding(real[:, 0, 0], True, False, mask))
     return mask
 
 
@@ -215,6 +235,8 @@ class _Loop:
         mask = next((x for x in values if getattr(x, _PADDING, None) is not None), None)
         names = self.stack._parameters_of_layers
         given = dict(zip(names, args, strict=False)) | kwargs
+        if mask is None and self.stack._has_own_attention and self._is_plain():
+            mask = _note_padding_of(given.get(_MASK))
         if mask is None and self.hidden is None:
             output = self._fused(layer, found, given, None)
             return layer(*args, **kwargs) if output is None else output
@@ -315,6 +337,8 @@ class _Loop:
         return self.gathered[key][1]
 
 
+#: Name of the argument with the mask.
+_MASK = "attention_mask"
 #: Names of the argument with the keys and values of earlier calls.
 _CACHES = ("past_key_values", "layer_past")
 #: Argument that does not change the result of a layer that has a formula.
@@ -385,6 +409,8 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: True if the layers are a decoder's: with gradients they run on padded batches, because users may
     #: compute the loss at padded places, too.
     _is_decoder: bool
+    #: True if attention is not in the registry, so that no mask function of ours notes the padding.
+    _has_own_attention: bool
     _parameters_of_layers: tuple[str, ...]
     #: Classes in the layers before `accelerate`, others that treat each token alike, and the names of
     #: their methods.
@@ -417,11 +443,13 @@ def find(
     owner: torch.nn.Module,
     config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]] | None,
+    own: Sequence[ClassChange],
     is_wanted: Callable[[str], bool],
 ) -> ClassChange | str | None:
     """Returns the change of a stack of layers, the reason not to, or None if it is none.
 
     with_our_attention: makes the config name our attention; None: the model's attention is another.
+    own: the changes of the layers' attention if it is not looked up in the registry.
     is_wanted: False for the name of a module in the stack that the user excludes.
     """
     layers: list[Any] = [*stack.children()]
@@ -432,7 +460,7 @@ def find(
     except (TypeError, ValueError):  # compiled code
         return None
     parameters = tuple(signatures[0])
-    if "attention_mask" not in parameters[1:]:
+    if _MASK not in parameters[1:]:
         return None
     is_decoder = _is_causal(layers[0])
     if getattr(config, "is_decoder", False):
@@ -447,8 +475,12 @@ def find(
     kinds = {parameter.kind for parameter in signatures[0].values()}
     if any(tuple(found) != parameters for found in signatures) or _SEVERAL in kinds:
         return "its layers take different arguments"
+    # Attention that is not ours would not read the rows.
+    changed = {change.module: change.after for change in own}
     tested = _TOKENWISE.union(
-        original_class(module) for layer in layers for module in layer.modules()
+        changed.get(module) or original_class(module)
+        for layer in layers
+        for module in layer.modules()
     )
     methods = frozenset(name for kind in tested for _, name, _ in note_methods(kind))
     with with_our_attention(config):
@@ -476,10 +508,24 @@ def find(
     code, is_chain = loop
     made = classes.subclass(
         kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
-        _is_decoder=is_decoder, _parameters_of_layers=parameters, _kinds=tested, _methods=methods,
-        _formulas=formulas,
+        _is_decoder=is_decoder, _has_own_attention=bool(own), _parameters_of_layers=parameters,
+        _kinds=tested, _methods=methods, _formulas=formulas,
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
+
+
+def applied(changes: Sequence[ClassChange]) -> Callable[[Any], AbstractContextManager[None]]:
+    """Returns a function like `hugging_face.with_our_attention` that makes the changes instead."""
+
+    @contextmanager
+    def with_ours(config: Any) -> Iterator[None]:
+        classes.apply_all(changes)
+        try:
+            yield
+        finally:
+            classes.undo_all(changes)
+
+    return with_ours
 
 
 def _is_causal(layer: torch.nn.Module) -> bool:

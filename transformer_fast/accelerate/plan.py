@@ -69,10 +69,11 @@ def _find_stack(
     def is_wanted(inner: str) -> bool:
         return filter_fn is None or filter_fn(module.get_submodule(inner), f"{name}.{inner}")
 
-    return packing.find(
-        name, module, owners[-1], model.config,
-        hugging_face.with_our_attention if has_ours else None, is_wanted,
-    )  # fmt: skip
+    own = [] if has_ours else hugging_face.changes_of_attention(module, is_wanted)
+    if isinstance(own, str):
+        return own
+    ours = hugging_face.with_our_attention if has_ours else packing.applied(own) if own else None
+    return packing.find(name, module, owners[-1], model.config, ours, own, is_wanted)
 
 
 def make_plan(
