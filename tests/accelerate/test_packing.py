@@ -217,7 +217,7 @@ def test_padded_places_are_zero(name: str) -> None:
     ]  # only its owner's loop differs
 
 
-@pytest.mark.parametrize("name", ["BertModel", "ModernBertModel", "T5EncoderModel"])
+@pytest.mark.parametrize("name", ["BertModel", "ModernBertModel", "MPNetModel", "T5EncoderModel"])
 @pytest.mark.parametrize(
     "real", [("xx-",), ("x--", "xxx"), ("---", "xx-"), ("---", "---"), ("x",), ("---x", "xx--")]
 )
@@ -231,8 +231,9 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
     assert bool(rows) == ("-" in "".join(real) and "x" in "".join(real))
 
 
-def test_inference_mode_autocast_and_bfloat16(rows: list[int]) -> None:
-    theirs = Real(build("BertModel"))
+@pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
+def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> None:
+    theirs = Real(build(name))
     inputs = inputs_of(*MIXED)
     with torch.no_grad():
         exact = copy.deepcopy(theirs).double()(**inputs)
@@ -249,7 +250,7 @@ def test_inference_mode_autocast_and_bfloat16(rows: list[int]) -> None:
     assert len(rows) == 9
 
 
-@pytest.mark.parametrize("name", ["BertModel", "T5EncoderModel", "BartModel"])
+@pytest.mark.parametrize("name", ["BertModel", "T5EncoderModel", "BartModel", "MPNetModel"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int]) -> None:
     """Padded places have no gradient; checkpointing repeats the rows and the dropped elements."""
@@ -259,7 +260,7 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
     mask = inputs["attention_mask"]
     runs = []
     for checkpointing in (False, True):
-        if checkpointing and reentrant is None:
+        if checkpointing and (reentrant is None or not model.supports_gradient_checkpointing):
             continue
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -275,9 +276,10 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
     assert set(rows) == {int(mask.sum())}
 
 
-def test_calls_that_show_layers_are_not_packed(rows: list[int]) -> None:
+@pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
+def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> None:
     """Hidden states, attention weights and hooks of users have the shapes of padded batches."""
-    theirs = build("BertModel")
+    theirs = build(name)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
     inputs = inputs_of(*MIXED)
@@ -286,8 +288,13 @@ def test_calls_that_show_layers_are_not_packed(rows: list[int]) -> None:
         with torch.no_grad():
             states = (ours(**inputs, **shown), theirs(**inputs, **shown))
         for one, other in zip(*(found[-1] for found in states), strict=True):
-            assert one.shape == other.shape
-        assert not rows
+            real = inputs["attention_mask"] == 1
+            if one.dim() == 4:  # weights of each query
+                one, other = one.transpose(1, 2), other.transpose(1, 2)
+            torch.testing.assert_close(one[real], other[real], rtol=1e-3, atol=1e-4)
+        # MPNet's encoder collects the states itself, in their padded layout.
+        assert bool(rows) == (name == "MPNetModel" and "output_hidden_states" in shown)
+        del rows[:]
     hook = ours.encoder.layer[1].intermediate.register_forward_hook(
         lambda module, args, output: seen.append(output.shape)
     )
@@ -318,6 +325,43 @@ def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
     assert "chunk_size_feed_forward" in stack_of(accelerate(chunked)).reason
     meta = build("BertModel").to("meta")
     assert "not all plain tensors in CPU memory" in stack_of(accelerate(meta)).reason
+
+
+def test_attention_outside_the_registry(rows: list[int]) -> None:
+    """Only attention of ours reads rows, and masks tell the padding by their values."""
+    theirs = Real(build("MPNetModel"))
+    inputs = inputs_of(*MIXED)
+    excluded = copy.deepcopy(theirs)
+    report = accelerate(excluded, filter_fn=lambda _, name: not name.endswith("1.attention.attn"))
+    assert "1.attention.attn is left: filter_fn excludes it" in stack_of(report).reason
+    assert_same_numbers(excluded, theirs, (), inputs, grad=False)
+    hooked = copy.deepcopy(theirs)
+    hooked.model.encoder.layer[0].attention.attn.dropout.register_forward_hook(lambda *_: None)
+    accelerate(hooked)
+    assert_same_numbers(hooked, theirs, (), inputs, grad=False)
+    restored = copy.deepcopy(theirs)
+    accelerate(restored)
+    restore(restored.model.encoder.layer[2].attention.attn)
+    assert_same_numbers(restored, theirs, (), inputs, grad=False)
+    assert not rows
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    real = inputs["attention_mask"] == 1
+    each = torch.eye(T, dtype=torch.bool) | (torch.rand(B, 1, T, T) < 0.8)
+    only = real[:, None, None].expand(B, 1, T, T)
+    lowest = torch.finfo(torch.float32).min
+    for mask in (
+        torch.where(each, 0.0, lowest), torch.where(only, 0.0, -1e4), torch.where(only, 0.5, lowest),
+    ):  # fmt: skip
+        with torch.no_grad():
+            states = [m.model(inputs["input_ids"], mask)[0][real] for m in (ours, theirs)]
+        torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
+    assert not rows
+    with torch.no_grad():
+        mask = torch.where(only, 0.0, lowest)
+        states = [m.model(inputs["input_ids"], mask)[0][real] for m in (ours, theirs)]
+    torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
+    assert rows == [int(real.sum())] * 3
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -493,7 +537,7 @@ def test_copies_pickles_and_restore(rows: list[int]) -> None:
 
 
 def test_verify_compares_real_places() -> None:
-    for name in ("BertModel", "ModernBertModel"):
+    for name in ("BertModel", "ModernBertModel", "MPNetModel"):
         report = accelerate(build(name), verify=inputs_of(*FIRST_IS_REAL))
         assert report.verified, str(report)
 
