@@ -232,6 +232,7 @@ def build(build_dir: Path, output_dir: Path) -> Built:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DTF_TORCH_DIR={torch_dir}",
         f"-DTF_TORCH_VERSION={torch_version}",
+        "-DTF_ISAS=",  # not those of an earlier build
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))

@@ -13,6 +13,9 @@ set(_avx512_vnni ${_avx512} -mavx512vnni)
 # The table of csrc/cpu/core/isa.h: sets in ascending order of preference, and the set that each one
 # extends.
 set(TF_ALL_ISAS baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
+if(NOT TF_ISAS)
+  set(TF_ISAS ${TF_ALL_ISAS})
+endif()
 set(TF_EXTENDS_baseline "")
 set(TF_EXTENDS_avx2 baseline)
 set(TF_EXTENDS_avx_vnni avx2)

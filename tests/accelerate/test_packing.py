@@ -329,19 +329,21 @@ def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
 
 def test_attention_outside_the_registry(rows: list[int]) -> None:
     """Only attention of ours reads rows, and masks tell the padding by their values."""
-    theirs = Real(build("MPNetModel"))
+    theirs, layers = Real(build("MPNetModel")), "model.encoder.layer"
     inputs = inputs_of(*MIXED)
     excluded = copy.deepcopy(theirs)
     report = accelerate(excluded, filter_fn=lambda _, name: not name.endswith("1.attention.attn"))
     assert "1.attention.attn is left: filter_fn excludes it" in stack_of(report).reason
     assert_same_numbers(excluded, theirs, (), inputs, grad=False)
     hooked = copy.deepcopy(theirs)
-    hooked.model.encoder.layer[0].attention.attn.dropout.register_forward_hook(lambda *_: None)
+    hooked.get_submodule(f"{layers}.0.attention.attn.dropout").register_forward_hook(
+        lambda *_: None
+    )
     accelerate(hooked)
     assert_same_numbers(hooked, theirs, (), inputs, grad=False)
     restored = copy.deepcopy(theirs)
     accelerate(restored)
-    restore(restored.model.encoder.layer[2].attention.attn)
+    restore(restored.get_submodule(f"{layers}.2.attention.attn"))
     assert_same_numbers(restored, theirs, (), inputs, grad=False)
     assert not rows
     ours = copy.deepcopy(theirs)
