@@ -4,11 +4,13 @@
 set(TF_COMMON_FLAGS -Wall -Wextra -fno-math-errno
                     "-ffile-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}/=")
 
-set(_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # GCC's own AVX-512 header passes an undefined vector on purpose, and GCC warns of it.
-  list(APPEND _avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
+  # GCC's own AVX-512 header passes an undefined vector on purpose, and GCC warns of it, as of a row that
+  # is filled before it is read.
+  list(APPEND TF_COMMON_FLAGS -Wno-uninitialized -Wno-maybe-uninitialized)
 endif()
+
+set(_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 set(_avx512_vnni ${_avx512} -mavx512vnni)
 # The table of csrc/cpu/core/isa.h: sets in ascending order of preference, and the set that each one
 # extends.
