@@ -231,6 +231,30 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
     assert bool(rows) == ("-" in "".join(real) and "x" in "".join(real))
 
 
+@pytest.mark.parametrize("name", ["MPNetModel", "T5EncoderModel"])
+def test_each_sequence_has_its_part_of_the_bias(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+    attend = packing.attend
+
+    def counted(given: Any) -> Any:
+        sizes.append((*given.query.shape[:3], *given.attn_mask.shape))
+        return attend(given)
+
+    monkeypatch.setattr(packing, "attend", counted)
+    theirs = Real(build(name))
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    heads = 4
+    for real in (("xxxxx----", "---xxxxxx", "---------", "xxxxxxxxx"), ("x--", "-x-", "-xx")):
+        assert_same_numbers(ours, theirs, (), inputs_of(*real), grad=False)
+        lengths = [n for one in real if (n := one.count("x"))]
+        assert sizes == [(1, heads, n, 1, heads, n, n) for n in lengths] * 3
+        del sizes[:]
+    assert_same_numbers(ours, theirs, (), inputs_of(*MIXED), grad=False)  # padding within
+    assert_same_numbers(ours.train(), theirs.train(), (), inputs_of("xx-", "xxx"), grad=True)
+    assert not sizes
+
+
 @pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
 def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> None:
     theirs = Real(build(name))

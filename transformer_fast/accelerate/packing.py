@@ -34,8 +34,10 @@ from torch.nn.parameter import is_lazy
 
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
+from ..functional.attention import attend
 from ..nn.drop_in import DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
+from ..ops.arguments import AttentionArguments
 from . import classes, formula
 from .classes import ClassChange
 from .parts import NAME, NAME_OF_ATTENTION, is_ours
@@ -70,6 +72,16 @@ class Padding:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=starts[1:])
         return starts, int(lengths.max())
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Returns the first place and the length of each sequence; empty if one has padding within."""
+        real = self.real.int()
+        lengths, first = real.sum(1), real.argmax(1)
+        end = real.shape[1] - real.flip(1).argmax(1)
+        if ((end - first != lengths) & (lengths > 0)).any():
+            return []
+        return [*zip(first.tolist(), lengths.tolist(), strict=True)]
 
 
 def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
@@ -160,9 +172,14 @@ class Rows:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Returns the attention (1, N, H, D) of queries, keys and values (1, heads, N, D).
 
-        Each sequence attends to itself. With a bias, a window or arguments that are not ``is_known``
-        to our kernels, attention alone runs on padded sequences, by ``function``.
+        Each sequence attends to itself. With a window, arguments that are not ``is_known`` to our
+        kernels, or a bias that `_with_bias` does not support, attention alone runs on padded
+        sequences, by ``function``.
         """
+        if position_bias is not None and is_known:
+            output = self._with_bias(query, key, value, position_bias, **kwargs)
+            if output is not None:
+                return output, None
         if self.padding.is_full and position_bias is None and is_known:
             if self.batch == 1:
                 own = {**kwargs, "is_causal": self.padding.is_causal}
@@ -178,6 +195,34 @@ class Rows:
         padded = (self.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
         output, _ = function(module, *padded, self.mask, position_bias=position_bias, **kwargs)
         return self.gather(output), None
+
+    def _with_bias(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float = 0.0,
+        scaling: float | None = None, **kwargs: Any,
+    ) -> Tensor | None:  # fmt: skip
+        """Returns the attention of one sequence after the other, each with its own part of the bias.
+
+        bias: (B or 1, H, T, T). None in training, and if the mask hides more than the padding or a
+        sequence has padding within.
+        """
+        if not self.padding.is_full or self.padding.is_causal or dropout or torch.is_grad_enabled():
+            return None
+        if bias.dtype != query.dtype or bias.shape[2:] != (self.length, self.length):
+            return None
+        found, start = [], 0
+        for index, (place, length) in enumerate(self.padding.runs):
+            if length == 0:
+                continue
+            rows, places = slice(start, start + length), slice(place, place + length)
+            of_sequence = index if bias.shape[0] > 1 else 0
+            part = bias[of_sequence : of_sequence + 1, :, places, places]
+            q, k, v = (x[:, :, rows] for x in (query, key, value))
+            given = AttentionArguments(
+                q, k, v, part, scale=scaling, enable_gqa=k.shape[1] < q.shape[1]
+            )
+            found.append(attend(given)[0].transpose(1, 2))
+            start += length
+        return torch.cat(found, 1) if found else None
 
 
 class _Cache:
