@@ -128,12 +128,13 @@ DECODERS = (
 )  # fmt: skip
 
 
-def build_decoder(name: str) -> Any:
+def build_decoder(name: str, **settings: Any) -> Any:
     kind = getattr(transformers, name)
-    known = kind.config_class().to_dict()
-    names = {*known, *kind.config_class.attribute_map, "num_key_value_heads"}
+    default = kind.config_class().to_dict()
+    names = {*default, *kind.config_class.attribute_map, "num_key_value_heads"}
     torch.manual_seed(0)
-    return kind(kind.config_class(**{k: v for k, v in _DECODER.items() if k in names})).eval()
+    known = {key: value for key, value in _DECODER.items() if key in names}
+    return kind(kind.config_class(**known, **settings)).eval()
 
 
 #: Padding at the right, at the left and in the middle; the longest sequence has 8 tokens.
@@ -231,8 +232,14 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
     assert bool(rows) == ("-" in "".join(real) and "x" in "".join(real))
 
 
-@pytest.mark.parametrize("name", ["MPNetModel", "T5EncoderModel"])
-def test_each_sequence_has_its_part_of_the_bias(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Model -> heads of its bias or mask, and how many of the three layers have one.
+WITH_A_TABLE = {"MPNetModel": (4, 3), "ModernBertModel": (1, 1), "T5EncoderModel": (4, 3)}
+
+
+@pytest.mark.parametrize("name", WITH_A_TABLE)
+def test_each_sequence_has_its_part_of_bias_or_window(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[tuple[int, ...]] = []
     attend = packing.attend
 
@@ -244,11 +251,11 @@ def test_each_sequence_has_its_part_of_the_bias(name: str, monkeypatch: pytest.M
     theirs = Real(build(name))
     ours = copy.deepcopy(theirs)
     accelerate(ours)
-    heads = 4
-    for real in (("xxxxx----", "---xxxxxx", "---------", "xxxxxxxxx"), ("x--", "-x-", "-xx")):
+    heads, layers = WITH_A_TABLE[name]
+    for real in (("xxxxx----", "---xxxxxx", "---------", "xxxxxxxxx"), ("x---", "-x--", "-xxx")):
         assert_same_numbers(ours, theirs, (), inputs_of(*real), grad=False)
         lengths = [n for one in real if (n := one.count("x"))]
-        assert sizes == [(1, heads, n, 1, heads, n, n) for n in lengths] * 3
+        assert sizes == [(1, 4, n, 1, heads, n, n) for n in lengths] * layers
         del sizes[:]
     assert_same_numbers(ours, theirs, (), inputs_of(*MIXED), grad=False)  # padding within
     assert_same_numbers(ours.train(), theirs.train(), (), inputs_of("xx-", "xxx"), grad=True)
@@ -414,6 +421,21 @@ def test_prefill_of_decoders_skips_padding(name: str, rows: list[int]) -> None:
             made = [m.generate(**inputs, **_FIVE, **options) for m in (ours, theirs)]
             assert torch.equal(*made)
         assert len(rows) == 6  # a static cache is larger than the prompt
+
+
+def test_scores_are_capped_without_padding(rows: list[int]) -> None:
+    theirs = build_decoder("Gemma2ForCausalLM", attn_logit_softcapping=0.5)
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation("transformer_fast")
+    accelerate(ours)
+    for real in (LEFT, ("--xxx",)):
+        inputs = inputs_of(*real)
+        with torch.no_grad():
+            states = [
+                model(**inputs).logits[inputs["attention_mask"] == 1] for model in (ours, theirs)
+            ]
+        torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    assert len(rows) == 6
 
 
 def test_decoders_with_gradients_or_earlier_tokens_get_padded_batches(rows: list[int]) -> None:

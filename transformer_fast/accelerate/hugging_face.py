@@ -362,7 +362,7 @@ def attention(
     if isinstance(attention_mask, packing.Rows):
         return attention_mask.attend(
             attention, module, query, key, value, position_bias, is_known,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **kwargs,
         )  # fmt: skip
     if not is_known:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

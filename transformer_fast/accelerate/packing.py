@@ -172,15 +172,11 @@ class Rows:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Returns the attention (1, N, H, D) of queries, keys and values (1, heads, N, D).
 
-        Each sequence attends to itself. With a window, arguments that are not ``is_known`` to our
-        kernels, or a bias that `_with_bias` does not support, attention alone runs on padded
-        sequences, by ``function``.
+        Each sequence attends to itself. If `_one_by_one` does not support the call, attention alone runs
+        on padded sequences, by ``function``.
         """
-        if position_bias is not None and is_known:
-            output = self._with_bias(query, key, value, position_bias, **kwargs)
-            if output is not None:
-                return output, None
-        if self.padding.is_full and position_bias is None and is_known:
+        is_plain = position_bias is None and kwargs.get("softcap") is None
+        if self.padding.is_full and is_plain and is_known:
             if self.batch == 1:
                 own = {**kwargs, "is_causal": self.padding.is_causal}
                 return function(module, query, key, value, None, **own)  # type: ignore[no-any-return]
@@ -192,33 +188,39 @@ class Rows:
                 is_causal=self.padding.is_causal,
             )  # fmt: skip
             return output[None], None
+        if is_known:
+            found = self._one_by_one(query, key, value, position_bias, **kwargs)
+            if found is not None:
+                return found, None
         padded = (self.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
         output, _ = function(module, *padded, self.mask, position_bias=position_bias, **kwargs)
         return self.gather(output), None
 
-    def _with_bias(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float = 0.0,
-        scaling: float | None = None, **kwargs: Any,
+    def _one_by_one(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None, **kwargs: Any,
     ) -> Tensor | None:  # fmt: skip
-        """Returns the attention of one sequence after the other, each with its own part of the bias.
+        """Returns the attention of one sequence after the other, each with its part of bias or mask.
 
-        bias: (B or 1, H, T, T). None in training, and if the mask hides more than the padding or a
-        sequence has padding within.
+        bias: (B or 1, H, T, T). None in training, if the call has a bias and a mask that hides more than
+        the padding, and if a sequence has padding within.
         """
-        if not self.padding.is_full or self.padding.is_causal or dropout or torch.is_grad_enabled():
+        table = self.mask if bias is None else bias
+        hides_more = not self.padding.is_full or self.padding.is_causal
+        if dropout or torch.is_grad_enabled() or (bias is not None and hides_more):
             return None
-        if bias.dtype != query.dtype or bias.shape[2:] != (self.length, self.length):
+        if table.dtype not in (torch.bool, query.dtype) or table.shape[2:] != (self.length,) * 2:
             return None
         found, start = [], 0
         for index, (place, length) in enumerate(self.padding.runs):
             if length == 0:
                 continue
             rows, places = slice(start, start + length), slice(place, place + length)
-            of_sequence = index if bias.shape[0] > 1 else 0
-            part = bias[of_sequence : of_sequence + 1, :, places, places]
+            of_sequence = index if table.shape[0] > 1 else 0
+            part = table[of_sequence : of_sequence + 1, :, places, places]
             q, k, v = (x[:, :, rows] for x in (query, key, value))
             given = AttentionArguments(
-                q, k, v, part, scale=scaling, enable_gqa=k.shape[1] < q.shape[1]
+                q, k, v, part, scale=scaling, enable_gqa=k.shape[1] < q.shape[1], softcap=softcap
             )
             found.append(attend(given)[0].transpose(1, 2))
             start += length
@@ -761,6 +763,8 @@ def _formula_of(
         module, options = probe.module, probe.options
         if module is None or len(probe.seen) != 3 or probe.bias is not None or not probe.is_known:
             return "its attention has a bias, or arguments that no kernel for layers supports"
+        if options.get("softcap") is not None:
+            return "its scores are capped, which no kernel for layers supports"
         is_causal = options.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
             return "its attention is causal without a mask"
