@@ -48,6 +48,11 @@ _T5 = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
     "initializer_factor": 2.0,
 }  # fmt: skip
+_DEBERTA = {
+    **_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4,
+    "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    "type_vocab_size": 0, "max_relative_positions": -1,
+}  # fmt: skip
 #: Attention that is not registered.
 NO_REGISTRY = "its attention is not looked up in the registry"
 #: Class -> configuration, and why it is left, if it is.
@@ -59,7 +64,8 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "CamembertModel": (_ENCODER, ""),
     "CLIPTextModel": (_ENCODER, ""),  # causal
     "ConvBertModel": ({**_ENCODER, "embedding_size": M}, NO_REGISTRY),
-    "DebertaV2Model": (_ENCODER, NO_REGISTRY),
+    "DebertaV2Model": (_DEBERTA, ""),
+    "DebertaV2ForSequenceClassification": ({**_DEBERTA, "share_att_key": False}, ""),
     "DistilBertModel": (
         {"vocab_size": VOCABULARY, "dim": M, "hidden_dim": 48, "n_layers": 3, "n_heads": 4}, "",
     ),
@@ -140,6 +146,7 @@ def build_decoder(name: str, **settings: Any) -> Any:
 #: Padding at the right, at the left and in the middle; the longest sequence has 8 tokens.
 MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "---xxxxxx")
 LEFT = ("---xxxxxx", "xxxxxxxxx", "--------x", "-xxxxxxxx")
+RIGHT = ("xxxxx----", "xxxxxxxxx", "xx-------", "xxxxxxxx-")
 _FIVE = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 #: As classifiers and their pooling need it: the first token is real.
 FIRST_IS_REAL = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
@@ -179,16 +186,21 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
     entry = stack_of(accelerate(ours))
     reason = ENCODERS[name][1]
     assert (entry.outcome, reason in entry.reason) == ("left" if reason else "swapped", True)
-    inputs = inputs_of(*(FIRST_IS_REAL if "Classification" in name else MIXED))
-    assert_same_numbers(ours, theirs, (), inputs, grad=False)
-    tokens = int(inputs["attention_mask"].sum())
-    layers = 0 if reason else 3
-    assert rows == [tokens] * layers
-    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
-    assert rows == [tokens] * 2 * layers
-    del rows[:]
+    first = FIRST_IS_REAL if "Classification" in name else MIXED
+    for real in (first,) if reason else (first, RIGHT):
+        inputs = inputs_of(*real)
+        tokens = int(inputs["attention_mask"].sum())
+        layers = 0 if reason else 3
+        assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
+        # In training, and with padding within, attention of DeBERTa runs on padded sequences.
+        is_padded = name.startswith("Deberta")
+        assert rows == [tokens] * (0 if is_padded and real is not RIGHT else layers)
+        del rows[:]
+        assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
+        assert rows == [tokens] * (0 if is_padded else layers)
+        del rows[:]
     for full in (inputs_of("xxxxx", "xxxxx"), inputs_of("xxx")):
-        assert_same_numbers(ours, theirs, (), full, grad=False)
+        assert_same_numbers(ours.eval(), theirs.eval(), (), full, grad=False)
     assert not rows
 
 
@@ -218,7 +230,9 @@ def test_padded_places_are_zero(name: str) -> None:
     ]  # only its owner's loop differs
 
 
-@pytest.mark.parametrize("name", ["BertModel", "ModernBertModel", "MPNetModel", "T5EncoderModel"])
+@pytest.mark.parametrize(
+    "name", ["BertModel", "DebertaV2Model", "ModernBertModel", "MPNetModel", "T5EncoderModel"]
+)
 @pytest.mark.parametrize(
     "real", [("xx-",), ("x--", "xxx"), ("---", "xx-"), ("---", "---"), ("x",), ("---x", "xx--")]
 )
@@ -233,7 +247,12 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
 
 
 #: Model -> heads of its bias or mask, and how many of the three layers have one.
-WITH_A_TABLE = {"MPNetModel": (4, 3), "ModernBertModel": (1, 1), "T5EncoderModel": (4, 3)}
+WITH_A_TABLE = {
+    "DebertaV2Model": (4, 3),
+    "MPNetModel": (4, 3),
+    "ModernBertModel": (1, 1),
+    "T5EncoderModel": (4, 3),
+}
 
 
 @pytest.mark.parametrize("name", WITH_A_TABLE)
@@ -262,10 +281,10 @@ def test_each_sequence_has_its_part_of_bias_or_window(
     assert not sizes
 
 
-@pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
+@pytest.mark.parametrize("name", ["BertModel", "DebertaV2Model", "MPNetModel"])
 def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> None:
     theirs = Real(build(name))
-    inputs = inputs_of(*MIXED)
+    inputs = inputs_of(*RIGHT)
     with torch.no_grad():
         exact = copy.deepcopy(theirs).double()(**inputs)
     for dtype, context in (
@@ -281,7 +300,9 @@ def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> Non
     assert len(rows) == 9
 
 
-@pytest.mark.parametrize("name", ["BertModel", "T5EncoderModel", "BartModel", "MPNetModel"])
+@pytest.mark.parametrize(
+    "name", ["BertModel", "T5EncoderModel", "BartModel", "DebertaV2Model", "MPNetModel"]
+)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int]) -> None:
     """Padded places have no gradient; checkpointing repeats the rows and the dropped elements."""
@@ -290,6 +311,8 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
     inputs = inputs_of(*MIXED)
     mask = inputs["attention_mask"]
     runs = []
+    if name == "DebertaV2Model" and reentrant:
+        pytest.skip("its own code differentiates the positions once a layer, which raises")
     for checkpointing in (False, True):
         if checkpointing and (reentrant is None or not model.supports_gradient_checkpointing):
             continue
@@ -304,16 +327,16 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
         assert x.grad[mask == 1].any(-1).all()
         runs.append((output.detach(), x.grad))
     torch.testing.assert_close(runs[-1], runs[0])
-    assert set(rows) == {int(mask.sum())}
+    assert set(rows) == ({int(mask.sum())} if name != "DebertaV2Model" else set())
 
 
-@pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
+@pytest.mark.parametrize("name", ["BertModel", "DebertaV2Model", "MPNetModel"])
 def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> None:
     """Hidden states, attention weights and hooks of users have the shapes of padded batches."""
     theirs = build(name)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
-    inputs = inputs_of(*MIXED)
+    inputs = inputs_of(*RIGHT)
     seen: list[torch.Size] = []
     for shown in ({"output_hidden_states": True}, {"output_attentions": True}):
         with torch.no_grad():
@@ -323,8 +346,8 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
             if one.dim() == 4:  # weights of each query
                 one, other = one.transpose(1, 2), other.transpose(1, 2)
             torch.testing.assert_close(one[real], other[real], rtol=1e-3, atol=1e-4)
-        # MPNet's encoder collects the states itself, in their padded layout.
-        assert bool(rows) == (name == "MPNetModel" and "output_hidden_states" in shown)
+        # Other encoders collect the states themselves, in their padded layout.
+        assert bool(rows) == (name != "BertModel" and "output_hidden_states" in shown)
         del rows[:]
     hook = ours.encoder.layer[1].intermediate.register_forward_hook(
         lambda module, args, output: seen.append(output.shape)
@@ -332,7 +355,8 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
     ours(**inputs)
     assert (seen, rows) == ([(B, T, 48)], [])
     hook.remove()
-    ours(**inputs)
+    with torch.no_grad():
+        ours(**inputs)
     assert rows
     theirs.encoder.layer[0].register_forward_hook(lambda *_: None)
     assert "its layers have hooks" in stack_of(accelerate(theirs)).reason
@@ -585,7 +609,7 @@ def test_copies_pickles_and_restore(rows: list[int]) -> None:
 
 
 def test_verify_compares_real_places() -> None:
-    for name in ("BertModel", "ModernBertModel", "MPNetModel"):
+    for name in ("BertModel", "DebertaV2Model", "ModernBertModel", "MPNetModel"):
         report = accelerate(build(name), verify=inputs_of(*FIRST_IS_REAL))
         assert report.verified, str(report)
 

@@ -9,6 +9,7 @@ called as usual.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +51,7 @@ from .report import BATCH, LENGTH
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
 #: Model families whose layers can be replaced.
-MODELS = ("bart", "bert", "llama", "marian", "mpnet", "t5")
+MODELS = ("bart", "bert", "deberta_v2", "llama", "marian", "mpnet", "t5")
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
 
@@ -468,6 +469,12 @@ def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tenso
 class Attention(FusedLayer):
     """Base of attention that is not looked up in the registry of transformers."""
 
+    @staticmethod
+    def visible(mask: Tensor) -> Tensor | None:
+        """Returns True where the mask lets a token attend; None if it has other values."""
+        hidden = mask == torch.finfo(mask.dtype).min
+        return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
 
 @_replaces("MPNetSelfAttention")
 class MPNetSelfAttention(Attention):
@@ -508,6 +515,127 @@ class MPNetSelfAttention(Attention):
         size, p = self.attention_head_size, dropout_p(self.dropout)
         heads = x(BATCH, self.q.out_features // size, LENGTH, size)
         return [("attention", (heads,) * 3, {"dropout_p": p if training else 0.0})]
+
+
+class _Disentangled:
+    """The terms of DeBERTa's scores with a relative position, as a `packing.Bias`.
+
+    Query t's products with the positions from T - 1 to 1 - T are row t of a matrix (N, 2 T - 1). Its
+    term with key s is in column T - 1 - (t - s), one column further to the left than for the query
+    before. So the terms of a sequence are a view of this matrix, whose rows are 2 T - 2 elements apart.
+    """
+
+    def __init__(
+        self, layer: Any, query: Tensor, key: Tensor, relative: Tensor, embeddings: Tensor, factor: float
+    ) -> None:  # fmt: skip
+        self.layer, self.query, self.key, self.factor = layer, query, key, factor
+        self.relative, self.embeddings, self.length = relative, embeddings, relative.shape[-1]
+
+    @functools.cached_property
+    def products(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns those of queries with keys of positions, and of keys with queries of positions."""
+        span = self.layer.pos_ebd_size
+        places = torch.cat([self.relative[0, :, 0].flip(0), self.relative[0, 0, 1:]])
+        return (
+            self._product("c2p", self.query, "key", places + span),
+            self._product("p2c", self.key, "query", span - places),
+        )
+
+    def _product(self, kind: str, rows: Tensor, other: str, places: Tensor) -> Tensor | None:
+        layer, last = self.layer, 2 * self.layer.pos_ebd_size - 1
+        if kind not in layer.pos_att_type:
+            return None
+        part = getattr(layer, f"{other}_proj" if layer.share_att_key else f"pos_{other}_proj")
+        of_places = self.embeddings.index_select(0, places.clamp(0, last))
+        heads = (fusion.linear(part, of_places) * self.factor).unflatten(1, (rows.shape[1], -1))
+        return rows @ heads.permute(1, 2, 0)
+
+    def _terms(self, product: Tensor, rows: slice) -> Tensor:
+        part = product[:, :, rows]
+        batch, heads, length, _ = part.shape
+        outer, inner, row, _ = part.stride()
+        start = part.storage_offset() + self.length - 1
+        return part.as_strided((batch, heads, length, length), (outer, inner, row - 1, 1), start)
+
+    def __call__(self, rows: slice, places: slice) -> Tensor:
+        of_queries, of_keys = self.products
+        if of_keys is None:
+            return self._terms(of_queries, rows)  # type: ignore[arg-type]
+        transposed = self._terms(of_keys, rows).transpose(2, 3)
+        return transposed if of_queries is None else self._terms(of_queries, rows) + transposed
+
+
+@_replaces("DisentangledSelfAttention")
+class DisentangledSelfAttention(Attention):
+    """DeBERTa's attention, in inference; in training its own code runs, on padded sequences."""
+
+    query_proj: Any
+    key_proj: Any
+    value_proj: Any
+    dropout: Any
+    num_attention_heads: int
+    attention_head_size: int
+    pos_att_type: list[str]
+    relative_attention: bool
+
+    @staticmethod
+    def visible(mask: Tensor) -> Tensor | None:
+        return mask.bool()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | packing.Rows,
+        output_attentions: bool = False,
+        query_states: Tensor | None = None,
+        relative_pos: Tensor | None = None,
+        rel_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = attention_mask if isinstance(attention_mask, packing.Rows) else None
+        runs = not torch.is_grad_enabled() if rows is None else rows.runs_one_by_one()
+        kinds = {"c2p", "p2c"} & {*self.pos_att_type} if self.relative_attention else {}
+        if (
+            not runs
+            or self.training
+            or output_attentions
+            or query_states is not None
+            or (kinds and not _has_differences(relative_pos, rel_embeddings))
+            or is_patched(type(self))
+            or not fusion.is_unhooked(self.dropout, fusion.DROPOUT)
+        ):
+            given = output_attentions, query_states, relative_pos, rel_embeddings
+            if rows is None:
+                return super().forward(hidden_states, attention_mask, *given)  # type: ignore[misc, no-any-return]
+            padded, weights = super().forward(rows.put_back(hidden_states), rows.mask, *given)  # type: ignore[misc]
+            return rows.gather(padded), weights
+        shape = (*hidden_states.shape[:-1], self.num_attention_heads, -1)
+        query, key, value = (
+            fusion.linear(part, hidden_states).view(shape).transpose(1, 2)
+            for part in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        factor = (query.shape[-1] * (1 + len({"c2p", "p2c"} & {*self.pos_att_type}))) ** -0.5
+        bias: Any = None
+        if kinds:
+            bias = _Disentangled(self, query, key, relative_pos, rel_embeddings, factor)  # type: ignore[arg-type]
+        mask: Any = attention_mask
+        if rows is None:
+            bias = None if bias is None else bias(slice(None), slice(None))
+            mask = None if mask.all() else mask.bool()
+        output, _ = attention(
+            self, query, key, value, mask, scaling=factor, is_causal=False, position_bias=bias
+        )
+        return output.flatten(2), None
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        heads = x(BATCH, self.num_attention_heads, LENGTH, self.attention_head_size)
+        return [] if training else [("attention", (heads,) * 3, {})]
+
+
+def _has_differences(relative: Tensor | None, embeddings: Tensor | None) -> bool:
+    """True if positions (1, T, T) depend on nothing but the difference of two places."""
+    if relative is None or embeddings is None or relative.dim() != 3 or len(relative) != 1:
+        return False
+    return torch.equal(relative[:, 1:, 1:], relative[:, :-1, :-1])
 
 
 @_replaces("T5LayerNorm", "LlamaRMSNorm")
@@ -615,7 +743,7 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-@_replaces("BertSelfOutput", "BertOutput", "MPNetOutput")
+@_replaces("BertSelfOutput", "BertOutput", "DebertaV2SelfOutput", "DebertaV2Output", "MPNetOutput")
 class Output(FusedLayer):
     """A projection, then dropout, residual connection and norm."""
 
@@ -706,6 +834,28 @@ class MPNetLayer(_InTwoModules):
             output_attentions=output_attentions,
         )  # fmt: skip
         return (self._feed_forward(attended), *others)
+
+
+@_replaces("DebertaV2Layer")
+class DebertaV2Layer(_InTwoModules):
+    _inner, _output = "DebertaV2Intermediate", "DebertaV2Output"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        query_states: Tensor | None = None,
+        relative_pos: Tensor | None = None,
+        rel_embeddings: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        given = query_states, relative_pos, rel_embeddings
+        if is_patched(type(self)):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, *given, output_attentions
+            )
+        attended, weights = self.attention(hidden_states, attention_mask, output_attentions, *given)  # type: ignore[operator]
+        return self._feed_forward(attended), weights
 
 
 @_replaces("MPNetAttention")

@@ -42,6 +42,9 @@ from . import classes, formula
 from .classes import ClassChange
 from .parts import NAME, NAME_OF_ATTENTION, is_ours
 
+#: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and places that returns
+#: its part.
+Bias = Tensor | Callable[[slice, slice], Tensor]
 #: Attribute of a mask (B, 1, T, T) with the `Padding` from which our mask function has made it.
 _PADDING = "_padding_of_transformer_fast"
 
@@ -102,23 +105,23 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     return mask
 
 
-def _note_padding_of(mask: Any) -> Tensor | None:
-    """Returns a mask of layers whose attention is not in the registry, with a note of its padding.
+def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """Returns a mask (B, 1, T, T) of attention outside the registry, with a note of its padding.
 
-    transformers makes it: (B, 1, T, T) with 0 where a token attends, and the lowest finite value
-    elsewhere. None if it has other values, or if tokens of a sequence attend to different tokens.
+    visible: returns True where a token may attend, or None if the mask has other meanings. Returns
+    None if real tokens do not attend to all real tokens of their sequence, or to others.
     """
-    if not isinstance(mask, Tensor) or not mask.is_cpu or not mask.is_floating_point():
+    if not isinstance(mask, Tensor) or not mask.is_cpu or mask.dim() != 4:
         return None
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or 0 in mask.shape:
+    if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or 0 in mask.shape:
         return None
-    first = mask[:, :, :1]
-    real = first == 0
-    if not torch.equal(mask, first.expand_as(mask)):
+    seen = visible(mask)
+    if seen is None:
         return None
-    if not torch.equal(first, torch.where(real, 0.0, torch.finfo(mask.dtype).min).to(mask.dtype)):
+    real = seen.diagonal(dim1=2, dim2=3)  # (B, 1, T)
+    if not torch.equal(seen & real[..., None], real[..., None] & real[:, :, None]):
         return None
-    setattr(mask, _PADDING, Padding(real[:, 0, 0], True, False, mask))
+    setattr(mask, _PADDING, Padding(real[:, 0], True, False, mask))
     return mask
 
 
@@ -168,7 +171,7 @@ class Rows:
 
     def attend(
         self, function: Callable[..., Any], module: torch.nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, position_bias: Tensor | None, is_known: bool, **kwargs: Any,
+        value: Tensor, position_bias: Bias | None, is_known: bool, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Returns the attention (1, N, H, D) of queries, keys and values (1, heads, N, D).
 
@@ -196,28 +199,38 @@ class Rows:
         output, _ = function(module, *padded, self.mask, position_bias=position_bias, **kwargs)
         return self.gather(output), None
 
+    def runs_one_by_one(self) -> bool:
+        """True in inference if no sequence has padding within."""
+        return not torch.is_grad_enabled() and bool(self.padding.runs)
+
     def _one_by_one(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None,
         dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None, **kwargs: Any,
     ) -> Tensor | None:  # fmt: skip
         """Returns the attention of one sequence after the other, each with its part of bias or mask.
 
-        bias: (B or 1, H, T, T). None in training, if the call has a bias and a mask that hides more than
-        the padding, and if a sequence has padding within.
+        bias: (B or 1, H, T, T), or a function of a sequence's rows and places that returns its part. None
+        if `runs_one_by_one` is false, with dropout, and if the call has a bias and a mask that hides more
+        than the padding.
         """
-        table = self.mask if bias is None else bias
         hides_more = not self.padding.is_full or self.padding.is_causal
-        if dropout or torch.is_grad_enabled() or (bias is not None and hides_more):
+        if dropout or not self.runs_one_by_one() or (bias is not None and hides_more):
             return None
-        if table.dtype not in (torch.bool, query.dtype) or table.shape[2:] != (self.length,) * 2:
+        table = self.mask if bias is None else bias
+        if isinstance(table, Tensor) and not (
+            table.dtype in (torch.bool, query.dtype) and table.shape[2:] == (self.length,) * 2
+        ):
             return None
         found, start = [], 0
         for index, (place, length) in enumerate(self.padding.runs):
             if length == 0:
                 continue
             rows, places = slice(start, start + length), slice(place, place + length)
-            of_sequence = index if table.shape[0] > 1 else 0
-            part = table[of_sequence : of_sequence + 1, :, places, places]
+            if isinstance(table, Tensor):
+                of_sequence = index if table.shape[0] > 1 else 0
+                part = table[of_sequence : of_sequence + 1, :, places, places]
+            else:
+                part = table(rows, places)
             q, k, v = (x[:, :, rows] for x in (query, key, value))
             given = AttentionArguments(
                 q, k, v, part, scale=scaling, enable_gqa=k.shape[1] < q.shape[1], softcap=softcap
@@ -282,8 +295,9 @@ class _Loop:
         mask = next((x for x in values if getattr(x, _PADDING, None) is not None), None)
         names = self.stack._parameters_of_layers
         given = dict(zip(names, args, strict=False)) | kwargs
-        if mask is None and self.stack._has_own_attention and self._is_plain():
-            mask = _note_padding_of(given.get(_MASK))
+        own = self.stack._own_attention
+        if mask is None and own is not None and self._is_plain():
+            mask = _note_padding_of(given.get(_MASK), own.visible)
         if mask is None and self.hidden is None:
             output = self._fused(layer, found, given, None)
             return layer(*args, **kwargs) if output is None else output
@@ -333,7 +347,12 @@ class _Loop:
                 is_recorded()
                 or in_torch_func()
                 or is_patched(*kinds)
-                or any(_is_changed(layer, kinds, self.stack._methods) for layer in self.layers)
+                or any(
+                    _is_changed(
+                        layer, kinds, self.stack._methods, self.stack._own_attention is not None
+                    )
+                    for layer in self.layers
+                )
             )
         return self.is_plain
 
@@ -364,7 +383,7 @@ class _Loop:
                 packed[name] = self._gathered(value, rows)
             elif self.stack._is_decoder and name in _CACHES and _is_growing(value):
                 packed[name] = _Cache(value, rows)
-            elif name in (names[0], "position_bias") or isinstance(value, _PLAIN_VALUES):
+            elif name in (names[0], *_OF_PLACES) or isinstance(value, _PLAIN_VALUES):
                 packed[name] = value
             else:
                 return None
@@ -388,6 +407,8 @@ class _Loop:
 _MASK = "attention_mask"
 #: Names of the argument with the keys and values of earlier calls.
 _CACHES = ("past_key_values", "layer_past")
+#: Arguments that only attention reads, by the places of tokens.
+_OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 #: Argument that does not change the result of a layer that has a formula.
 _IGNORED = "use_cache"
 #: Types of arguments that are the same for all tokens.
@@ -408,12 +429,12 @@ class _Layer:
 
 
 def _is_changed(
-    module: torch.nn.Module, kinds: frozenset[type], methods: frozenset[str]
-) -> bool:  # fmt: skip
+    module: torch.nn.Module, kinds: frozenset[type], methods: frozenset[str], is_own: bool
+) -> bool:
     """True if a call in the layer is observed, or runs other code or attention than `find` tested.
 
     The observer, or the other code, gets padded batches. kinds: the tested classes. methods: the names
-    of their methods.
+    of their methods. is_own: attention is one of ``kinds``, and its config may name any.
     """
     if module._forward_hooks and any(map(_is_active, module._forward_hooks.values())):
         return True
@@ -424,10 +445,10 @@ def _is_changed(
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
         or not module.__dict__.keys().isdisjoint(methods)
-        or getattr(module.__dict__.get("config"), NAME_OF_ATTENTION, NAME) != NAME
+        or (not is_own and getattr(module.__dict__.get("config"), NAME_OF_ATTENTION, NAME) != NAME)
         or not (kind in kinds or original_class(module) in kinds or _is_of_peft(kind))
         or any(
-            _is_changed(child, kinds, methods)
+            _is_changed(child, kinds, methods, is_own)
             for child in module._modules.values()
             if child is not None
         )
@@ -456,8 +477,9 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: True if the layers are a decoder's: with gradients they run on padded batches, because users may
     #: compute the loss at padded places, too.
     _is_decoder: bool
-    #: True if attention is not in the registry, so that no mask function of ours notes the padding.
-    _has_own_attention: bool
+    #: The class of the layers' attention if it is not in the registry, so that no mask function of ours
+    #: notes the padding; its ``visible`` is the argument of `_note_padding_of`.
+    _own_attention: Any
     _parameters_of_layers: tuple[str, ...]
     #: Classes in the layers before `accelerate`, others that treat each token alike, and the names of
     #: their methods.
@@ -531,7 +553,7 @@ def find(
     )
     methods = frozenset(name for kind in tested for _, name, _ in note_methods(kind))
     with with_our_attention(config):
-        reason = classes.sharded(stack) or _why_not(layers, config, tested, methods)
+        reason = classes.sharded(stack) or _why_not(layers, config, tested, methods, bool(own))
     reason = (
         reason
         or _mixing(layers, parameters, config, with_our_attention)
@@ -540,7 +562,9 @@ def find(
     if reason is not None:
         return reason
     formulas = tuple(
-        _formula_of(layer, config, with_our_attention)
+        "its attention is not in the registry, and may have terms that no kernel for layers supports"
+        if own
+        else _formula_of(layer, config, with_our_attention)
         if all(is_wanted(f"{index}.{inner}".rstrip(".")) for inner, _ in layer.named_modules())
         else "filter_fn excludes a part of it"
         for index, layer in enumerate([] if is_decoder else layers)
@@ -555,8 +579,8 @@ def find(
     code, is_chain = loop
     made = classes.subclass(
         kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
-        _is_decoder=is_decoder, _has_own_attention=bool(own), _parameters_of_layers=parameters,
-        _kinds=tested, _methods=methods, _formulas=formulas,
+        _is_decoder=is_decoder, _own_attention=own[0].after if own else None,
+        _parameters_of_layers=parameters, _kinds=tested, _methods=methods, _formulas=formulas,
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
 
@@ -580,11 +604,11 @@ def _is_causal(layer: torch.nn.Module) -> bool:
 
 
 def _why_not(
-    layers: list[Any], config: Any, kinds: frozenset[type], methods: frozenset[str]
-) -> str | None:  # fmt: skip
+    layers: list[Any], config: Any, kinds: frozenset[type], methods: frozenset[str], is_own: bool
+) -> str | None:
     if getattr(config, "chunk_size_feed_forward", 0):
         return "its layers split sequences into chunks (chunk_size_feed_forward)"
-    if has_global_hook() or any(_is_changed(layer, kinds, methods) for layer in layers):
+    if has_global_hook() or any(_is_changed(layer, kinds, methods, is_own) for layer in layers):
         return "its layers have hooks, which expect padded batches, or the config of another model"
     for parameter in (p for layer in layers for p in layer.parameters()):
         if is_lazy(parameter) or not are_plain_on_cpu((parameter.data,)):
@@ -646,15 +670,18 @@ class _Probe(Rows):
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
-        self.bias: Tensor | None = None
+        self.bias: Bias | None = None
         self.module: torch.nn.Module | None = None
         #: Arguments of attention, and whether our kernels support them.
         self.options: dict[str, Any] = {}
         self.is_known = True
 
+    def runs_one_by_one(self) -> bool:
+        return True
+
     def attend(  # type: ignore[override]
         self, function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor,
-        position_bias: Tensor | None, is_known: bool, **kwargs: Any,
+        position_bias: Bias | None, is_known: bool, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         self.seen += [query, key, value]
         self.bias, self.module, self.options = position_bias, module, kwargs
@@ -713,6 +740,9 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
         share = rotary.get("partial_rotary_factor") or 1.0  # of a head's dimensions, in Phi
         angles = torch.ones(1, 3, int(size * share), dtype=weight.dtype)
         given["position_embeddings"] = angles, torch.zeros_like(angles)
+    if "relative_pos" in parameters:
+        given["relative_pos"] = torch.zeros(1, 3, 3, dtype=torch.long)
+        given["rel_embeddings"] = token[None]
     bias = _bias_of(first)
     if "position_bias" in parameters and bias is not None:
         given["position_bias"] = bias.compute_bias(3, 3)
@@ -739,7 +769,7 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
             return "its attention is not looked up in the registry of transformers"
         if output.shape != x.shape or len(probe.seen) != 3:
             return "it is not one attention followed by operations on each token"
-        if probe.bias is not given.get("position_bias"):
+        if isinstance(probe.bias, Tensor) and probe.bias is not given.get("position_bias"):
             return "its attention computes a bias from the number of tokens"
         found.append([x.transpose(1, 2) for x in probe.seen] + [output])
     for x in found[0]:
