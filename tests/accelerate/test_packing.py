@@ -50,7 +50,7 @@ _T5 = {
 }  # fmt: skip
 _DEBERTA = {
     **_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4,
-    "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    "share_att_key": True, "norm_rel_ebd": "none|layer_norm", "position_biased_input": False,
     "type_vocab_size": 0, "max_relative_positions": -1,
 }  # fmt: skip
 #: Attention that is not registered.
