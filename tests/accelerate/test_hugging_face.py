@@ -16,7 +16,7 @@ from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 from transformer_fast import _native, accelerate, nn, restore
-from transformer_fast.accelerate import hugging_face
+from transformer_fast.accelerate import hugging_face, hugging_face_layers
 from transformer_fast.backends import cpu_packing
 from transformer_fast.nn import drop_in
 from transformer_fast.testing import GRADIENT_FACTOR
@@ -178,7 +178,7 @@ def _same(ours: torch.nn.Module, theirs: torch.nn.Module, inputs: dict[str, Tens
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Returns, for each call of our attention, whether it had a mask."""
     found: list[bool] = []
-    ours = hugging_face.attention
+    ours = hugging_face_layers.attention
 
     def counted(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *a: Any, **k_: Any) -> Any:
         found.append(mask is not None)
@@ -209,7 +209,9 @@ def test_layers_match_transformers(name: str) -> None:
     report = accelerate(ours)
     assert not report.left
     swapped = [e for e in report.swapped if "hugging_face" in e.now]
-    assert len(swapped) == sum(type(m).__name__ in hugging_face.CLASSES for m in theirs.modules())
+    assert len(swapped) == sum(
+        type(m).__name__ in hugging_face_layers.CLASSES for m in theirs.modules()
+    )
     assert swapped
     assert set(_attentions(ours)) == {hugging_face.NAME}
     _same(ours, theirs, inputs_of(name))
@@ -407,7 +409,7 @@ def test_attention_ignores_the_unwritten_part_of_a_cache() -> None:
     module = torch.nn.Module()
     module.is_causal = True
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8)
-    output, weights = hugging_face.attention(module, q, k, k, None, output_attentions=True)
+    output, weights = hugging_face_layers.attention(module, q, k, k, None, output_attentions=True)
     assert output.shape == (2, 3, 4, 8)
     assert output.is_contiguous()
     repeated = k[:, :, :3].repeat_interleave(2, dim=1)
@@ -417,7 +419,7 @@ def test_attention_ignores_the_unwritten_part_of_a_cache() -> None:
     torch.testing.assert_close(output, expected.transpose(1, 2))
     assert weights is not None
     bias = torch.randn(1, 4, 3, 7)
-    output, _ = hugging_face.attention(module, q, k, k, None, position_bias=bias)
+    output, _ = hugging_face_layers.attention(module, q, k, k, None, position_bias=bias)
     hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, repeated, repeated, attn_mask=bias[..., :3].masked_fill(hidden, -torch.inf)
@@ -430,7 +432,7 @@ def test_activation_names_match_their_functions() -> None:
     known = {}
     for name, function in transformers.activations.ACT2FN.items():
         activation = transformers.activations.ACT2FN[name]
-        found = hugging_face.activation_name(activation)
+        found = hugging_face_layers.activation_name(activation)
         if found is not None:
             known[name] = found
             ours = nn.functional.linear(x[:, None], torch.ones(1, 1).double(), activation=found)
@@ -499,7 +501,7 @@ def test_calls_with_unknown_arguments_fall_back(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         expected = model(**inputs).logits
         accelerate(model, filter_fn=_is_model)
-        monkeypatch.setattr(hugging_face.functional, "scaled_dot_product_attention", None)
+        monkeypatch.setattr(hugging_face_layers.functional, "scaled_dot_product_attention", None)
         with pytest.raises(TypeError):
             model(**inputs)
         assert torch.equal(model(**inputs, s_aux=torch.ones(4)).logits, expected)
@@ -530,7 +532,7 @@ def test_masked_rows_and_broadcast_batches_match() -> None:
     seen[1, :, 1] = False
     for mask in (seen, seen.float().masked_fill(~seen, torch.finfo(torch.float32).min)):
         expected, _ = sdpa_attention_forward(module, q, k, v, mask)
-        output, weights = hugging_face.attention(module, q, k, v, mask)
+        output, weights = hugging_face_layers.attention(module, q, k, v, mask)
         torch.testing.assert_close(output, expected)
         assert weights is None
 
@@ -689,7 +691,7 @@ def test_conv1d_keeps_a_packed_copy_in_inference(dtype: torch.dtype) -> None:
     theirs, x = _conv1d(8, dtype)
     ours = copy.deepcopy(theirs)
     entry = accelerate(ours)[""]
-    assert entry.now == "transformer_fast.accelerate.hugging_face.Conv1D"
+    assert entry.now == "transformer_fast.accelerate.hugging_face_layers.Conv1D"
     assert set(entry.inference) == {"linear"}
     assert not entry.training
     assert "with gradients linear uses the original forward" in str(entry)
@@ -710,8 +712,8 @@ def test_gpt2_layers_are_replaced_and_match() -> None:
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     block = "model.transformer.h.0"
-    assert report[f"{block}.attn.c_attn"].now.endswith("hugging_face.Conv1D")
-    assert report[f"{block}.mlp.act"].now.endswith("hugging_face.GELUTanh")
+    assert report[f"{block}.attn.c_attn"].now.endswith("hugging_face_layers.Conv1D")
+    assert report[f"{block}.mlp.act"].now.endswith("hugging_face_layers.GELUTanh")
     mlp = report[f"{block}.mlp"]
     assert mlp.now == "transformer_fast.accelerate.mlp.FeedForward"
     assert set(mlp.inference) == {"feed_forward"}

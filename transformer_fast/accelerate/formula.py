@@ -28,8 +28,7 @@ from ..nn.drop_in import RECORD, is_patched, original_class
 from ..nn.fusion import LAYER_NORM, LINEAR, Kind, Layer, Norm, Sublayer, affine, read_norm
 from ..nn.int8 import INT8
 from ..reference import ACTIVATIONS
-from .parts import is_ours
-from .quantize import FACTORS
+from .parts import FACTORS, is_ours
 
 #: Some layers clamp their result in float16.
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -25,7 +25,7 @@ from ..nn.drop_in import runs_torch_forward
 from ..nn.int8 import INT8, run_feed_forward
 from . import classes
 from .classes import ClassChange
-from .hugging_face import activation_name, is_conv1d, is_faster_transposed
+from .hugging_face_layers import activation_name, is_conv1d, is_faster_transposed
 from .parts import Example, FusedLayer, Op, Part, dropout_p, example_of
 
 _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)

@@ -16,13 +16,13 @@ from .._explain import explain
 from ..models.embedding import OutputProjection
 from ..nn.drop_in import warn_user
 from ..nn.int8 import INT8, Int8Weights, why_float
-from . import classes, hugging_face
+from . import classes
 from .classes import Change, ClassChange, undone
+from .hugging_face_layers import Conv1D
+from .parts import FACTORS
 from .report import Entry, Int8Report, Report
 
 SCHEMES = ("int8",)
-#: Name of the attribute of a norm with the factors of its channels, see `smooth`.
-FACTORS = "_factors_of_accelerate"
 
 
 @dataclass
@@ -134,7 +134,7 @@ def _find(name: str, module: Any) -> QuantizeChange | str | None:
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         else:
             names = ("in_proj_weight",)
-    elif isinstance(module, hugging_face.Conv1D):
+    elif isinstance(module, Conv1D):
         transposed = True
     elif isinstance(module, torch.nn.Linear):
         if type(module) is NonDynamicallyQuantizableLinear:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantize import FACTORS, QuantizeChange, error_of
+from .parts import FACTORS
+from .quantize import QuantizeChange, error_of
 from .verify import forward_only, parse_inputs
 
 #: Largest magnitude of the factors' exponents.
