@@ -220,7 +220,8 @@ def work(finding: Finding) -> str:
     """Formats the case's name: 'attention (4,8,1024,64) with gradients, bfloat16'."""
     kind, _, dtype = finding.suite.partition(", ")
     gradients = " with gradients" if kind == "backward" else ""
-    return f"{finding.chosen.op} {finding.chosen.case}{gradients}" + (f", {dtype}" if dtype else "")
+    name = f"{finding.chosen.op} {finding.chosen.case}{gradients}"
+    return name if not dtype or name.endswith(dtype) else f"{name}, {dtype}"
 
 
 def _rival(finding: Finding) -> str:
