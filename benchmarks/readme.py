@@ -23,7 +23,17 @@ from transformer_fast.specs import OPS
 
 from . import findings
 from .findings import FIGURES, TEXT, markdown, table, text_summary, work
-from .report import Machine, all_findings, headline, hurried, is_scaling, machines, mean_vs_torch
+from .report import (
+    Machine,
+    all_findings,
+    headline,
+    hurried,
+    is_of_int8,
+    is_scaling,
+    machines,
+    mean_vs_torch,
+    speedups_over_torch,
+)
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -112,13 +122,14 @@ def headline_part(folder: Path = findings.FOLDER) -> str:
         (f, f.rival, f.against)
         for f in found
         if f.rival is not None and f.against is not None and not _is_ours(f.rival.candidate)
-    ]
+        and not is_of_int8(f)
+    ]  # fmt: skip
     mean, best = mean_vs_torch(first) or math.nan, geometric_mean(r.value for _, _, r in others)
     worst, rival, ratio = min(others, key=lambda one: one[2].value)
     slowest = "PyTorch's" if rival.candidate == "torch" else f"{rival.candidate}'s"
     parts = [
         f"- **{form.times(mean)}** the speed of PyTorch's best (eager or compiled) on {first.title}\n"
-        f"  (geometric mean of {form.count(len(found), 'case')}; {_taken(first)})"
+        f"  (geometric mean of {form.count(len(speedups_over_torch(first)), 'case')}; {_taken(first)})"
         f"{_elsewhere(first, rest)}",
         f"- **{form.times(best)}** the speed of the best alternative in each of {len(others)} cases\n"
         f"  ({', '.join(_alternatives(first))})",
@@ -157,7 +168,8 @@ def _others(first: Machine, rest: Iterable[Machine]) -> dict[str, Machine]:
 def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:
     """Returns the other machines' speed-ups, such as '; 1.73x on AMD EPYC (Zen 4), 91 cases'."""
     return "".join(
-        f";\n  {form.times(mean)} on {name}, {form.count(len(all_findings(one)), 'case')} ({_taken(one)})"
+        f";\n  {form.times(mean)} on {name}, "
+        f"{form.count(len(speedups_over_torch(one)), 'case')} ({_taken(one)})"
         for name, one in _others(first, rest).items()
         if (mean := mean_vs_torch(one)) is not None
     )
