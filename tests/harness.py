@@ -218,13 +218,24 @@ def run(target: Target, arguments: tuple[Any, ...]) -> Any:
         return target.kernel.run(*arguments)
 
 
+def in_nan(target: Target, arguments: tuple[Any, ...], offset: int = 1) -> tuple[Any, ...]:
+    """Returns the arguments on the target's device, misaligned and surrounded by NaN.
+
+    On AMX PyTorch's own products of bfloat16 multiply what lies behind a row by 0, so that NaN there
+    spreads: for these the arguments stay as they are.
+    """
+    if target.kernel.backend != "cpu" and target.dtype == torch.bfloat16 and "amx" in ISAS:
+        return on(target, arguments)
+    return embed_all_in_nan(on(target, arguments), offset)
+
+
 def check_target(
     target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
 ) -> None:
     """Checks the target against the error budget, with misaligned inputs that are surrounded by
     NaN. The inputs are neither modified nor returned.
     """
-    given = on(target, embed_all_in_nan(arguments, offset))
+    given = in_nan(target, arguments, offset)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
     results = as_results(run(target, given))

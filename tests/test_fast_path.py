@@ -419,7 +419,7 @@ def test_norm_gradients_of_many_rows_run_on_kernels(threads_of_torch: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("rows", "mkl", "backend"), [(4, False, "cpu"), (4, True, "torch"), (16, True, "cpu")]
+    ("rows", "mkl", "backend"), [(3, False, "cpu"), (3, True, "torch"), (16, True, "cpu")]
 )
 def test_few_rows_of_large_matrices_run_on_the_faster_product(
     rows: int, mkl: bool, backend: str, monkeypatch: pytest.MonkeyPatch

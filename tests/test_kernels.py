@@ -28,6 +28,7 @@ from harness import (
     check_trained,
     drawn,
     each_op,
+    in_nan,
     in_use,
     kernel_of,
     name_of,
@@ -47,7 +48,6 @@ from transformer_fast.testing import (
     Truth,
     call_of,
     check_gradients,
-    embed_all_in_nan,
     gradients,
     nan_memory,
     require_grad,
@@ -265,7 +265,7 @@ def test_training_is_within_the_budget(op, case, dtype, backend):
     # In float32 the exponents of the backward are differences of numbers around 1000, with errors
     # of 1e-4.
     saturated |= backend.name == "triton" and case == "scores of deviation 300"
-    arguments = embed_all_in_nan(on(target, arguments), int(backend != CUDA))
+    arguments = in_nan(target, arguments, int(backend != CUDA))
     check_trained(target.kernel, arguments, gradients=not saturated)
 
 

@@ -321,12 +321,14 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
         x = torch.randn(*mask.shape, M, generator=torch.Generator().manual_seed(2)).requires_grad_()
         torch.manual_seed(4)
         output = model(inputs_embeds=x, attention_mask=mask)[0]
-        output.square().sum().backward()
+        # Not output.square(): behind a norm its gradient is nothing but rounding errors.
+        (output * torch.linspace(-1, 1, M)).sum().backward()
         assert x.grad is not None
         assert not x.grad[mask == 0].any()
         assert x.grad[mask == 1].any(-1).all()
         runs.append((output.detach(), x.grad))
-    torch.testing.assert_close(runs[-1], runs[0])
+    for again, first in zip(runs[-1], runs[0], strict=True):
+        torch.testing.assert_close(again, first, rtol=0.0, atol=1e-4 * float(first.abs().max()))
     assert set(rows) == ({int(mask.sum())} if name != "DebertaV2Model" else set())
 
 
