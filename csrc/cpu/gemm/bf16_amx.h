@@ -34,6 +34,38 @@ TF_INLINE void keep_avx512_active() {
   asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));
 }
 
+// Adds a step of products to the sums of two by two tiles, or of one by two without kTwo: two tiles
+// of A, whose rows are `row` bytes apart, and a panel of B, each loaded if new. Loads are issued
+// before meanwhile(): otherwise they wait for its stores.
+template <bool kInt8, bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
+TF_INLINE void tile_products(const void* a, const void* a1, long row, const void* b,
+                             const Meanwhile& meanwhile) {
+  constexpr long kPanelRow = 4 * kPanel;  // pairs of 16 bits, or four values of 8 bits
+  const auto second = [b] { return static_cast<const char*>(b) + kPanelRow / 2; };
+  if (kNewB) _tile_loadd(6, b, kPanelRow);
+  if (kNewA) _tile_loadd(4, a, row);
+  if (kInt8)
+    _tile_dpbusd(0, 4, 6);
+  else
+    _tile_dpbf16ps(0, 4, 6);
+  if (kNewB) _tile_loadd(7, second(), kPanelRow);
+  if (!kTwo) meanwhile();
+  if (kInt8)
+    _tile_dpbusd(1, 4, 7);
+  else
+    _tile_dpbf16ps(1, 4, 7);
+  if (!kTwo) return;
+  if (kNewA) _tile_loadd(5, a1, row);
+  meanwhile();
+  if (kInt8) {
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  } else {
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // Layouts of the operands: A in tiles of 16 rows x 32 values, B in panels of pairs (bf16_pairs.h).
 // kComponents is 1 for bfloat16 operands. With 3, fp32 operands are stored as bf16x3
 // (bf16_pairs.h), the components of a block next to each other.
@@ -456,26 +488,13 @@ class AmxProduct : public AmxOperands<kComponents> {
     }
   }
 
-  // The product of component `of_a` of the rows and component `of_b` of the panel, loaded if new.
-  // Loads are issued before meanwhile(): otherwise they wait for its stores.
+  // The product of component `of_a` of the rows and component `of_b` of the panel.
   template <bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
   TF_INLINE static void term(const Operand* a, const Operand* a1, const Operand* b, int of_a,
                              int of_b, const Meanwhile& meanwhile) {
-    constexpr long kRow = kPanel * sizeof(Operand), kPairRow = 2 * kPanel * sizeof(Operand);
-    a += of_a * kTileSize;
-    a1 += of_a * kTileSize;
-    b += of_b * 2 * kTileSize;
-    if (kNewB) _tile_loadd(6, b, kPairRow);
-    if (kNewA) _tile_loadd(4, a, kRow);
-    _tile_dpbf16ps(0, 4, 6);
-    if (kNewB) _tile_loadd(7, b + kPanel, kPairRow);
-    if (!kTwo) meanwhile();
-    _tile_dpbf16ps(1, 4, 7);
-    if (!kTwo) return;
-    if (kNewA) _tile_loadd(5, a1, kRow);
-    meanwhile();
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    constexpr long kRow = kPanel * sizeof(Operand);
+    tile_products<false, kTwo, kNewA, kNewB>(a + of_a * kTileSize, a1 + of_a * kTileSize, kRow,
+                                             b + of_b * 2 * kTileSize, meanwhile);
   }
 };
 

@@ -206,33 +206,39 @@ class Int8Product {
     for (long i = 0; i < rows; ++i) quantize_row(from + i * from_stride, k, block + i * stride(k));
   }
 
-  // Packs `count` rows of int8 W = B^T.
+  // Packs `count` rows of int8 W = B^T. Four values of a row move as one float.
   static void pack_rows(const int8_t* rows, long stride, long count, long k, Operand* panel) {
-    auto* values = reinterpret_cast<Value*>(panel);
-    int32_t sums[kPanel] = {};
-    for (long p = 0; p < depth(k); p += kStep)
-      for (long j = 0; j < kPanel; ++j)
-        for (long u = 0; u < kStep; ++u) {
-          const int8_t value = j < count && p + u < k ? rows[j * stride + p + u] : int8_t{0};
-          *values++ = static_cast<Value>(value);
-          sums[j] += value;
-        }
-    std::memcpy(values, sums, sizeof(sums));
+    constexpr long kPart = 4 * kLanes;  // values of a row
+    const Sums ones = fill_sums(kHasDot8 ? 0x01010101 : 0x00010001);
+    Sums sums[2] = {fill_sums(0), fill_sums(0)};
+    for (long p = 0; p < depth(k); p += kPart) {
+      float words[kLanes * kPanel];
+      for (long half = 0; half < kPanel; half += kLanes) {
+        float part[kLanes * kLanes] = {};
+        for (long j = half; j < min(count, half + kLanes); ++j)
+          copy(rows + j * stride + p, min(kPart, k - p), part + (j - half) * kLanes);
+        transpose_block(part, kLanes, words + half, kPanel);
+      }
+      const long values = min(kPart, depth(k) - p) * kPanel;
+      Operand* to = panel + p * kPanel * kBytes;
+      spread(reinterpret_cast<const int8_t*>(words), values, reinterpret_cast<Value*>(to));
+      for (const Operand* end = to + values * kBytes; to < end; to += 2 * sizeof(Sums)) {
+        dot(sums[0], ones, load_sums(to));
+        dot(sums[1], ones, load_sums(to + sizeof(Sums)));
+      }
+    }
+    panel += depth(k) * kBytes * kPanel;
+    store_sums(panel, sums[0]);
+    store_sums(panel + sizeof(Sums), sums[1]);
   }
 
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink, Destination to) {
-    auto* sums = reinterpret_cast<int32_t*>(buffer);
-    const Operand* columns = panel + depth(k) * kBytes * kPanel;
-    const Sums low = load_sums(columns), high = load_sums(columns + sizeof(Sums));
-    const Sink mine = sink;  // stays in registers
-    product(block, rows, k, panel, next, sums, to, [&](long begin, long end) {
-      for (long i = begin; i < end; ++i) {
-        const int32_t* row = sums + i * kPanel;
-        mine(i, whole(block, k, i, row, low), whole(block, k, i, row + kLanes, high));
-      }
-    });
+    product(block, rows, k, panel, next, reinterpret_cast<int32_t*>(buffer), to,
+            [&](long begin, long end, const int32_t* sums) __attribute__((always_inline)) {
+              finish_rows(sink, block, k, panel, begin, end, sums);
+            });
   }
   static long buffer_size(long rows) { return round_up(rows, kRowUnit) * kPanel; }
 
@@ -264,6 +270,44 @@ class Int8Product {
     return found;
   }
 
+  static void copy(const int8_t* from, long count, float* to) {
+    constexpr long kAll = kLanes * sizeof(float);
+    if (count >= kAll)
+      std::memcpy(to, from, kAll);
+    else if (count > 0)
+      std::memcpy(to, from, static_cast<size_t>(count));
+  }
+
+  // Stores words of four values: as they are, or widened to 16 bits, kPanel pairs after another.
+  static void spread(const int8_t* words, long count, Value* to) {
+    if constexpr (kHasDot8) {
+      std::memcpy(to, words, static_cast<size_t>(count));
+    } else {
+      for (long p = 0; p < count; p += 2 * kPanel, to += 2 * kPanel) {
+        const int8_t* from = words + p / (4 * kPanel) * (4 * kPanel) + p % (4 * kPanel) / kPanel;
+        for (long j = 0; j < kPanel; ++j) {
+          to[2 * j] = from[4 * j];
+          to[2 * j + 1] = from[4 * j + 1];
+        }
+      }
+    }
+  }
+
+  // Passes rows [begin, end) of sums to the sink. On AMX they are finished between products, in a
+  // function that is not inlined, so that the copy of the sink stays in registers.
+  template <class Sink>
+#if defined(__AMX_BF16__)
+  [[gnu::noinline]]
+#endif
+  static void finish_rows(const Sink& sink, const Operand* block, long k, const Operand* panel,
+                          long begin, long end, const int32_t* sums) {
+    const Sink mine = sink;
+    const Operand* columns = panel + depth(k) * kBytes * kPanel;
+    const Sums low = load_sums(columns), high = load_sums(columns + sizeof(Sums));
+    for (long i = begin; i < end; ++i, sums += kPanel)
+      mine(i, whole(block, k, i, sums, low), whole(block, k, i, sums + kLanes, high));
+  }
+
   // The sums of a row and some columns, without its zero point.
   static Vec whole([[maybe_unused]] const Operand* block, [[maybe_unused]] long k,
                    [[maybe_unused]] long row, const int32_t* sums, [[maybe_unused]] Sums columns) {
@@ -281,14 +325,14 @@ class Int8Product {
     Vec high[2] = {zero(), zero()}, low[2] = {zero(), zero()}, bad = zero();
     const auto widen = [&](Vec x, int u) __attribute__((always_inline)) {
       high[u] = max(x, high[u]);
-      low[u] = max(zero() - x, low[u]);
+      low[u] = min(x, low[u]);
       bad = fma(x, zero(), bad);
     };
     long p = 0;
     for (; p + 2 * kLanes <= k; p += 2 * kLanes)
       TF_UNROLL for (int u = 0; u < 2; ++u) widen(load(from + p + u * kLanes), u);
     for (; p < k; p += kLanes) widen(load_some(from + p, k - p), 0);
-    const float least = reduce_max(max(low[0], low[1]));  // its magnitude
+    const float least = reduce_max(zero() - min(low[0], low[1]));  // its magnitude
     const float width = reduce_max(max(high[0], high[1])) + least + reduce_add(bad);
     const bool finite = width < kInf, wide = finite && width >= 0x1p-100f;
     const float inverse = wide ? kSteps / width : 0.0f;
@@ -321,39 +365,64 @@ class Int8Product {
   }
 
 #if defined(__AMX_BF16__)
-  // Two by two tiles of sums, of 16 rows and 16 columns. finish(begin, end) takes finished rows.
+  // Two tiles of rows by two of columns at a time. finish(begin, end, sums) takes finished rows,
+  // while the tiles compute the next ones.
   template <class Finish>
   static void product(const Operand* block, long rows, long k, const Operand* panel,
                       const Operand* next, int32_t* sums, Destination, const Finish& finish) {
-    const long steps = depth(k) / kDepthUnit, line = stride(k);
+    constexpr long kRowsAtOnce = 4;
+    // Steps between loads and stores of sums: a part of a panel that stays in the first-level
+    // cache while all rows are multiplied by it.
+    constexpr long kPart = 512 / kDepthUnit;
+    const long steps = depth(k) / kDepthUnit, parts = max(1, (steps + kPart - 1) / kPart);
+    FetchAhead fetch(next, panel_size(k), (rows + kRowUnit - 1) / kRowUnit * steps);
+    const auto sums_of = [&](long row) {
+      return sums + (parts > 1 ? row : row % (2 * kRowUnit)) * kPanel;
+    };
+    const long last = (rows - 1) / kRowUnit * kRowUnit;
     compiler_barrier();
-    for (long i = 0; i < rows; i += kRowUnit) {
-      const char* a = block + i * line + kHeaderBytes;
-      const char* b = panel;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (long p = 0; p < steps; ++p, a += kDepthUnit, b += kDepthUnit * kPanel) {
-        prefetch_l2(next + p * kDepthUnit * kPanel / ((rows + 31) / 32));
-        _tile_loadd(4, a, line);
-        _tile_loadd(5, a + 16 * line, line);
-        _tile_loadd(6, b, 4 * kPanel);
-        _tile_loadd(7, b + 64, 4 * kPanel);
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
+    for (long part = 0; part < parts; ++part) {
+      const long begin_step = part * kPart, count = min(kPart, steps - begin_step);
+      for (long row = 0; row < rows; row += kRowUnit) {
+        const long before = max(0, row - kRowUnit);
+        const auto work = [&](long begin, long end) __attribute__((always_inline)) {
+          finish(before + begin, before + end, sums_of(before + begin));
+        };
+        Interleaver between(part == parts - 1 ? row - before : 0, count, kRowsAtOnce);
+        const auto meanwhile = [&]() __attribute__((always_inline)) {
+          fetch();
+          between(work);
+        };
+        const char* a = block + row * stride(k) + kHeaderBytes + begin_step * kDepthUnit;
+        const char* b = panel + begin_step * kDepthUnit * kPanel;
+        if (rows - row > kTile)
+          multiply_tiles<true>(a, stride(k), b, count, part > 0, sums_of(row), meanwhile);
+        else
+          multiply_tiles<false>(a, stride(k), b, count, part > 0, sums_of(row), meanwhile);
+        between.finish(work);
       }
-      int32_t* c = sums + i * kPanel;
-      _tile_stored(0, c, 4 * kPanel);
-      _tile_stored(1, c + 16, 4 * kPanel);
-      _tile_stored(2, c + 16 * kPanel, 4 * kPanel);
-      _tile_stored(3, c + 16 * kPanel + 16, 4 * kPanel);
     }
-    compiler_barrier();
-    finish(0, rows);
+    finish(last, rows, sums_of(last));
   }
+
+  template <bool kTwo, class Meanwhile>
+  TF_INLINE static void multiply_tiles(const Operand* a, long a_stride, const Operand* panel,
+                                       long steps, bool accumulate, int32_t* sums,
+                                       const Meanwhile& meanwhile) {
+    using Tiles = AmxProduct<1>;  // moves the same bytes
+    auto* c = reinterpret_cast<float*>(sums);
+    if (accumulate)
+      Tiles::load_sums<kTwo>(c, kPanel);
+    else
+      Tiles::clear_sums<kTwo>();
+    for (long p = 0; p < steps; ++p, a += kDepthUnit, panel += kDepthUnit * kPanel) {
+      keep_avx512_active();
+      tile_products<true, kTwo, true, true>(a, a + kTile * a_stride, a_stride, panel, meanwhile);
+    }
+    Tiles::store_sums<kTwo>(c, kPanel);
+    compiler_barrier();
+  }
+  static constexpr long kTile = 16;
 #else
   template <class Finish>
   static void product(const Operand* block, long rows, long k, const Operand* panel,
@@ -367,7 +436,7 @@ class Int8Product {
     each_tile(rows, [&](long, long i, long tile_rows) {
       kTiles[tile_rows - 1](block + i * stride(k) + kHeaderBytes, stride(k), panel, steps,
                             sums + i * kPanel, next, share, to.from(i));
-      finish(i, i + tile_rows);
+      finish(i, i + tile_rows, sums + i * kPanel);
       next += steps * share;
     });
   }

@@ -341,20 +341,26 @@ class LayerRunner {
     void* y;        // after it; of `project` queries, keys and values, or queries
   };
 
+  int64_t row_unit() const { return int8_kernels(type_, type_, type_)->row_unit; }
+
   int64_t stream_bytes() const { return rows_ * width_ * element_bytes(type_); }
 
   // With 8-bit weights only, a block of rows goes through all work between two attentions while it
-  // is in the second-level cache.
+  // is in the second-level cache. On AMX blocks are taller: it multiplies faster than weights
+  // arrive from the third-level cache.
   void choose_blocks(const std::vector<Sublayer>& sublayers) {
-    constexpr int64_t kRows = 56, kFewestRows = 8;
+    constexpr int64_t kRows = 56, kAmxRows = 256, kFewestRows = 8;
     const int64_t threads = torch::stable::get_num_threads();
     if (!std::all_of(sublayers.begin(), sublayers.end(), is_quantized)) return;
-    if (threads > 1 && rows_ < kFewestRows * threads) return;
-    blocks_ = ((rows_ + kRows - 1) / kRows + threads - 1) / threads * threads;
+    // Few rows are divided by columns, as are those of too few tiles.
+    if (threads > 1 && (rows_ < kFewestRows * threads || rows_ <= row_unit() * (threads - 1)))
+      return;
+    const int64_t rows = current_isa() == Isa::amx ? kAmxRows : kRows;
+    blocks_ = ((rows_ + rows - 1) / rows + threads - 1) / threads * threads;
   }
 
   void run(std::vector<Work>& works) const {
-    const int64_t unit = int8_kernels(type_, type_, type_)->row_unit;
+    const int64_t unit = row_unit();
     if (blocks_ == 0)
       for (const Work& work : works) run_rows(work, 0, rows_);
     else

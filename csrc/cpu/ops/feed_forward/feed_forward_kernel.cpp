@@ -118,20 +118,20 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
     const long units = min(kSlice, args.f - f);
     const Operand* w2_slice = w2 + P::panel_size(f);
     for (long j = 0; j < units; j += kPanel) {
-      const Epilogue<float> epilogue(args.bias1, f + j, args.f, args.activation);
       const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
       const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
-      P::multiply(work.x, rows, args.k, panel, next, work.sums,
-                  [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    // Saved values must be right; otherwise the check of the result is enough.
-                    if (kTraining && P::needs_fp32(low, high))
-                      P::fp32_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
-                                  low, high);
-                    activate_hidden<kTraining>(args, epilogue, begin + i, f + j, work.keep[i], low,
-                                               high);
-                    // Split exactly as a linear layer splits its rows.
-                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
-                  });
+      P::multiply(
+          work.x, rows, args.k, panel, next, work.sums,
+          [=, &args, epilogue = Epilogue<float>(args.bias1, f + j, args.f, args.activation)](
+              long i, Vec low, Vec high) __attribute__((always_inline)) {
+            // Saved values must be right; otherwise the check of the result is enough.
+            if (kTraining && P::needs_fp32(low, high))
+              P::fp32_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel, low,
+                          high);
+            activate_hidden<kTraining>(args, epilogue, begin + i, f + j, work.keep[i], low, high);
+            // Split exactly as a linear layer splits its rows.
+            P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
+          });
     }
     if (args.y == nullptr) continue;
     const long bytes = P::panel_size(units) * static_cast<long>(sizeof(Operand));

@@ -48,22 +48,22 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
   const auto* w2 = static_cast<const Operand*>(args.packed2);
   P::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x);
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
-    const auto activate_hidden = first(j);
     P::multiply(x, rows, args.k, w1,
                 j + kPanel < args.f || w2 == nullptr ? w1 + P::panel_size(args.k) : w2, sums,
-                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                  activate_hidden(i, low, high, keep[i]);
-                  P::put(P::chunk(hidden, args.f, i, j), low, high);
-                });
+                [=, activate_hidden = first(j)](long i, Vec low, Vec high)
+                    __attribute__((always_inline)) {
+                      activate_hidden(i, low, high, keep[i]);
+                      P::put(P::chunk(hidden, args.f, i, j), low, high);
+                    });
     after(j);
   }
   T* y = args.y == nullptr ? nullptr : static_cast<T*>(args.y) + begin * args.n;
   const T* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;
   for (long j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
-    const Epilogue<T> epilogue(args.bias2, j, args.n, kIdentity);
     P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
-                [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                [=, &args, epilogue = Epilogue<T>(args.bias2, j, args.n, kIdentity)](
+                    long i, Vec low, Vec high) __attribute__((always_inline)) {
                   epilogue.finish(low, high);
                   if (residual != nullptr)
                     epilogue.add(residual + i * args.residual_stride + j, low, high);
@@ -80,8 +80,8 @@ void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   two_products<T>(
       args, begin, end, scratch,
       [&](long j) {
-        const Epilogue<T> epilogue(args.bias1, j, args.f, args.activation);
-        return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
+        return [=, &args, epilogue = Epilogue<T>(args.bias1, j, args.f, args.activation)](
+                   long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
           epilogue.add_bias(low, high);
           if (preactivation != nullptr) epilogue.write(preactivation + i * args.f + j, low, high);
           epilogue.activate(low, high);

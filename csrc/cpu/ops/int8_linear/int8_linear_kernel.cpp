@@ -68,33 +68,34 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   First::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k,
               work.x);
   for (long j = 0; j < args.f; j += kPanel, w1 += First::panel_size(args.k)) {
-    const Epilogue<T> epilogue(args.bias1, j, args.f, args.activation, args.scale1);
-    First::multiply(work.x, rows, args.k, w1,
-                    j + kPanel < args.f ? w1 + First::panel_size(args.k) : w2, work.sums,
-                    [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                      epilogue.dequantize(First::row_scale(work.x, args.k, i), low, high);
-                      epilogue.finish(low, high);
-                      float* to = work.hidden + i * work.hidden_stride + j;
-                      store(to, low);
-                      store(to + kLanes, high);
-                    },
-                    {work.hidden + j, work.hidden_stride * static_cast<long>(sizeof(float))});
+    First::multiply(
+        work.x, rows, args.k, w1, j + kPanel < args.f ? w1 + First::panel_size(args.k) : w2,
+        work.sums,
+        [=, &args, epilogue = Epilogue<T>(args.bias1, j, args.f, args.activation, args.scale1)](
+            long i, Vec low, Vec high) __attribute__((always_inline)) {
+          epilogue.dequantize(First::row_scale(work.x, args.k, i), low, high);
+          epilogue.finish(low, high);
+          float* to = work.hidden + i * work.hidden_stride + j;
+          store(to, low);
+          store(to + kLanes, high);
+        },
+        {work.hidden + j, work.hidden_stride * static_cast<long>(sizeof(float))});
   }
   Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized);
   T* y = static_cast<T*>(args.y) + begin * args.n;
   const auto* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;
   for (long j = 0; j < args.n; j += kPanel, w2 += Second::panel_size(args.f)) {
-    const Epilogue<T> epilogue(args.bias2, j, args.n, kIdentity, args.scale2);
-    Second::multiply(work.quantized, rows, args.f, w2, w2 + Second::panel_size(args.f), work.sums,
-                     [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                       epilogue.dequantize(Second::row_scale(work.quantized, args.f, i), low, high);
-                       epilogue.finish(low, high);
-                       if (residual != nullptr)
-                         epilogue.add(residual + i * args.residual_stride + j, low, high);
-                       epilogue.write(y + i * args.n + j, low, high);
-                     },
-                     {y + j, args.n * static_cast<long>(sizeof(T))});
+    Second::multiply(
+        work.quantized, rows, args.f, w2, w2 + Second::panel_size(args.f), work.sums,
+        [=, &args, epilogue = Epilogue<T>(args.bias2, j, args.n, kIdentity, args.scale2)](
+            long i, Vec low, Vec high) __attribute__((always_inline)) {
+          epilogue.dequantize(Second::row_scale(work.quantized, args.f, i), low, high);
+          epilogue.finish(low, high);
+          if (residual != nullptr) epilogue.add(residual + i * args.residual_stride + j, low, high);
+          epilogue.write(y + i * args.n + j, low, high);
+        },
+        {y + j, args.n * static_cast<long>(sizeof(T))});
   }
   First::leave();
 }

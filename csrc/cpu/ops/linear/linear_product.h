@@ -131,10 +131,9 @@ void row_panels(const LinearArgs& args, long row, long rows, long begin, long en
   const RowEpilogue<T, P, X, Y> row_epilogue(args, row, a);
   for (long p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
-    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
     P::multiply(
         a, rows, args.k, panel, panel + size, sums,
-        [=](long i, Vec low, Vec high)
+        [=, epilogue = row_epilogue.of_panel(p)](long i, Vec low, Vec high)
             __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); },
         row_epilogue.destination(p));
   }
@@ -235,10 +234,9 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
     const Operand* next = place;
     if constexpr (!P::kQuantizes && sizeof(Operand) == sizeof(T))
       if (!args.transposed) next = weight + (column + kPanel) * stride;
-    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
-    const auto sink = [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-      row_epilogue.finish(epilogue, i, p, low, high);
-    };
+    const auto sink =
+        [=, epilogue = row_epilogue.of_panel(p)](long i, Vec low, Vec high)
+            __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); };
     if (args.packed != nullptr) {
       const Operand* panel = static_cast<const Operand*>(args.packed) + p * P::panel_size(k);
       P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink,
