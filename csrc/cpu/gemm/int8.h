@@ -364,12 +364,39 @@ class Int8Product {
     return lanes[0];
   }
 
-#if defined(__AMX_BF16__)
-  // Two tiles of rows by two of columns at a time. finish(begin, end, sums) takes finished rows,
-  // while the tiles compute the next ones.
+  // finish(begin, end, sums) takes finished rows.
   template <class Finish>
   static void product(const Operand* block, long rows, long k, const Operand* panel,
-                      const Operand* next, int32_t* sums, Destination, const Finish& finish) {
+                      const Operand* next, int32_t* sums, Destination to, const Finish& finish) {
+#if defined(__AMX_BF16__)
+    if (rows > kFewRows) return tile_product(block, rows, k, panel, next, sums, finish);
+#endif
+    // Whole steps only; the padding contributes nothing.
+    const long steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
+    const long share = 2 * static_cast<long>(sizeof(Sums)) / count;
+    // Few rows multiply panels as fast as they arrive, so these are prefetched a fixed distance
+    // ahead, which was measured.
+    if (rows <= 8) next = panel + (rows <= 4 ? 2048 : 4096);
+    each_tile(rows, [&](long, long i, long tile_rows) {
+      kTiles[tile_rows - 1](block + i * stride(k) + kHeaderBytes, stride(k), panel, steps,
+                            sums + i * kPanel, next, share, to.from(i));
+      finish(i, i + tile_rows, sums + i * kPanel);
+      next += steps * share;
+    });
+  }
+  static constexpr decltype(&int8_tile<1>) kTiles[] = {
+      int8_tile<1>,  int8_tile<2>,  int8_tile<3>, int8_tile<4>,  int8_tile<5>,  int8_tile<6>,
+#if defined(__AVX512F__) && !defined(__AMX_BF16__)
+      int8_tile<7>,  int8_tile<8>,  int8_tile<9>, int8_tile<10>, int8_tile<11>, int8_tile<12>,
+      int8_tile<13>, int8_tile<14>,
+#endif
+  };
+
+#if defined(__AMX_BF16__)
+  // Two tiles of rows by two of columns at a time. Finishes rows while the tiles compute the next.
+  template <class Finish>
+  static void tile_product(const Operand* block, long rows, long k, const Operand* panel,
+                           const Operand* next, int32_t* sums, const Finish& finish) {
     constexpr long kRowsAtOnce = 4;
     // Steps between loads and stores of sums: a part of a panel that stays in the first-level
     // cache while all rows are multiplied by it.
@@ -422,31 +449,7 @@ class Int8Product {
     Tiles::store_sums<kTwo>(c, kPanel);
     compiler_barrier();
   }
-  static constexpr long kTile = 16;
-#else
-  template <class Finish>
-  static void product(const Operand* block, long rows, long k, const Operand* panel,
-                      const Operand* next, int32_t* sums, Destination to, const Finish& finish) {
-    // Whole steps only; the padding contributes nothing.
-    const long steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
-    const long share = 2 * static_cast<long>(sizeof(Sums)) / count;
-    // Few rows multiply panels as fast as they arrive, so these are prefetched a fixed distance
-    // ahead, which was measured.
-    if (rows <= 8) next = panel + (rows <= 4 ? 2048 : 4096);
-    each_tile(rows, [&](long, long i, long tile_rows) {
-      kTiles[tile_rows - 1](block + i * stride(k) + kHeaderBytes, stride(k), panel, steps,
-                            sums + i * kPanel, next, share, to.from(i));
-      finish(i, i + tile_rows, sums + i * kPanel);
-      next += steps * share;
-    });
-  }
-  static constexpr decltype(&int8_tile<1>) kTiles[] = {
-      int8_tile<1>,  int8_tile<2>,  int8_tile<3>, int8_tile<4>,  int8_tile<5>,  int8_tile<6>,
-#if defined(__AVX512F__)
-      int8_tile<7>,  int8_tile<8>,  int8_tile<9>, int8_tile<10>, int8_tile<11>, int8_tile<12>,
-      int8_tile<13>, int8_tile<14>,
-#endif
-  };
+  static constexpr long kTile = 16, kFewRows = 4;  // few rows leave most of a tile empty
 #endif
 };
 
