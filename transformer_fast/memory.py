@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +42,12 @@ PRIVATE = "_is_private_to_transformer_fast"
 
 
 class Copies(NamedTuple):
-    """A backend's `cpu_packing.PackedWeights` (packed copies) and `Snapshot` (a tensor's state)."""
+    """A backend's `cpu_packing.PackedWeights` (packed copies), `Snapshot` (a tensor's state), and
+    `all_unchanged`."""
 
     packed: Callable[[], Any]
     snapshot: Callable[..., Any]
+    all_unchanged: Callable[[Sequence[Any]], bool]
 
 
 #: By backend.

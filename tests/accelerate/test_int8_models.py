@@ -113,6 +113,41 @@ def test_weights_changed_later_are_quantised_again(change):
     assert same_bits(found, run(again, x()))
 
 
+@pytest.mark.parametrize("of", ["torch.nn", "Hugging Face"])
+def test_one_changed_value_of_a_stack_is_found(of: str) -> None:
+    """The weights of fused layers are checked at once, and each call reads a part of each row."""
+    if of == "torch.nn":
+        layer = nn.TransformerEncoderLayer(64, 4, 512, batch_first=True)
+        model: nn.Module = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+        weight = model.get_parameter("layers.1.linear1.weight")
+    else:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.BertConfig(
+            hidden_size=64, num_attention_heads=4, intermediate_size=512, num_hidden_layers=3
+        )
+        model = transformers.BertModel(config).encoder.eval()
+        weight = model.get_parameter("layer.1.intermediate.dense.weight")
+    accelerate(model, quantize="int8")
+    tokens = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+    def result() -> Tensor:
+        with torch.inference_mode():
+            output = model(tokens)
+        return output if isinstance(output, Tensor) else output[0]
+
+    before = result()
+    lines = 64 * weight.element_size() // 64
+    for row in (3, 200):
+        assert same_bits(result(), before)
+        weight.data[row, row % 64] = 30.0
+        found = [result() for _ in range(lines + 1)]
+        assert not same_bits(found[-1], before)
+        assert same_bits(found[-2], found[-1])
+        int8.forget()
+        assert same_bits(result(), found[-1])
+        before = found[-1]
+
+
 def _conv1d() -> nn.Module:
     return pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 16)
 

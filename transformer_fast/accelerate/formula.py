@@ -26,7 +26,7 @@ from .._context import are_plain_on_cpu, function_mode_is_active, is_observed
 from ..nn import fused_layers
 from ..nn.drop_in import RECORD, is_patched, original_class
 from ..nn.fusion import LAYER_NORM, LINEAR, Kind, Layer, Norm, Sublayer, affine, read_norm
-from ..nn.int8 import INT8
+from ..nn.int8 import INT8, unchanged
 from ..reference import ACTIVATIONS
 from .parts import FACTORS, is_ours
 
@@ -117,13 +117,15 @@ class Formula(NamedTuple):
         if torch.is_grad_enabled() and value.weight.requires_grad:
             return None
         width, of_heads = x.shape[2], (self.heads, True)
+        later: list[Any] = []
+        maps = [affine(one, later=later) for one in (query, key, value, output, first, second)]
+        if later and not unchanged(later):
+            return None  # called as a module, it is quantised again
         sublayers = [
-            Sublayer(Kind.QUERIES_AND_KEYS, *affine(query), *affine(key), _NO_NORM, *of_heads),
-            Sublayer(
-                Kind.SELF_ATTENTION, *affine(value), *affine(output), read_norm(norm1, width), *of_heads
-            ),
-            Sublayer(Kind.FEED_FORWARD, *affine(first), *affine(second), read_norm(norm2, width)),
-        ]  # fmt: skip
+            Sublayer(Kind.QUERIES_AND_KEYS, *maps[0], *maps[1], _NO_NORM, *of_heads),
+            Sublayer(Kind.SELF_ATTENTION, *maps[2], *maps[3], read_norm(norm1, width), *of_heads),
+            Sublayer(Kind.FEED_FORWARD, *maps[4], *maps[5], read_norm(norm2, width)),
+        ]
         read = Layer(layer, sublayers, self.norm_first, self.activation, 0.0)
         y = fused_layers.try_run_encoder(read, x, starts)
         if y is None or not self.returned:

@@ -93,15 +93,32 @@ class Snapshot:
             and self.dtype is tensor.dtype
         )
 
-    def is_unchanged(self, tensor: Tensor, rows: int) -> bool:
+    def is_unchanged(self, tensor: Tensor, rows: int, later: list[Snapshot] | None = None) -> bool:
         """True if the tensor has not changed; the check is the more thorough, the more ``rows`` the
-        caller computes."""
+        caller computes. With ``later``, its memory is not read: the snapshot is appended for
+        `all_unchanged`.
+        """
         assert _native.module is not None  # only CPU kernels call this
-        return (
-            self.storage() is not None
-            and self.is_of(tensor, tensor)
-            and (self.fingerprint is None or _native.module.all_hold([self.fingerprint], rows))
-        )
+        if self.storage() is None or not self.is_of(tensor, tensor):
+            return False
+        if self.fingerprint is None:
+            return True
+        if later is not None:
+            later.append(self)
+            return True
+        return bool(_native.module.all_hold([self.fingerprint], rows))
+
+
+def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
+    """Reads the memory of all at once, divided among the threads. If one has changed, all are stale,
+    since the next check would read other parts of it.
+    """
+    assert _native.module is not None  # only CPU kernels call this
+    if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
+        return True
+    for one in snapshots:
+        one.alive = False
+    return False
 
 
 class _Entry(Snapshot):
@@ -394,4 +411,4 @@ def held_bytes() -> int:
 
 
 memory.packings.append((held_bytes, forget))
-memory.COPIES["cpu"] = memory.Copies(PackedWeights, Snapshot)
+memory.COPIES["cpu"] = memory.Copies(PackedWeights, Snapshot, all_unchanged)

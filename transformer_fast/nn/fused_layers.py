@@ -22,7 +22,7 @@ from ..ops.autograd import wants_grad
 from . import masks
 from .drop_in import DropIn
 from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer
-from .int8 import Int8Weight
+from .int8 import Int8Weight, unchanged
 from .multihead_attention import MultiheadAttention
 
 #: torch.nn's attention gives other results for queries that may attend to nothing.
@@ -175,8 +175,9 @@ def find(
     ):
         return None
     found = []
+    later: list[Any] = []
     try:
-        read = map(read_layer, modules, repeat(_OURS), repeat(network))
+        read = map(read_layer, modules, repeat(_OURS), repeat(network), repeat(later))
         for call, layers in _prepare(read, x, own, memory, cross):
             kernel = dispatch.find(call)
             if kernel is None:
@@ -186,6 +187,8 @@ def find(
             found.append(Fused(kernel, layers, mask, other))
     except Unreadable:
         return None
+    if later and not unchanged(later):
+        return None  # called as modules, they are quantised again
     return found
 
 

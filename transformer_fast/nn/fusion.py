@@ -152,16 +152,19 @@ def a_kind(module: Any) -> str:
 
 
 def affine(
-    module: torch.nn.Module, weight: str = "weight", bias: str = "bias"
+    module: torch.nn.Module,
+    weight: str = "weight",
+    bias: str = "bias",
+    later: list[Any] | None = None,
 ) -> tuple[Any, Tensor | None]:
-    """Returns these parameters, a quantised weight as `Int8Weight`.
+    """Returns these parameters, a quantised weight as `Int8Weight`; ``later``: see `int8.quantized`.
 
     Module.__getattr__ takes ten times as long.
     """
     parameters = module._parameters
     record = module.__dict__.get(INT8)
     if record is not None and weight in record.names:
-        found = record.of(module, weight)
+        found = record.of(module, weight, later)
         return found, parameters[bias] if bias in parameters else getattr(module, bias, None)
     if weight in parameters and bias in parameters:
         return parameters[weight], parameters[bias]
@@ -229,11 +232,21 @@ def read_norm(module: Any, width: int) -> Norm:
     return Norm(None, None, 0.0, module)
 
 
-def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -> Layer:
+def read_layer(
+    layer: Any,
+    attentions: tuple[type, ...],
+    network: bool = True,
+    later: list[Any] | None = None,
+) -> Layer:
     """Returns the parts of an encoder or decoder layer; the caller checks the layer's own class.
 
-    ``attentions``: the classes that its attentions may have. ``network``: False leaves the last
-    sub-layer out. Raises `Unreadable`.
+    Args:
+        attentions: the classes that its attentions may have.
+        network: False leaves the last sub-layer out.
+        later: see `int8.quantized`.
+
+    Raises:
+        Unreadable: no kernel computes what the layer computes.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, names, norms, dropouts, methods = _DECODER if crossed else _ENCODER
@@ -270,8 +283,8 @@ def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -
             raise Unreadable(f"{name} appends keys")
         if attention.training:
             p = max(p, attention.dropout)
-        first = affine(attention, "in_proj_weight", "in_proj_bias")
-        last = affine(attention._modules["out_proj"])
+        first = affine(attention, "in_proj_weight", "in_proj_bias", later)
+        last = affine(attention._modules["out_proj"], later=later)
         sublayers.append(
             Sublayer(
                 kind, *first, *last, read_norm(modules.get(norm), width), attention.num_heads,  # type: ignore[arg-type]
@@ -284,7 +297,7 @@ def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -
             raise Unreadable("linear1 and linear2 have sizes that do not fit")
         activation = activation_name(layer.activation) or layer.activation
         last_norm = read_norm(modules.get(norms[-1]), width)
-        maps = (*affine(one), *affine(two))
+        maps = (*affine(one, later=later), *affine(two, later=later))
         sublayers.append(Sublayer(Kind.FEED_FORWARD, *maps, last_norm))  # type: ignore[arg-type]
     return Layer(layer, sublayers, bool(layer.norm_first), activation, p)
 

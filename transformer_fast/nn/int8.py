@@ -72,17 +72,27 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def quantized(weight: Tensor) -> Weight:
+def unchanged(later: list[Any]) -> bool:
+    """Completes the checks of `quantized`; False: the 8-bit values must not be used."""
+    return memory.COPIES["cpu"].all_unchanged(later)
+
+
+def quantized(weight: Tensor, later: list[Any] | None = None) -> Weight:
     """Returns the weight in 8 bits: the kept values, or new ones if it has changed.
 
-    The weight itself if it cannot be quantised, see `why_float`. weight: (out_features, in_features).
+    The weight itself if it cannot be quantised, see `why_float`.
+
+    Args:
+        weight: (out_features, in_features).
+        later: what the caller passes to `unchanged` before it uses the values, to read many weights
+            at once; None: they are checked now.
 
     Raises:
         ValueError: the weight has NaN or infinity.
     """
     key = _key(weight)
     kept = _kept.get(key)
-    if kept is None or not kept[0].is_unchanged(weight, 1):
+    if kept is None or not kept[0].is_unchanged(weight, 1, later):
         if why_float(weight) is not None:
             return weight
         with torch.inference_mode(False), torch.no_grad():
@@ -126,8 +136,9 @@ class Int8Weights:
         #: Dtype of the float weights before they were freed; None: they were not.
         self.freed: torch.dtype | None = None
 
-    def of(self, module: torch.nn.Module, name: str) -> Weight:
-        """Returns the weight, (out_features, in_features), as products read it.
+    def of(self, module: torch.nn.Module, name: str, later: list[Any] | None = None) -> Weight:
+        """Returns the weight, (out_features, in_features), as products read it. ``later``: see
+        `quantized`.
 
         That is the float weight itself where no kernel multiplies in 8 bits (on other devices, in
         float64), and where it is no parameter: torch.nn.utils has pruned or parametrised it.
@@ -150,7 +161,7 @@ class Int8Weights:
                 "transformer_fast.restore(model)"
             )
         if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
-            return quantized(turned)
+            return quantized(turned, later)
         if not weight.is_cpu or weight.dtype not in FLOATS or only_torch_supports(weight):
             return turned
         if is_exporting():  # the program has PyTorch's operators alone
