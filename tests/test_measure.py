@@ -278,6 +278,10 @@ def test_cpu_names_without_a_model_number_get_one(name, expected, monkeypatch):
             "Intel Xeon @ 2.70GHz (Sapphire Rapids)",
         ),
         ({"cpu": "AMD EPYC, family 99, model 1"}, "AMD EPYC, family 99, model 1"),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor, family 6, model 167", "cpu_isa": "amx"},
+            "Intel Xeon (model 167, AMX)",
+        ),
         # results without family and model
         ({"cpu": "AMD EPYC", "peaks": {"fp32": 485.0}}, "AMD EPYC (Zen 5)"),
         ({"cpu": "AMD EPYC", "peaks": {"fp32": 233.0}}, "AMD EPYC (Zen 4)"),

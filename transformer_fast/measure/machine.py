@@ -59,15 +59,15 @@ def generation(machine: dict[str, Any]) -> str | None:
     Old results have no family and model. In those an AMD CPU with AVX-512-BF16 is Zen 4, or Zen 5 if
     the measured peak needs 512-bit units; an Intel CPU with AMX is Sapphire Rapids or later.
     """
-    name = machine["cpu"]
+    name, isa = machine["cpu"], machine.get("cpu_isa") or machine["isa"]
     numbers = re.search(r"family (\d+), model (\d+)", name)
     if numbers is not None:
         family, model = map(int, numbers.groups())
         for vendor, of_family, models, known in _GENERATIONS:
             if vendor in name and family == of_family and (models is None or model in models):
                 return known
-        return None
-    isa = machine.get("cpu_isa") or machine["isa"]
+        # A hypervisor may report a model that does not have the instructions.
+        return f"model {model}, AMX" if "Intel" in name and isa == "amx" else None
     peak = (machine.get("peaks") or {}).get("fp32")
     if name == "AMD EPYC" and machine["isa"] == isa == "avx512_bf16" and peak is not None:
         return "Zen 5" if peak > _WIDE_UNITS * machine["threads"] else "Zen 4"
