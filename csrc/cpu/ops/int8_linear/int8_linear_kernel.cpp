@@ -7,7 +7,7 @@ namespace tf::TF_ISA {
 namespace {
 
 #if defined(__AMX_BF16__)
-constexpr long kRowUnit = 32;
+constexpr long kRowUnit = 16;
 #else
 constexpr long kRowUnit = 1;
 #endif
