@@ -56,6 +56,9 @@ bool isa_supported(Isa isa);
 bool isa_extends(Isa isa, Isa base);
 // True if `isa`, or a set that it extends, has instructions for the type.
 bool has_dot(Isa isa, Dot type);
+// The set whose kernels multiply packed operands of `type`: the one in use, or one that it extends
+// where that is faster.
+Isa product_isa(Element type);
 const char* dot_name(Dot type);
 
 // Whether a row of a result must have the same bits whatever the number of rows. Then none of the

@@ -78,7 +78,8 @@ void run_attention(AttentionArgs args) {
   const bool lowp =
       args.type != Element::float32 || uses_bf16x3(kBf16x3RowsPerQuery * args.queries);
   const AttentionKernels& kernels =
-      lowp ? *TF_DISPATCH(lowp_attention_kernels, args.type) : *TF_DISPATCH(attention_kernels, );
+      lowp ? *TF_DISPATCH_TO(product_isa(args.type), lowp_attention_kernels, args.type)
+           : *TF_DISPATCH(attention_kernels, );
   const int64_t scratch = kernels.scratch(args);
   each_attention_item(args, [&](auto... item) {
     kernels.queries(args, item..., bytes_of(kernel_scratch(), scratch));

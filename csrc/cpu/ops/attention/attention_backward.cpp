@@ -160,8 +160,8 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
 bool has_bf16_kernel(const Tensor& query, int64_t queries) {
 #if TF_HAVE_UNITS
   constexpr int64_t kMinQueries = 16;
-  return query.scalar_type() == ScalarType::BFloat16 && has_dot(current_isa(), Dot::bf16) &&
-         queries >= kMinQueries;
+  return query.scalar_type() == ScalarType::BFloat16 &&
+         has_dot(product_isa(Element::bfloat16), Dot::bf16) && queries >= kMinQueries;
 #else
   return false;
 #endif

@@ -56,7 +56,7 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   if (args.type != Element::float32) {
     // Only the fused kernel has dropout and the backward.
     if (args.m < 64 * threads && !args.dropout.on && args.slope_at == nullptr) return plan;
-    plan.fused = TF_DISPATCH(lowp_feed_forward_kernels, args.type);
+    plan.fused = TF_DISPATCH_TO(product_isa(args.type), lowp_feed_forward_kernels, args.type);
   } else {
     if (args.m < 56 * threads || splits_panels(args.m)) return plan;
     const auto [first, second] = layouts();

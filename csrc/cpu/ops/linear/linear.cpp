@@ -26,7 +26,8 @@ namespace {
 
 // For products of m rows.
 const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
-  if (type != Element::float32) return *TF_DISPATCH(lowp_linear_kernels, type);
+  if (type != Element::float32)
+    return *TF_DISPATCH_TO(product_isa(type), lowp_linear_kernels, type);
 #if TF_HAVE_AMX
   if (packs_bf16x3(m)) return *amx::bf16x3_linear_kernels();
 #endif
@@ -324,8 +325,9 @@ namespace {
 constexpr int64_t kPartMultiple = 512;
 
 const WeightGradientKernels* weight_gradient_kernels_for(Element type) {
-  return type == Element::float32 ? TF_DISPATCH(weight_gradient_kernels, )
-                                  : TF_DISPATCH(lowp_weight_gradient_kernels, type);
+  return type == Element::float32
+             ? TF_DISPATCH(weight_gradient_kernels, )
+             : TF_DISPATCH_TO(product_isa(type), lowp_weight_gradient_kernels, type);
 }
 
 void* room_for(const WeightGradientKernels& kernels, int64_t m, int64_t k, int slot) {
