@@ -1346,6 +1346,23 @@ def test_large_softcap_is_none_and_small_scores_keep_their_precision():
     torch.testing.assert_close(capped, plain)
 
 
+@pytest.mark.parametrize("target", FLOAT32)
+def test_scores_near_the_cap_keep_their_precision(target):
+    """An error of one unit in tanh's last place is multiplied by the cap, before the exponential."""
+    ratios = []
+    for seed in range(20):
+        normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+        qkv = 30.0 * normal(3, 1, 17, 80), normal(3, 1, 17, 80), normal(3, 1, 17, 3)
+        given = arrange(*qkv, scale=-0.5, softcap=50.0)
+        expected, _ = OPS["attention"].reference(*promote(given))
+        ours, theirs = (
+            (output.double() - expected).abs().max().item()
+            for output, _ in (run(target, given), OPS["attention"].reference(*given))
+        )
+        ratios.append(ours / theirs)
+    assert statistics.median(ratios) < 1.4  # 2.1 with an error of 2 units
+
+
 def test_packed_results_are_contiguous():
     rows, starts = torch.randn(4, 2, 8), torch.tensor([0, 4])
     for value in (rows, rows[..., :5]):

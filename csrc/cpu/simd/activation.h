@@ -32,10 +32,13 @@ struct Sigmoid {
 
 TF_INLINE Vec absolute(Vec x) { return max(x, zero() - x); }
 
-// (1 - e) / (1 + e) with e = e^-2|x|, without the cancellation near 0; NaN stays NaN.
+// With e = e^-2|x|: (1 - e) / (1 + e), without the cancellation near 0, and where e is small
+// 1 - 2 e / (1 + e), whose error is the last rounding's. NaN stays NaN.
 TF_INLINE Vec tanh(Vec x) {
-  const Vec minus = expm1(set1(-2.0f) * absolute(x));  // e - 1
-  const Vec y = (zero() - minus) / (set1(2.0f) + minus);
+  const Vec power = set1(-2.0f) * absolute(x), e = exp(power);
+  const Mask large = less(e, set1(0.25f));
+  const Vec q = select(large, e + e, zero() - expm1(power)) / (set1(1.0f) + e);
+  const Vec y = select(large, set1(1.0f) - q, q);
   return select(less(x, zero()), zero() - y, y);
 }
 
