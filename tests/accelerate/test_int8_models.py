@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from transformer_fast import _native, accelerate, functional, models, restore
+from transformer_fast.backends import cpu_packing
 from transformer_fast.compile import inner
 from transformer_fast.nn import int8
 
@@ -113,8 +114,9 @@ def test_weights_changed_later_are_quantised_again(change):
     assert same_bits(found, run(again, x()))
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("of", ["torch.nn", "Hugging Face"])
-def test_one_changed_value_of_a_stack_is_found(of: str) -> None:
+def test_one_changed_value_of_a_stack_is_found(of: str, quantize: str | None) -> None:
     """The weights of fused layers are checked at once, and each call reads a part of each row."""
     if of == "torch.nn":
         layer = nn.TransformerEncoderLayer(64, 4, 512, batch_first=True)
@@ -127,8 +129,8 @@ def test_one_changed_value_of_a_stack_is_found(of: str) -> None:
         )
         model = transformers.BertModel(config).encoder.eval()
         weight = model.get_parameter("layer.1.intermediate.dense.weight")
-    accelerate(model, quantize="int8")
-    tokens = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    accelerate(model, quantize=quantize)
+    tokens = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
 
     def result() -> Tensor:
         with torch.inference_mode():
@@ -144,6 +146,7 @@ def test_one_changed_value_of_a_stack_is_found(of: str) -> None:
         assert not same_bits(found[-1], before)
         assert same_bits(found[-2], found[-1])
         int8.forget()
+        cpu_packing.forget()
         assert same_bits(result(), found[-1])
         before = found[-1]
 

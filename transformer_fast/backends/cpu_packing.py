@@ -109,12 +109,12 @@ class Snapshot:
         return bool(_native.module.all_hold([self.fingerprint], rows))
 
 
-def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
+def all_unchanged(snapshots: Sequence[Snapshot], rows: int = 1) -> bool:
     """Reads the memory of all at once, divided among the threads. If one has changed, all are stale,
     since the next check would read other parts of it.
     """
     assert _native.module is not None  # only CPU kernels call this
-    if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
+    if _native.module.all_hold([one.fingerprint for one in snapshots], rows):
         return True
     for one in snapshots:
         one.alive = False
@@ -367,16 +367,16 @@ class PackedWeights:
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
-            states = []
+            checked: list[Snapshot] = []
             # A loop: each step of a generator is a call, which is slower.
             for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:
-                    states.append(entry.fingerprint)
+                    checked.append(entry)
                 if not entry.is_of(weight, owner):
                     break
             else:
-                if not states or _native.module.all_hold(states, rows):
+                if not checked or all_unchanged(checked, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now
