@@ -224,7 +224,8 @@ def in_nan(target: Target, arguments: tuple[Any, ...], offset: int = 1) -> tuple
     On AMX PyTorch's own products of bfloat16 multiply what lies behind a row by 0, so that NaN there
     spreads: for these the arguments stay as they are.
     """
-    if target.kernel.backend != "cpu" and target.dtype == torch.bfloat16 and "amx" in ISAS:
+    of_pytorch = target.kernel.backend not in ("cpu", "triton") and target.device == "cpu"
+    if of_pytorch and target.dtype == torch.bfloat16 and "amx" in ISAS:
         return on(target, arguments)
     return embed_all_in_nan(on(target, arguments), offset)
 
