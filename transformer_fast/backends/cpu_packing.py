@@ -109,16 +109,19 @@ class Snapshot:
         return bool(_native.module.all_hold([self.fingerprint], rows))
 
 
-def all_unchanged(snapshots: Sequence[Snapshot], rows: int = 1) -> bool:
-    """Reads the memory of all at once, divided among the threads. If one has changed, all are stale,
-    since the next check would read other parts of it.
-    """
+def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
+    """Reads the memory of all at once, divided among the threads; False: all are stale now."""
     assert _native.module is not None  # only CPU kernels call this
-    if _native.module.all_hold([one.fingerprint for one in snapshots], rows):
+    if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
         return True
+    _drop_all(snapshots)
+    return False
+
+
+def _drop_all(snapshots: Sequence[Snapshot]) -> None:
+    """Makes all stale after one check found a change: the next check would read other parts."""
     for one in snapshots:
         one.alive = False
-    return False
 
 
 class _Entry(Snapshot):
@@ -367,20 +370,21 @@ class PackedWeights:
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
-            checked: list[Snapshot] = []
+            states = []
             # A loop: each step of a generator is a call, which is slower.
             for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:
-                    checked.append(entry)
+                    states.append(entry.fingerprint)
                 if not entry.is_of(weight, owner):
                     break
             else:
-                if not checked or all_unchanged(checked, rows):
+                if not states or _native.module.all_hold(states, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now
                     return packed
+                _drop_all(last)
         entries = list(
             map(_entry_of, weights, itertools.repeat(rows), owners or itertools.repeat(None))
         )
