@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from module_cases import CASES, B, M, S, T
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from transformer_fast import functional, nn
-from transformer_fast.functional import masks
+from transformer_fast import _native, fast_path, functional, nn
+from transformer_fast.functional import attention, masks
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 0, 7, 0]])
 
@@ -140,3 +141,40 @@ def test_traced_programs_do_not_read_the_mask() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert not any("float mask" in one for one in _warned(lambda: compiled(x, mask)))
     assert len(_warned(lambda: attend(x, mask))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(5, 6), (1, 6), (2, 1, 5, 6), (1, 3, 1, 6), (2, 3, 5, 1)], ids=str
+)
+def test_masks_of_plain_calls_bypass_the_dispatcher(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = torch.float32 if dtype == torch.bool else dtype
+    query, key, value = (torch.randn(2, 3, n, 8, dtype=of) for n in (5, 6, 6))
+    visible = torch.rand(shape) > 0.3
+    mask = visible if dtype == torch.bool else torch.zeros(shape).masked_fill(~visible, -1e9).to(of)
+    attend = functional.scaled_dot_product_attention
+    with fast_path.small_size_fallback(short=False):
+        expected = attend(query, key, value, mask)
+    if _native.module is not None:
+        monkeypatch.setattr(attention, "general_attention", None)
+    assert torch.equal(attend(query, key, value, mask), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 6), (4, 3, 5, 6), (1, 2, 3, 5, 6)], ids=str)
+def test_other_masks_get_the_general_checks(shape: tuple[int, ...]) -> None:
+    """These have the wrong size, or another number of dimensions."""
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (5, 6, 6))
+    for mask in (torch.ones(shape, dtype=torch.bool), torch.randn(shape)):
+        results = []
+        for run in (functional.scaled_dot_product_attention, F.scaled_dot_product_attention):
+            try:
+                results.append(run(query, key, value, mask))
+            except RuntimeError as error:
+                results.append(type(error))
+        ours, theirs = results
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert ours == theirs

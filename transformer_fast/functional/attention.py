@@ -34,7 +34,7 @@ from ._check import (
     require_same_device,
     require_tensor,
 )
-from .masks import warn_of_zeros_and_ones
+from .masks import is_looked_at, warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
@@ -242,7 +242,7 @@ def scaled_dot_product_attention(
         and (scale is None or type(scale) is float)
         and (grad := is_plain_eager(query, key, value, attn_mask)) is not None
     ):
-        sizes, keys = query.shape, key.shape
+        sizes, keys, mask = query.shape, key.shape, attn_mask
         if (
             len(sizes) == len(keys) == 4
             and keys == value.shape
@@ -251,7 +251,7 @@ def scaled_dot_product_attention(
             and (sizes[1] == keys[1] or (enable_gqa and keys[1] and sizes[1] % keys[1] == 0))
             and (
                 attn_mask is None
-                or (not is_causal and _is_plain_mask(attn_mask, *sizes[:3], keys[2]))
+                or (not is_causal and (mask := _plain_mask(attn_mask, query, keys[2])) is not None)
             )
         ):
             if (
@@ -269,7 +269,7 @@ def scaled_dot_product_attention(
             if (function := direct_kernel("attention", (query, key, value))) is not None:
                 return function(  # type: ignore[no-any-return]
                     AttentionArguments(
-                        query, key, value, attn_mask, None, is_causal, scale, 0.0, None, enable_gqa
+                        query, key, value, mask, None, is_causal, scale, 0.0, None, enable_gqa
                     )
                 )[0]
     arguments = AttentionArguments(
@@ -279,15 +279,32 @@ def scaled_dot_product_attention(
     return general_attention(arguments, backend)  # type: ignore[no-any-return]
 
 
-def _is_plain_mask(mask: Tensor, *sizes: int) -> bool:
-    """True for a bool mask in CPU memory that broadcasts to the scores without further dimensions."""
-    return (
-        mask.dtype is torch.bool
-        and mask.is_cpu
-        and mask.layout is torch.strided
-        and mask.dim() == 4
-        and all(n == 1 or n == size for n, size in zip(mask.shape, sizes, strict=True))
-    )
+def _plain_mask(mask: Tensor, query: Tensor, keys: int) -> Tensor | None:
+    """Returns a mask of two or four dimensions as (1 or B, 1 or H, 1 or T, 1 or S).
+
+    None if it needs the general checks: other dimensions, dtypes or devices, a learned mask, and a
+    float mask whose values must be looked at.
+    """
+    if not mask.is_cpu or mask.layout is not torch.strided or mask.requires_grad:
+        return None
+    if mask.dtype is not torch.bool and (
+        mask.dtype not in (FLOAT, query.dtype) or not is_looked_at(mask)
+    ):
+        return None
+    if mask.dim() == 2:
+        mask = mask[None, None]
+    if mask.dim() != 4:
+        return None
+    batch, heads, rows, columns = mask.shape
+    sizes = query.shape
+    if (
+        (batch == 1 or batch == sizes[0])
+        and (heads == 1 or heads == sizes[1])
+        and (rows == 1 or rows == sizes[2])
+        and (columns == 1 or columns == keys)
+    ):
+        return mask
+    return None
 
 
 def general_attention(

@@ -68,6 +68,11 @@ _looked_at: set[tuple[torch.dtype, torch.Size]] = set()
 _MOST_LOOKED_AT = 4096
 
 
+def is_looked_at(mask: Tensor) -> bool:
+    """True if `warn_of_zeros_and_ones` has looked at a mask of this dtype and shape."""
+    return (mask.dtype, mask.shape) in _looked_at
+
+
 def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
     """Warns where a float mask holds only 0 and 1: they are added to the scores and hide nothing.
 
