@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "build_config.h"
@@ -86,11 +87,21 @@ bool all_hold(const std::vector<tf::Fingerprint*>& fingerprints, int64_t rows) {
   return tf::all_hold(fingerprints, rows);
 }
 
-bool any_negative(uintptr_t address, int64_t count) {
-  const auto* values = reinterpret_cast<const int64_t*>(address);
-  int64_t signs = 0;
-  for (int64_t i = 0; i < count; ++i) signs |= values[i];
-  return signs < 0;
+// Returns the number of targets in [0, classes) other than `ignore_index`, and the first that is
+// neither in that range nor ignored.
+std::pair<int64_t, std::optional<int64_t>> count_targets(uintptr_t address, int64_t count,
+                                                         int64_t classes, int64_t ignore_index) {
+  const auto* targets = reinterpret_cast<const int64_t*>(address);
+  int64_t counted = 0, ignored = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool ignore = targets[i] == ignore_index;
+    ignored += ignore;
+    counted += !ignore && static_cast<uint64_t>(targets[i]) < static_cast<uint64_t>(classes);
+  }
+  if (counted + ignored == count) return {counted, std::nullopt};
+  return {counted, *std::find_if(targets, targets + count, [&](int64_t target) {
+            return target != ignore_index && (target < 0 || target >= classes);
+          })};
 }
 
 long direct_rows(const std::string& element, long elements) {
@@ -129,8 +140,10 @@ PYBIND11_MODULE(_C, m) {
         "Fills results of operators with NaN before they are written, for tests; returns the "
         "previous "
         "setting.");
-  m.def("any_negative", &any_negative, py::arg("address"), py::arg("count"),
-        "Whether any of contiguous int64 values is negative.");
+  m.def("count_targets", &count_targets, py::arg("address"), py::arg("count"), py::arg("classes"),
+        py::arg("ignore_index"),
+        "How many of contiguous int64 targets are classes and not ignored, and the first that is "
+        "neither a class nor ignored, or None.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
         "Largest number of rows for which a product reads an unpacked weight of `elements` "
         "elements of "

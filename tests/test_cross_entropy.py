@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from transformer_fast import fast_path, nn, reference, strict
 from transformer_fast import functional as F
-from transformer_fast import nn, reference, strict
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
@@ -644,3 +644,23 @@ def test_gradients_of_targets_keep_their_digits(isa, smoothing, likely, classes)
         )
         p = x.double().softmax(1).gather(1, target[:, None])
         assert ((found - expected).abs() <= 1e-6 * (p + expected.abs())).all()
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+@pytest.mark.parametrize(
+    ("targets", "counted", "wrong"),
+    [
+        ([0, 4, 2], 3, None),
+        ([0, -100, 2], 2, None),
+        ([], 0, None),
+        ([-100], 0, None),
+        ([0, 5, 7], 1, 5),
+        ([1, -1, 9], 1, -1),
+    ],
+    ids=str,
+)
+def test_targets_are_counted(
+    targets: list[int], counted: int, wrong: int | None, step: int
+) -> None:
+    target = torch.tensor(targets, dtype=torch.int64).repeat_interleave(step)[::step]
+    assert fast_path.count_targets(target, 5, -100) == (counted, wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -972,36 +973,48 @@ def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool =
     return make_call(FeedForwardArguments(x, weight, None, weight.t(), None, "relu"), grad)
 
 
+#: By op and instruction set: dtype, first and last number of rows, and least number of weights.
+LEFT_TO_PYTORCH = {
+    ("linear", "avx512_bf16"): [(torch.bfloat16, 1, 256, 2**22)],
+    ("feed_forward", "avx512_bf16"): [
+        (torch.bfloat16, 1, 256, 2**22), (torch.bfloat16, 32, 256, 2**20),
+    ],
+    ("linear", "amx"): [
+        (torch.bfloat16, 1, 23, 2**18), (torch.bfloat16, 24, 256, 2**23), (torch.float16, 1, 256, 2**21),
+    ],
+    ("feed_forward", "amx"): [
+        (torch.bfloat16, 1, 31, 2**18), (torch.bfloat16, 32, 256, 2**22), (torch.float16, 1, 512, 2**20),
+    ],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
 def test_products_that_the_cpu_backend_leaves_to_pytorch(op, isa):
     """Both sides of every limit, for the instruction set on which it was measured."""
-    kernel = kernel_of(op)
-    least, few, most = {
-        ("linear", "avx512_bf16"): (2**22, 256, 256),
-        ("feed_forward", "avx512_bf16"): (2**22, 256, 256),
-        ("linear", "amx"): (2**18, 23, 23),
-        ("feed_forward", "amx"): (2**18, 31, 31),
-    }.get((op, isa), (2**18, 0, 0))
+    kernel, limits = kernel_of(op), LEFT_TO_PYTORCH.get((op, isa), [])
+    counts = {2**18, 2**22} | {least - less for *_, least in limits for less in (0, 64)}
+    numbers = {1, 300} | {
+        n for _, first, last, _ in limits for n in (first - 1, first, last, last + 1)
+    }
 
-    def chosen(count: int, rows: int, dtype: torch.dtype = torch.bfloat16, **how: bool) -> str:
+    def chosen(count: int, rows: int, dtype: torch.dtype, **how: bool) -> str:
         return select(linear_call(op, count, rows, dtype, **how)).backend
 
-    for count, limit in ((least, few), (2**22, most), (least - 64, 0)):
-        for n in (1, limit, limit + 1, 300):
-            expected = "torch" if 1 <= n <= limit else "cpu"
-            assert chosen(count, n) == expected, (count, n)
-            message = dispatch.why_prefers_later(kernel, linear_call(op, count, n, torch.bfloat16))
-            assert (message is not None) == (expected == "torch")
-    if (op, isa) == ("feed_forward", "avx512_bf16"):
-        found = [
-            chosen(count, rows) for count in (2**20 - 64, 2**20) for rows in (31, 32, 256, 257)
-        ]
-        assert found == ["cpu"] * 5 + ["torch"] * 2 + ["cpu"]
-    assert chosen(2**22, 1, grad=False) == "cpu"
-    assert chosen(2**22, 1, torch.float16) == "cpu"
+    for dtype, count, n in itertools.product(
+        (torch.bfloat16, torch.float16), sorted(counts), sorted(numbers - {0})
+    ):
+        left = any(
+            (of, count >= least) == (dtype, True) and first <= n <= last
+            for of, first, last, least in limits
+        )
+        assert chosen(count, n, dtype) == ("torch" if left else "cpu"), (dtype, count, n)
+        message = dispatch.why_prefers_later(kernel, linear_call(op, count, n, dtype))
+        assert (message is not None) == left
+        assert chosen(count, n, dtype, grad=False) == "cpu"
     assert _native.module is not None
     floats = "torch" if _native.module.is_intel() else "cpu"
-    assert [chosen(2**12, rows, torch.float32) for rows in (15, 16, 128, 129)] == [
+    first = 16 if op == "linear" else 12
+    assert [chosen(2**12, rows, torch.float32) for rows in (first - 1, first, 128, 129)] == [
         "cpu", floats, floats, "cpu",
     ]  # fmt: skip
 

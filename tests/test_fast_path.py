@@ -59,7 +59,7 @@ def _call(op: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: getattr(functional, public)(*arguments)
 
 
-_LARGE = {"attention": 512}
+_LARGE = {"attention": 512, "linear_cross_entropy": 32768}
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
@@ -69,6 +69,8 @@ def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
         arguments = _calls(grad)[op](rows)
         explanation = transformer_fast.explain(op, *arguments)
         kernels = _ours(_call(op, arguments))
+        if op == "linear_cross_entropy":  # the linear layer of a small call has its own backend
+            kernels = [kernel for kernel in kernels if "cross_entropy" in kernel]
         assert bool(kernels) == (explanation.backend == "cpu"), (rows, explanation, kernels)
         if rows == 20 and not (op == "attention" and grad):
             assert explanation.backend == "torch"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _native, _switches
 from ._context import settings, values_are_known
-from .dispatch import Call, PreferLater, _state, mixes_dtypes, select
+from .dispatch import Call, PreferLater, _state, mixes_dtypes, select, why_prefers_later
 from .ops.arguments import RECORDS, LayerArguments
 
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -62,16 +62,18 @@ class Limit:
             self.below = 1 << 62, 1 << 62
 
 
-# With AMX tiles products of float32 take a fraction of PyTorch's time above a small size.
-_TILES = _native.module is not None and _native.module.isa() == "amx"
 # On Intel's CPUs MKL's products of one to a dozen rows take 0.4 to 0.9 of the time of the kernels, which
-# are made for more rows.
-_MKL = _native.module is not None and _native.module.is_intel() and not _TILES
+# are made for more rows. With AMX tiles larger products of float32 take a fraction of PyTorch's time.
+_INTEL = _native.module is not None and _native.module.is_intel()
+_TILES = _native.module is not None and _native.module.isa() == "amx"
+_SMALL = 1 << 22
 LINEAR = Limit(
-    "multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16,
-    any_weights=1 << 22 if _MKL else 0,
+    "multiply-adds", _SMALL if _TILES else 1 << 25, 1 << 25, weights=1 << 16,
+    any_weights=_SMALL if _INTEL else 0,
 )  # fmt: skip
-FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
+FEED_FORWARD = Limit(
+    "multiply-adds", _SMALL, 1 << 24, weights=1 << 17, any_weights=_SMALL if _INTEL else 0
+)
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
 #: Self-attention without masks in evaluation, for which PyTorch has one operator.
 MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
@@ -85,8 +87,8 @@ CROSS_ENTROPY = Limit(
     1 << 17,
     dtypes=frozenset({FLOAT, torch.bfloat16, torch.float16}),
 )
-_LOGITS = 1 << (13 if _TILES else 17)
-LINEAR_CROSS_ENTROPY = Limit("logits", _LOGITS, _LOGITS, weights=1 << 16)
+#: Below it a linear layer and a loss follow each other, with all logits in memory.
+LINEAR_CROSS_ENTROPY = Limit("logits", 1 << 18, 1 << 20)
 #: Counts the elements of the table, plus eight times the looked-up ones, with gradients. Without
 #: gradients PyTorch's op always runs.
 EMBEDDING = Limit("elements", 1 << 62, 1 << 19)
@@ -107,7 +109,7 @@ LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
 def direct_kernel(
-    op: str, tensors: tuple[Any, ...], grad: bool = False
+    op: str, tensors: tuple[Any, ...], grad: bool = False, activation: str | None = None
 ) -> Callable[[Any], Any] | None:
     """Returns the kernel's function for a call that passed `is_plain_eager` and is not small.
 
@@ -131,29 +133,47 @@ def direct_kernel(
     if mixed and (found.same_dtype is None or mixes_dtypes(found, tensors)):
         return None
     if grad and dtype in LIMITED[op]:
-        return select(Call(op, tensors, True, _NO_OPTIONS)).function
+        options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
+        call = Call(op, tensors, True, options)
+        if why_prefers_later(found, call) is not None:
+            later = usable["cpu"][1]  # PyTorch's op supports what the kernel supports
+            return later.function if later.backend == "torch" else select(call).function
     return found.function
 
 
+def count_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[int | None, int | None]:
+    """Returns how many targets are classes and not ignored, and the first that is neither a class nor
+    ignored.
+
+    (None, None) if the values are not read: on other devices, and where `values_are_known` is False.
+    """
+    if (
+        not target.is_cpu
+        or target.dtype is not torch.int64
+        or type(ignore_index) is not int
+        or not values_are_known(target)
+    ):
+        return None, None
+    if _native.module is not None and target.is_contiguous():  # one pass instead of four operators
+        return _native.module.count_targets(  # type: ignore[no-any-return]
+            target.data_ptr(), target.numel(), classes, ignore_index
+        )
+    counts = target != ignore_index
+    wrong = target[((target < 0) | (target >= classes)) & counts]
+    return int(counts.sum()) - wrong.numel(), int(wrong[0]) if wrong.numel() > 0 else None
+
+
 def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
-    """True if all logits in ignored rows are known to be finite.
+    """True if all logits (N, C, ...) in ignored rows are known to be finite.
 
     PyTorch multiplies the gradients of ignored rows by zero, which leaves NaN where logits are NaN or
     infinite.
     """
-    if not (
-        input.is_cpu and target.is_cpu and values_are_known(input) and values_are_known(target)
-    ):
-        return False
-    if target.numel() == 0 or (ignore_index < 0 and not _any_negative(target)):
-        return True
-    return math.isfinite(input.detach().sum())
-
-
-def _any_negative(target: Tensor) -> bool:
-    if _native.module is not None and target.is_contiguous():  # saves 3 µs
-        return _native.module.any_negative(target.data_ptr(), target.numel())  # type: ignore[no-any-return]
-    return int(target.min()) < 0
+    classes = input.shape[0 if input.dim() == 1 else 1]
+    counted, wrong = count_targets(target, classes, ignore_index)
+    if wrong is not None or counted == target.numel():
+        return True  # PyTorch's op raises for the wrong one
+    return values_are_known(input) and input.is_cpu and math.isfinite(input.detach().sum())
 
 
 def logits_size(input: Tensor) -> int:

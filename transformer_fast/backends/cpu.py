@@ -104,22 +104,29 @@ def _is_intel() -> bool:
     return _native.module is not None and _native.module.is_intel()
 
 
-#: The lower bound is 16 because kernels read fp32 weights unpacked for a dozen rows. MKL has
-#: AVX-512 on Intel's CPUs only; on others it takes up to five times as long as the kernels.
-_FEW_FLOATS = (_few(torch.float32, range(16, 129), 1),) if _is_intel() else ()
+def _few_floats(first: int) -> tuple[PreferLater, ...]:
+    """Kernels read fp32 weights unpacked for fewer than ``first`` rows. MKL has AVX-512 on Intel's CPUs
+    only; on others it takes up to five times as long as the kernels."""
+    return (_few(torch.float32, range(first, 129), 1),) if _is_intel() else ()
+
+
 #: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads. AVX-512-BF16: 1
 #: to 256 rows and 2^17 to 2^24 weights, two threads.
 _PREFER_LATER = {
     "linear": (
-        *_FEW_FLOATS,
+        *_few_floats(16),
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 24), 2**18, _in_use("amx")),
+        _few(torch.bfloat16, range(24, 257), 2**23, _in_use("amx")),
+        _few(torch.float16, range(1, 257), 2**21, _in_use("amx")),
     ),
     "feed_forward": (
-        *_FEW_FLOATS,
+        *_few_floats(12),
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(32, 257), 2**20, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 32), 2**18, _in_use("amx")),
+        _few(torch.bfloat16, range(32, 257), 2**22, _in_use("amx")),
+        _few(torch.float16, range(1, 513), 2**20, _in_use("amx")),
     ),
 }
 

@@ -333,7 +333,15 @@ def _register() -> None:
             activations=names,
         ),
         Kernel("cross_entropy", "torch", cross_entropy, gradients=True),
-        Kernel("linear_cross_entropy", "torch", linear_cross_entropy, gradients=True),
+        Kernel(
+            "linear_cross_entropy",
+            "torch",
+            linear_cross_entropy,
+            gradients=True,
+            remark=lambda call: (
+                "small calls are a linear layer, on its own backend, and PyTorch's loss"
+            ),
+        ),
     ):
         register(kernel)
 

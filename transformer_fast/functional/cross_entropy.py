@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
-from .._context import is_plain_eager, values_are_known
+from .._context import is_plain_eager
 from ..dispatch import Call, make_call, run
 from ..ops.arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from ..ops.autograd import wants_grad
@@ -22,7 +22,7 @@ from ._check import (
     require_tensor,
     same_error_as,
 )
-from .linear import dtype_problem, weight_problem
+from .linear import dtype_problem, linear, weight_problem
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -51,23 +51,16 @@ def _check_options(reduction: str, label_smoothing: float) -> float:
     return smoothing
 
 
-def _check_target(target: Tensor, ignore_index: int, classes: int) -> bool:
-    """Checks the values of targets. Returns True if certainly none is ignored.
-
-    Only the values of CPU tensors are read.
+def _check_target(target: Tensor, ignore_index: int, classes: int) -> int | None:
+    """Checks the values of targets. Returns how many are not ignored, or None if they are not read.
 
     Raises:
         IndexError: as torch.
     """
-    if not target.is_cpu or not values_are_known(target) or target.numel() == 0:
-        return False
-    low, high = map(int, torch.aminmax(target))
-    if low >= 0 and high < classes:
-        return type(ignore_index) is int and not low <= ignore_index <= high
-    wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-    if wrong.numel() > 0:
-        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
-    return False
+    counted, wrong = fast_path.count_targets(target, classes, ignore_index)
+    if wrong is not None:
+        raise IndexError(f"Target {wrong} is out of bounds.")
+    return counted
 
 
 def _reduced(
@@ -80,14 +73,14 @@ def _reduced(
 ) -> Tensor:
     """Runs a checked call and reduces its losses; ``shape`` is the target's shape."""
     target, ignore_index = call.arguments.target, call.arguments.ignore_index
-    all_count = _check_target(target, ignore_index, classes)
+    counted = _check_target(target, ignore_index, classes)
     losses: Tensor = run(call, backend)
     if reduction == "none":
         return losses.to(dtype).view(shape)
     total = losses.sum()
     if reduction == "mean":
         # Not `mean`: the gradient of a sum is one value, expanded.
-        total = total / (target.numel() if all_count else (target != ignore_index).sum())
+        total = total / ((target != ignore_index).sum() if counted is None else counted)
     return total.to(dtype)
 
 
@@ -221,8 +214,10 @@ def check_cross_entropy(
     return make_call(CrossEntropyArguments(rows, flat, ignore_index, smoothing), wants_grad(rows))
 
 
-def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
-    """True if PyTorch's linear layer and loss, with all logits in memory, are faster."""
+def _is_small(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, ignored: int, grad: bool
+) -> bool:
+    """True if a linear layer and a loss, with all logits in memory, are faster."""
     if not (
         input.dtype is fast_path.FLOAT
         and type(target) is Tensor
@@ -238,11 +233,9 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
     logits, limit = target.numel() * weight.shape[0], fast_path.LINEAR_CROSS_ENTROPY
     return (
         0 < logits < limit.below[grad]
-        and weight.numel() <= limit.weights
         and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
-        and values_are_known(target)
         # In PyTorch, NaN and infinity in ignored rows reach the gradients.
-        and int(target.min()) >= 0
+        and fast_path.count_targets(target, weight.shape[0], ignored)[0] == target.numel()
     )
 
 
@@ -303,10 +296,11 @@ def linear_cross_entropy(
         and options is None
         and ignored < 0
         and (grad := is_plain_eager(input, linear_weight, linear_bias)) is not None
-        and _is_small(input, linear_weight, linear_bias, target, grad)
+        and _is_small(input, linear_weight, linear_bias, target, ignored, grad)
     ):
-        return _losses(
-            input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
+        logits = linear(input, linear_weight, linear_bias)
+        return F.cross_entropy(
+            logits, target, None, None, ignored, None, reduction, label_smoothing
         )
     probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2

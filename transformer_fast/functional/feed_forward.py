@@ -89,10 +89,10 @@ def feed_forward(
             if (
                 dropout_p == 0.0
                 and input.dtype is FLOAT
-                and weights <= limit.weights
+                and (size := input.numel() // max(1, columns) * weights) < limit.below[grad]
+                and (weights <= limit.weights or size < limit.any_weights)
                 and weight1.is_cpu
                 and weight2.is_cpu
-                and input.numel() // max(1, columns) * weights < limit.below[grad]
             ):
                 hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
                 return F.linear(hidden, weight2, bias2)

@@ -14,6 +14,7 @@ from ..dispatch import Call, lookup, run
 from ..fast_path import FLOAT, LINEAR, direct_kernel
 from ..ops.arguments import LinearArguments
 from ..ops.autograd import wants_grad
+from ..reference.linear import ACTIVATIONS
 from ._check import (
     are_tensors,
     autocast,
@@ -122,7 +123,11 @@ def linear(
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
-    if backend is None and activation is None and residual is None:
+    if (
+        backend is None
+        and residual is None
+        and (activation is None or (type(activation) is str and activation in ACTIVATIONS))
+    ):
         grad = is_plain_eager(input, weight, bias)
         if grad is not None and weight is not None:
             limit = LINEAR
@@ -133,11 +138,12 @@ def linear(
                 # Without a bias, PyTorch accepts a weight on meta and returns garbage.
                 and (bias is not None or weight.is_cpu)
             ):
-                return F.linear(input, weight, bias)
+                result = F.linear(input, weight, bias)
+                return result if activation is None else ACTIVATIONS[activation](result)
             if _fits(input, weight, bias) and (
-                function := direct_kernel("linear", (input, weight, bias, None), grad)
+                function := direct_kernel("linear", (input, weight, bias, None), grad, activation)
             ):
-                return function(LinearArguments(input, weight, bias))  # type: ignore[no-any-return]
+                return function(LinearArguments(input, weight, bias, activation))  # type: ignore[no-any-return]
     tensors = (input, weight, bias, residual)
     replay, insert = lookup("linear", tensors, (activation, backend))
     if replay is not None:
