@@ -1,4 +1,4 @@
-// Types of the kernels' arguments: elements of tensors, dropout.
+// Types of the kernels' arguments: elements of tensors, activations, dropout.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,13 @@ enum class Element { boolean, float32, bfloat16, float16 };
 constexpr long element_bytes(Element element) {
   return element == Element::boolean ? 1 : element == Element::float32 ? 4 : 2;
 }
+
+// Numbered as in transformer_fast/ops/linear.py.
+enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+// The same with a relative error of 2e-4, which is small compared to the rounding of results to
+// bfloat16 or to 8 bits.
+constexpr int kCoarse = 8;
+inline int coarse(int activation) { return activation > kRelu ? kCoarse | activation : activation; }
 
 // Whether an element is dropped depends on (seed, row, column) only.
 struct Dropout {

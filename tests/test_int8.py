@@ -67,7 +67,7 @@ def int8_feed_forward(*arguments: Any) -> Tensor:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_feed_forward_differs_from_the_reference_by_single_steps(int8_isa, activation):
-    """The last bits of an activation may move a hidden unit to the next of its row's 254 steps."""
+    """An activation's error, 2e-4 of it, may move a hidden unit to the next of its row's 254 steps."""
     arguments = (*network(40, 48, 96, 24), activation)
     x, weight1, scale1, bias1, weight2, scale2, _, _ = arguments
     hidden = reference.int8_linear(x, weight1, scale1, bias1, activation, None)
@@ -75,8 +75,9 @@ def test_feed_forward_differs_from_the_reference_by_single_steps(int8_isa, activ
     difference = int8_feed_forward(*arguments) - reference.int8_feed_forward(*arguments)
     one = steps[:, None] * weight2.abs().amax(-1) * scale2
     assert (difference.abs() <= 2.0 * one).all()
-    # Nearly all units keep their step.
-    assert ((difference.abs() > 1e-3 * one).sum(-1) > 0).sum() <= 4
+    # Most units keep their step: the difference is small compared to that of rounding to steps.
+    rounding = steps[:, None] * weight2.float().norm(dim=-1) * scale2 / math.sqrt(12.0)
+    assert difference.norm() <= 0.1 * rounding.norm()
 
 
 def test_garbage_rows_have_no_effect_on_others(int8_isa):

@@ -1,6 +1,8 @@
 // Epilogue (bias, activation, residual) of linear layers on the GEMM engine; for kernel files only.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/gemm/engine.h"
 #include "cpu/simd/activation.h"
 
@@ -27,7 +29,7 @@ class Epilogue {
                      const float* scale = nullptr)
       : count_(min(kPanel, n - column)),
         min_(set1(activation == kRelu ? 0.0f : -kInf)),
-        activation_(activation) {
+        activation_(std::is_same_v<T, BFloat16> ? coarse(activation) : activation) {
     if (scale != nullptr) {
       scale_low_ = read(scale + column, 0);
       scale_high_ = read(scale + column, kLanes);

@@ -1,12 +1,8 @@
 // Activations and their derivatives on vectors, for kernel files only.
 #pragma once
 
-#include "cpu/simd/vec.h"
-
-namespace tf {
-// Numbered as in transformer_fast/ops/linear.py.
-enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
-}  // namespace tf
+#include "cpu/simd/exp2.h"
+#include "types.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -72,10 +68,34 @@ struct Normal {
   }
 };
 
-// The factor of x in GELU's tanh approximation: sigmoid(2 u(x)).
-TF_INLINE Sigmoid gelu_tanh_sigmoid(Vec x) {
+// The factor of x in GELU's tanh approximation is sigmoid(2 u(x)). Returns 2 u(x).
+TF_INLINE Vec gelu_tanh_inner(Vec x) {
   const Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
-  return Sigmoid(inner + inner);
+  return inner + inner;
+}
+TF_INLINE Sigmoid gelu_tanh_sigmoid(Vec x) { return Sigmoid(gelu_tanh_inner(x)); }
+
+// 1 / x with a relative error of at most 6e-5.
+TF_INLINE Vec coarse_reciprocal(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_rcp14_ps(x);
+#else
+  return set1(1.0f) / x;
+#endif
+}
+
+// Sigmoid and Normal's integral as kCoarse says, by the same formulas with a shorter e^x and P.
+TF_INLINE Vec coarse_sigmoid(Vec x) {
+  const Vec power = min(set1(125.5f), set1(-1.44269504089f) * x);
+  return zero_below(-87.0f, x, coarse_reciprocal(set1(1.0f) + exp2(power, BFloat16{})));
+}
+TF_INLINE Vec coarse_integral(Vec x) {
+  const Vec bounded = min(set1(12.75f), absolute(x));
+  const Vec e = exp2(set1(-0.72134752044f) * bounded * bounded, BFloat16{});
+  const Vec t = coarse_reciprocal(fma(set1(0.38f), bounded, set1(1.0f)));
+  constexpr float c[] = {0.15122594f, 0.15782337f, 0.09199633f, 0.18885734f, -0.08992042f};
+  const Vec tail = polynomial<4>(c, t) * t * e;
+  return select(less(x, zero()), zero_below(-12.7f, x, tail), set1(1.0f) - tail);
 }
 
 TF_INLINE Vec activate(Vec x, int activation) {
@@ -88,6 +108,12 @@ TF_INLINE Vec activate(Vec x, int activation) {
       return x * gelu_tanh_sigmoid(x).value;
     case kSilu:
       return x * Sigmoid(x).value;
+    case kCoarse | kGelu:
+      return x * coarse_integral(x);
+    case kCoarse | kGeluTanh:
+      return x * coarse_sigmoid(gelu_tanh_inner(x));
+    case kCoarse | kSilu:
+      return x * coarse_sigmoid(x);
     default:
       return x;
   }

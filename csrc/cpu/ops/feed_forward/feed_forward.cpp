@@ -103,7 +103,11 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
     run_linear(linear, {kernels, packed});
   };
   feed_forward_unfused(
-      args, slot, [&](const LinearArgs& linear) { run(linear, args.scale1, args.packed1); },
+      args, slot,
+      [&](LinearArgs linear) {
+        linear.activation = coarse(linear.activation);  // as the fused kernel, which quantises it
+        run(linear, args.scale1, args.packed1);
+      },
       [&](const LinearArgs& linear) { run(linear, args.scale2, args.packed2); });
 }
 

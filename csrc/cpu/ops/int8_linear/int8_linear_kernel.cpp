@@ -71,7 +71,8 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
     First::multiply(
         work.x, rows, args.k, w1, j + kPanel < args.f ? w1 + First::panel_size(args.k) : w2,
         work.sums,
-        [=, &args, epilogue = Epilogue<T>(args.bias1, j, args.f, args.activation, args.scale1)](
+        [=, &args,
+         epilogue = Epilogue<T>(args.bias1, j, args.f, coarse(args.activation), args.scale1)](
             long i, Vec low, Vec high) __attribute__((always_inline)) {
           epilogue.dequantize(First::row_scale(work.x, args.k, i), low, high);
           epilogue.finish(low, high);
