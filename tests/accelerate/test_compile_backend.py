@@ -203,13 +203,13 @@ def test_encoder_decoder_model() -> None:
 
 def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[Any] = []
-    right = run_time.attend
+    right = run_time.attend_directly
 
-    def attend(*args: Any, **options: Any) -> Any:
-        visited.append(args[0][3:6])
-        return right(*args, **options)
+    def attend(arguments: Any) -> Any:
+        visited.append(arguments[3:6])
+        return right(arguments)
 
-    monkeypatch.setattr(run_time, "attend", attend)
+    monkeypatch.setattr(run_time, "attend_directly", attend)
     ours, _ = compiled(Translator().eval())
     with torch.no_grad():
         ours(*sentences())

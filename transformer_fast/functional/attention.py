@@ -54,6 +54,22 @@ def attend(
     return run(make_call(arguments, wants_grad(*arguments[:4])), backend, insert, finish)
 
 
+def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None] | None:
+    """`attend` without the dispatcher, or None if the call must be dispatched."""
+    query, key, value, mask, lengths, *_ = arguments
+    if (
+        arguments.dropout_p != 0.0
+        or arguments.softcap is not None
+        or arguments.query_lengths is not None
+        or (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
+        or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
+        or is_plain_eager(query, key, value, mask, lengths) is None
+    ):
+        return None
+    function = direct_kernel("attention", (query, key, value))
+    return None if function is None else function(arguments)
+
+
 def check_attention(given: AttentionArguments, backend: str | None = None) -> Call:
     arguments, _ = _check(given, False)
     return make_call(arguments, wants_grad(*arguments[:4]))
