@@ -165,7 +165,13 @@ def test_rms_norm_runs_on_the_cpu_kernel():
         TRAINING.of["cpu"](x, None, None, None, 1, 1e-5, 4, 0.0, None)
 
 
-@pytest.mark.parametrize(("model", "name"), [("t5", "T5LayerNorm"), ("llama", "LlamaRMSNorm")])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("t5", "T5LayerNorm"), ("mt5", "MT5LayerNorm"), ("llama", "LlamaRMSNorm"),
+        ("qwen3", "Qwen3RMSNorm"), ("mistral", "MistralRMSNorm"), ("phi3", "Phi3RMSNorm"),
+    ],
+)  # fmt: skip
 def test_norms_of_transformers_are_replaced(model, name):
     pytest.importorskip("transformers")
     theirs = getattr(
@@ -176,6 +182,14 @@ def test_norms_of_transformers_are_replaced(model, name):
     assert set(report[""].inference) == set(report[""].training) == {"rms_norm"}
     x = torch.randn(B, T, M)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("model", "name"), [("gemma", "GemmaRMSNorm"), ("olmo2", "Olmo2RMSNorm")])
+def test_norms_of_transformers_with_other_code_are_left(model, name):
+    pytest.importorskip("transformers")
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    norm = getattr(module, name)(M)
+    assert not accelerate(norm).swapped
 
 
 @pytest.fixture

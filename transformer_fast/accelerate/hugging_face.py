@@ -7,6 +7,8 @@ another class; see `hugging_face_layers`.
 from __future__ import annotations
 
 import dis
+import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,8 @@ from .parts import NAME, NAME_OF_ATTENTION, FusedLayer, is_model
 _VERSIONS = ((5, 0), (6, 0))
 #: Model families whose layers can be replaced.
 MODELS = ("bart", "bert", "deberta_v2", "llama", "marian", "mpnet", "t5")
+#: Ending of the names of norms, which are replaced in all families.
+_NORM = "Norm"
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
 
@@ -116,12 +120,14 @@ def version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the module's class in transformers, if it is shared or of one of `MODELS`."""
+    """Returns the module's class in transformers, if it is shared, a norm or of one of `MODELS`."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
             return kind
-        if path[:2] == ["transformers", "models"] and path[2:3] and path[2] in MODELS:
+        if path[:2] == ["transformers", "models"] and (
+            kind.__name__.endswith(_NORM) or (path[2:3] and path[2] in MODELS)
+        ):
             return kind
     return None
 
@@ -162,7 +168,9 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     theirs = class_of_theirs(module)
     if theirs is None:
         return None
-    ours = CLASSES.get(theirs.__name__)
+    ours = (
+        _ours_for_norm(theirs) if theirs.__name__.endswith(_NORM) else CLASSES.get(theirs.__name__)
+    )
     if ours is None:
         return None
     reason = version_reason() or classes.parametrised(module) or classes.sharded(module)
@@ -183,6 +191,32 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
             return f"{kind.__name__} has its own {method}"
     made = classes.subclass(kind, (ours, kind))
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
+
+
+#: Norms of which other models of transformers have copies under other names.
+_COPIED = (
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
+    ("transformers.models.t5.modeling_t5", "T5LayerNorm"),
+)
+
+
+@functools.cache
+def _ours_for_norm(theirs: Any) -> type[FusedLayer] | None:
+    """Returns our class for a norm whose forward has the code of one of `_COPIED`, or None."""
+    for module, name in _COPIED:
+        original = getattr(importlib.import_module(module), name, None)
+        if original is not None and _same_code(theirs.forward, original.forward):
+            return CLASSES[name]
+    return None
+
+
+def _same_code(one: Any, other: Any) -> bool:
+    """True if two functions have the same bytecode, constants and names."""
+    codes = [getattr(_unwrapped(function), "__code__", None) for function in (one, other)]
+    if None in codes:
+        return False
+    first, second = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) for c in codes)  # type: ignore[union-attr]
+    return first == second
 
 
 def _own_attention(module: torch.nn.Module) -> bool:

@@ -208,7 +208,7 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
-    if backend is None and type(eps) is float and type(normalized_shape) is tuple:
+    if backend is None and type(eps) is float and isinstance(normalized_shape, tuple):
         grad = is_plain_eager(input, weight, bias)
         if grad is not None:
             limit = LAYER_NORM
@@ -265,7 +265,7 @@ def add_layer_norm(
         and type(eps) is float
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
-        and type(normalized_shape) is tuple
+        and isinstance(normalized_shape, tuple)
         and (grad := is_plain_eager(input, residual, weight, bias)) is not None
         and residual is not None
         and input.shape == residual.shape
@@ -330,7 +330,7 @@ def rms_norm(
     if (
         backend is None
         and (eps is None or type(eps) is float)
-        and type(normalized_shape) is tuple
+        and isinstance(normalized_shape, tuple)
         and is_plain_eager(input, weight) is not None
         and _is_row(input, normalized_shape, weight, None)
         and (function := direct_kernel("rms_norm", (input, weight)))
@@ -378,7 +378,7 @@ def add_rms_norm(
         and (eps is None or type(eps) is float)
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
-        and type(normalized_shape) is tuple
+        and isinstance(normalized_shape, tuple)
         and is_plain_eager(input, residual, weight) is not None
         and residual is not None
         and input.shape == residual.shape
