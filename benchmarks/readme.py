@@ -160,9 +160,14 @@ def _taken(one: Machine) -> str:
 
 
 def _others(first: Machine, rest: Iterable[Machine]) -> dict[str, Machine]:
-    """Returns CPU name -> machine, one for each other CPU, without a restricted instruction set."""
-    found = {machine.cpu(one.about): one for one in rest if machine.forced_isa(one.about) is None}
-    return {name: one for name, one in found.items() if name != machine.cpu(first.about)}
+    """Returns CPU name -> machine, the first for each other CPU without a restricted instruction set."""
+    found: dict[str, Machine] = {}
+    for one in rest:
+        if machine.forced_isa(one.about) is None and machine.cpu(one.about) != machine.cpu(
+            first.about
+        ):
+            found.setdefault(machine.cpu(one.about), one)
+    return found
 
 
 def _elsewhere(first: Machine, rest: Iterable[Machine]) -> str:

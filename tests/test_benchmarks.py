@@ -14,6 +14,7 @@ import math
 import os
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -626,6 +627,18 @@ def test_sentence_encoders_have_a_table_of_their_own(tmp_path):
         "| MiniLM, sorted | int8 | 1000 | 15000 (1.00000) | peer: 7500 (0.99995) | 2.00x" in shown
     )
     assert findings.text_summary([one for one in rows if not one.ours]) == ""
+
+
+def test_readme_shows_the_newest_results_of_each_other_cpu(monkeypatch):
+    monkeypatch.setattr(readme.machine, "cpu", lambda about: about["cpu"])
+    monkeypatch.setattr(readme.machine, "forced_isa", lambda about: about.get("isa"))
+    held, new, old, other = (
+        SimpleNamespace(about=about)
+        for about in ({"cpu": "b", "isa": "avx2"}, {"cpu": "b"}, {"cpu": "b"}, {"cpu": "c"})
+    )
+    first = SimpleNamespace(about={"cpu": "a"})
+    found = readme._others(first, [first, held, new, old, other])
+    assert (list(found), found["b"] is new) == (["b", "c"], True)
 
 
 def test_another_instruction_set_is_another_machine(results):
