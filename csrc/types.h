@@ -20,8 +20,8 @@ constexpr long element_bytes(Element element) {
 
 // Numbered as in transformer_fast/ops/linear.py.
 enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
-// The same with a relative error of 2e-4, which is small compared to the rounding of results to
-// bfloat16 or to 8 bits.
+// Flag beside an activation: computed with a relative error of 2e-4, which is small compared to the
+// rounding of results to bfloat16 or to 8 bits.
 constexpr int kCoarse = 8;
 inline int coarse(int activation) { return activation > kRelu ? kCoarse | activation : activation; }
 

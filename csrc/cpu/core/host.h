@@ -205,7 +205,7 @@ inline void* offset_ptr(void* first, Element type, int64_t elements) {
   return const_cast<void*>(offset_ptr(static_cast<const void*>(first), type, elements));
 }
 
-// Validates the code of an activation (activation.h).
+// Validates the code of an activation (types.h).
 inline int checked_activation(const char* op, int64_t activation) {
   STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
   return static_cast<int>(activation);

@@ -105,7 +105,8 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
   feed_forward_unfused(
       args, slot,
       [&](LinearArgs linear) {
-        linear.activation = coarse(linear.activation);  // as the fused kernel, which quantises it
+        // Its result is quantised to 8 bits; the fused kernel does the same.
+        linear.activation = coarse(linear.activation);
         run(linear, args.scale1, args.packed1);
       },
       [&](const LinearArgs& linear) { run(linear, args.scale2, args.packed2); });
