@@ -8,6 +8,7 @@ import importlib
 import itertools
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as TF
@@ -664,3 +665,30 @@ def test_targets_are_counted(
 ) -> None:
     target = torch.tensor(targets, dtype=torch.int64).repeat_interleave(step)[::step]
     assert fast_path.count_targets(target, 5, -100) == (counted, wrong)
+
+
+@pytest.mark.parametrize("ignored", [-100, 3], ids=str)
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_small_linear_losses_with_ignored_targets(
+    small_calls: None, ignored: int, bad: float | None
+) -> None:
+    """NaN and infinity of ignored rows reach neither the loss nor the gradients of other rows."""
+    x, weight = torch.randn(9, 8), torch.randn(12, 8, requires_grad=True)
+    target = torch.randint(4, 12, (9,))
+    target[::4] = ignored
+    kept = target != ignored
+    if bad is not None:
+        x[0, 2] = bad
+    x.requires_grad_()
+    F.linear_cross_entropy(x, weight, target, ignore_index=ignored).backward()
+    alone, other = (t.detach().clone().requires_grad_() for t in (x[kept], weight))
+    TF.cross_entropy(TF.linear(alone, other), target[kept]).backward()
+    torch.testing.assert_close(x.grad[kept], alone.grad)
+    if bad is None:
+        torch.testing.assert_close(weight.grad, other.grad)
+
+
+def test_an_ignore_index_of_numpy_is_a_number():
+    target = torch.tensor([0, -100, 7])
+    assert fast_path.count_targets(target, 5, numpy.int64(-100)) == (1, 7)
+    assert fast_path.count_targets(target, 8, 2**70) == (None, None)

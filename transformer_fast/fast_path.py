@@ -10,6 +10,7 @@ and modules read them, and the dispatcher gets them as `PreferLater` records (`p
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from . import _native, _switches
 from ._context import settings, values_are_known
-from .dispatch import Call, PreferLater, _state, mixes_dtypes, select, why_prefers_later
+from .dispatch import Call, PreferLater, _state, mixes_dtypes, why_prefers_later
 from .ops.arguments import RECORDS, LayerArguments
 
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -63,7 +64,8 @@ class Limit:
 
 
 # On Intel's CPUs MKL's products of one to a dozen rows take 0.4 to 0.9 of the time of the kernels, which
-# are made for more rows. With AMX tiles larger products of float32 take a fraction of PyTorch's time.
+# are made for more rows. With AMX tiles, products of float32 from `_SMALL` multiply-adds on take a
+# fraction of PyTorch's time.
 _INTEL = _native.module is not None and _native.module.is_intel()
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 _SMALL = 1 << 22
@@ -87,7 +89,7 @@ CROSS_ENTROPY = Limit(
     1 << 17,
     dtypes=frozenset({FLOAT, torch.bfloat16, torch.float16}),
 )
-#: Below it a linear layer and a loss follow each other, with all logits in memory.
+#: Smaller calls are a linear layer and PyTorch's loss, with all logits in memory.
 LINEAR_CROSS_ENTROPY = Limit("logits", 1 << 18, 1 << 20)
 #: Counts the elements of the table, plus eight times the looked-up ones, with gradients. Without
 #: gradients PyTorch's op always runs.
@@ -136,8 +138,9 @@ def direct_kernel(
         options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
         call = Call(op, tensors, True, options)
         if why_prefers_later(found, call) is not None:
-            later = usable["cpu"][1]  # PyTorch's op supports what the kernel supports
-            return later.function if later.backend == "torch" else select(call).function
+            return usable["cpu"][
+                1
+            ].function  # PyTorch's op, which supports what the kernel supports
     return found.function
 
 
@@ -150,8 +153,9 @@ def count_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[int 
     if (
         not target.is_cpu
         or target.dtype is not torch.int64
-        or type(ignore_index) is not int
+        or not hasattr(ignore_index, "__index__")
         or not values_are_known(target)
+        or not -(1 << 63) <= (ignore_index := operator.index(ignore_index)) < 1 << 63
     ):
         return None, None
     if _native.module is not None and target.is_contiguous():  # one pass instead of four operators
@@ -169,6 +173,8 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
     PyTorch multiplies the gradients of ignored rows by zero, which leaves NaN where logits are NaN or
     infinite.
     """
+    if input.dim() == 0:
+        return True  # PyTorch's op raises
     classes = input.shape[0 if input.dim() == 1 else 1]
     counted, wrong = count_targets(target, classes, ignore_index)
     if wrong is not None or counted == target.numel():
@@ -249,8 +255,12 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
             size,
             range(below),
             f"PyTorch's op is faster for calls this small (under {below} {limit.unit}"
-            + (f", at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
-            + (f" or under {limit.any_weights}" if limit.any_weights else "")
+            + (
+                f", at most {limit.weights} weights"
+                + (f" or under {limit.any_weights}" if limit.any_weights else "")
+                if limit.weights < 1 << 62 and limit.any_weights < below
+                else ""
+            )
             + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
             + f", {which} gradients)",
             limit.dtypes,

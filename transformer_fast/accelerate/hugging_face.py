@@ -31,7 +31,7 @@ from .parts import NAME, NAME_OF_ATTENTION, FusedLayer, is_model
 _VERSIONS = ((5, 0), (6, 0))
 #: Model families whose layers can be replaced.
 MODELS = ("bart", "bert", "deberta_v2", "llama", "marian", "mpnet", "t5")
-#: Ending of the names of norms, which are replaced in all families.
+#: Ending of the names of norms. They are replaced in all families if their code is of `_COPIED`.
 _NORM = "Norm"
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
@@ -204,16 +204,19 @@ _COPIED = (
 def _ours_for_norm(theirs: Any) -> type[FusedLayer] | None:
     """Returns our class for a norm whose forward has the code of one of `_COPIED`, or None."""
     for module, name in _COPIED:
-        original = getattr(importlib.import_module(module), name, None)
+        try:
+            original = getattr(importlib.import_module(module), name, None)
+        except ImportError:  # another version of transformers
+            return None
         if original is not None and _same_code(theirs.forward, original.forward):
             return CLASSES[name]
     return None
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """True if two functions have the same bytecode, constants and names."""
-    codes = [getattr(_unwrapped(function), "__code__", None) for function in (one, other)]
-    if None in codes:
+    """True if two functions, which no decorator wraps, have the same bytecode, constants and names."""
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    if None in codes or hasattr(one, "__wrapped__") or codes[0].co_freevars:  # type: ignore[union-attr]
         return False
     first, second = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) for c in codes)  # type: ignore[union-attr]
     return first == second

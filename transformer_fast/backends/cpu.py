@@ -105,8 +105,10 @@ def _is_intel() -> bool:
 
 
 def _few_floats(first: int) -> tuple[PreferLater, ...]:
-    """Kernels read fp32 weights unpacked for fewer than ``first`` rows. MKL has AVX-512 on Intel's CPUs
-    only; on others it takes up to five times as long as the kernels."""
+    """Returns the limits in float32 from ``first`` rows on; kernels read weights unpacked for fewer.
+
+    MKL has AVX-512 on Intel's CPUs only; on others it takes up to five times as long as the kernels.
+    """
     return (_few(torch.float32, range(first, 129), 1),) if _is_intel() else ()
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _native, fast_path, reference
-from .._context import is_exporting
+from .._context import is_exporting, settings
 from ..dispatch import Call, Kernel, register, unpacked
 from ..ops.arguments import (
     AttentionArguments,
@@ -233,6 +233,12 @@ def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
     return chunked_loss("torch", arguments)
 
 
+def _linear_cross_entropy_remark(call: Call) -> str | None:
+    if _ALONE or settings.backend is not None or not call.tensors[0].is_cpu:
+        return None
+    return "it is small: a linear layer, on its own backend, and PyTorch's loss"
+
+
 def _refuse_attention(call: Call) -> str | None:
     given = call.arguments
     if _ALONE or not given.query.is_cpu:
@@ -338,9 +344,7 @@ def _register() -> None:
             "torch",
             linear_cross_entropy,
             gradients=True,
-            remark=lambda call: (
-                "small calls are a linear layer, on its own backend, and PyTorch's loss"
-            ),
+            remark=_linear_cross_entropy_remark,
         ),
     ):
         register(kernel)

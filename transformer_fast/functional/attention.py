@@ -63,7 +63,9 @@ def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | Non
         or arguments.query_lengths is not None
         or (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
         or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
-        or is_plain_eager(query, key, value, mask, lengths) is None
+        or (grad := is_plain_eager(query, key, value, mask, lengths)) is None
+        # PyTorch's op is faster
+        or (mask is None and query.numel() * key.shape[-2] < ATTENTION.below[grad])
     ):
         return None
     function = direct_kernel("attention", (query, key, value))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
-from .._context import is_plain_eager
+from .._context import is_plain_eager, values_are_known
 from ..dispatch import Call, make_call, run
 from ..ops.arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from ..ops.autograd import wants_grad
@@ -214,9 +214,7 @@ def check_cross_entropy(
     return make_call(CrossEntropyArguments(rows, flat, ignore_index, smoothing), wants_grad(rows))
 
 
-def _is_small(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, ignored: int, grad: bool
-) -> bool:
+def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
     """True if a linear layer and a loss, with all logits in memory, are faster."""
     if not (
         input.dtype is fast_path.FLOAT
@@ -234,8 +232,7 @@ def _is_small(
     return (
         0 < logits < limit.below[grad]
         and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
-        # In PyTorch, NaN and infinity in ignored rows reach the gradients.
-        and fast_path.count_targets(target, weight.shape[0], ignored)[0] == target.numel()
+        and values_are_known(target)
     )
 
 
@@ -294,14 +291,15 @@ def linear_cross_entropy(
         backend is None
         and weight is None
         and options is None
-        and ignored < 0
         and (grad := is_plain_eager(input, linear_weight, linear_bias)) is not None
-        and _is_small(input, linear_weight, linear_bias, target, ignored, grad)
+        and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         logits = linear(input, linear_weight, linear_bias)
-        return F.cross_entropy(
-            logits, target, None, None, ignored, None, reduction, label_smoothing
-        )
+        # In PyTorch, NaN and infinity in ignored rows reach the gradients.
+        if fast_path.ignores_no_nan(logits, target, ignored):
+            return F.cross_entropy(
+                logits, target, None, None, ignored, None, reduction, label_smoothing
+            )
     probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:

@@ -37,6 +37,9 @@ from ._check import (
     wrong_type,
 )
 
+#: Types of sizes that need no conversion. Not `isinstance`, which is one more call.
+_TUPLES = frozenset({tuple, torch.Size})
+
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
@@ -168,9 +171,7 @@ _EPS = {
 }
 
 
-def _is_row(
-    input: Tensor, shape: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None
-) -> bool:
+def _is_row(input: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Fast check that only the last dimension is normalised, and that all shapes fit."""
     return (
         len(shape) == 1
@@ -208,7 +209,7 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
-    if backend is None and type(eps) is float and isinstance(normalized_shape, tuple):
+    if backend is None and type(eps) is float and type(normalized_shape) in _TUPLES:
         grad = is_plain_eager(input, weight, bias)
         if grad is not None:
             limit = LAYER_NORM
@@ -217,7 +218,7 @@ def layer_norm(
                 and input.numel() < limit.below[grad]
                 and (not grad or rows(input, weight) <= limit.rows)
             ):
-                return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+                return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
             if _is_row(input, normalized_shape, weight, bias) and (
                 function := direct_kernel("layer_norm", (input, weight, bias))
             ):
@@ -265,7 +266,7 @@ def add_layer_norm(
         and type(eps) is float
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
-        and isinstance(normalized_shape, tuple)
+        and type(normalized_shape) in _TUPLES
         and (grad := is_plain_eager(input, residual, weight, bias)) is not None
         and residual is not None
         and input.shape == residual.shape
@@ -278,7 +279,7 @@ def add_layer_norm(
             and (not grad or rows(input, weight) <= limit.rows)
         ):
             total = residual + input
-            return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
+            return torch.layer_norm(total, normalized_shape, weight, bias, eps), total  # type: ignore[arg-type]
         if _is_row(input, normalized_shape, weight, bias) and (
             function := direct_kernel("add_layer_norm", (input, residual, weight, bias))
         ):
@@ -330,7 +331,7 @@ def rms_norm(
     if (
         backend is None
         and (eps is None or type(eps) is float)
-        and isinstance(normalized_shape, tuple)
+        and type(normalized_shape) in _TUPLES
         and is_plain_eager(input, weight) is not None
         and _is_row(input, normalized_shape, weight, None)
         and (function := direct_kernel("rms_norm", (input, weight)))
@@ -378,7 +379,7 @@ def add_rms_norm(
         and (eps is None or type(eps) is float)
         and type(dropout_p) is float
         and 0.0 <= dropout_p < 1.0
-        and isinstance(normalized_shape, tuple)
+        and type(normalized_shape) in _TUPLES
         and is_plain_eager(input, residual, weight) is not None
         and residual is not None
         and input.shape == residual.shape

@@ -21,7 +21,7 @@ from .autograd import (
 )
 from .operator import Operator, Rule
 
-#: Codes of activations, the same as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and
+#: Codes of activations, the same as in csrc/types.h, csrc/cuda/epilogue.cuh and
 #: Triton's arithmetic.py.
 CODES: dict[Any, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
