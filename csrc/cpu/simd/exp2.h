@@ -1,4 +1,5 @@
-// 2^x and e^x for softmax and activations, with the accuracy that each element type needs. For kernel files only.
+// 2^x and e^x for softmax and activations, with the accuracy that each element type needs. For
+// kernel files only.
 #pragma once
 
 #include "cpu/simd/convert.h"
