@@ -153,8 +153,8 @@ def count_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[int 
     if (
         not target.is_cpu
         or target.dtype is not torch.int64
-        or not hasattr(ignore_index, "__index__")
         or not values_are_known(target)
+        or not hasattr(ignore_index, "__index__")
         or not -(1 << 63) <= (ignore_index := operator.index(ignore_index)) < 1 << 63
     ):
         return None, None
