@@ -48,7 +48,8 @@ def _product(
 
 def _network(x: Array, *rest: Any) -> tuple[Array, Callable[[Array], Grads]]:
     *first, weight2, scale2, bias2, act = rest
-    return _product(_product(x, *first, act)[0], weight2, scale2, bias2, None)
+    hidden = torch.from_numpy(_product(x, *first, act)[0]).bfloat16().double().numpy()
+    return _product(hidden, weight2, scale2, bias2, None)
 
 
 def _saturated(call: Any, right: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def int8_feed_forward(
 ) -> Tensor:
     """The position-wise feed-forward network with 8-bit products, for inference: two `int8_linear`.
 
-    The hidden units stay in float32 until they are rounded to the steps of their row.
+    The hidden units are rounded to bfloat16, and then to the steps of their row.
 
     Args:
         input: (..., M), floating-point.

@@ -59,8 +59,9 @@ def int8_feed_forward(
     bias2: Tensor | None,
     activation: str | Callable[[Tensor], Tensor],
 ) -> Tensor:
+    """The hidden units are rounded to bfloat16 before they are quantised."""
     wide = torch.promote_types(input.dtype, torch.float32)
-    hidden = _linear(input, weight1, scale1, bias1, activation, wide)
+    hidden = _linear(input, weight1, scale1, bias1, activation, wide).to(torch.bfloat16)
     return _linear(hidden, weight2, scale2, bias2, None, wide).to(input.dtype)
 
 

@@ -177,6 +177,7 @@ def _network_by_pytorch(
     x: Tensor, w1: Tensor, s1: Tensor, b1: Any, w2: Tensor, s2: Tensor, b2: Any, activation: Any
 ) -> Tensor:
     hidden = _map_by_pytorch(x, w1, s1, b1, activation)
+    hidden = hidden.to(torch.bfloat16).to(hidden.dtype)
     return _map_by_pytorch(hidden, w2, s2, b2, None).to(x.dtype)
 
 

@@ -202,7 +202,7 @@ long block_rows(long row_bytes) {
   // Products of narrow operands are fast and need tall blocks, so that the weights are streamed
   // less often.
   constexpr bool kNarrow = sizeof(typename P::Operand) < sizeof(float);
-  constexpr long kMaxRows = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
+  constexpr long kMaxRows = kNarrow ? kMostRows : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
   constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
   return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));
 }

@@ -21,8 +21,9 @@ TF_INLINE Vec rounded_product(Vec a, Vec b) {
 }
 
 // Epilogue of kPanel columns of a linear layer with n outputs, from `column` on. scale (n): factors
-// of the columns of 8-bit weights, or nullptr.
-template <class T>
+// of the columns of 8-bit weights, or nullptr. kKnown: the activation, if it is known when
+// compiled.
+template <class T, int kKnown = -1>
 class Epilogue {
  public:
   TF_INLINE Epilogue(const void* bias, long column, long n, int activation,
@@ -58,9 +59,10 @@ class Epilogue {
     // This operand order propagates NaN.
     low = max(min_, low);
     high = max(min_, high);
-    if (activation_ > kRelu) {
-      low = tf::TF_ISA::activate(low, activation_);
-      high = tf::TF_ISA::activate(high, activation_);
+    const int activation = kKnown < 0 ? activation_ : kKnown;
+    if (activation > kRelu) {
+      low = tf::TF_ISA::activate(low, activation);
+      high = tf::TF_ISA::activate(high, activation);
     }
   }
   TF_INLINE void add(const T* row, Vec& low, Vec& high) const {
@@ -94,6 +96,21 @@ class Epilogue {
   Vec min_, low_ = zero(), high_ = zero(), scale_low_ = zero(), scale_high_ = zero();
   int activation_;
 };
+
+// Calls run(constant) with a coarse activation, or with kRelu, which stands for kIdentity, too.
+template <class Run>
+void with_coarse_activation(int activation, const Run& run) {
+  switch (coarse(activation)) {
+    case kCoarse | kGelu:
+      return run(std::integral_constant<int, kCoarse | kGelu>());
+    case kCoarse | kGeluTanh:
+      return run(std::integral_constant<int, kCoarse | kGeluTanh>());
+    case kCoarse | kSilu:
+      return run(std::integral_constant<int, kCoarse | kSilu>());
+    default:
+      return run(std::integral_constant<int, kRelu>());
+  }
+}
 
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -26,6 +26,8 @@ constexpr long kKBlock = kLanes == 16 ? 256 : 128;
 
 constexpr long kLine = 64;  // bytes of a cache line
 
+constexpr long kMostRows = 256;  // of a block of narrow operands
+
 // Steps of k before the end of a tile at which C is prefetched: late enough that A and B do not
 // evict its lines.
 constexpr long kPrefetchC = 64;

@@ -67,16 +67,6 @@ struct LinearParameters {
   }
 };
 
-// Kernels of 8-bit products of rows of x_type, with results of y_type and parameters of `type`.
-const LinearKernels* int8_kernels(Element type, [[maybe_unused]] Element x_type,
-                                  [[maybe_unused]] Element y_type) {
-#if TF_HAVE_UNITS
-  if (x_type != type) return TF_DISPATCH_UNITS(int8_from_bf16_kernels, );
-  if (y_type != type) return TF_DISPATCH_UNITS(int8_into_bf16_kernels, );
-#endif
-  return TF_DISPATCH(int8_linear_kernels, type);
-}
-
 // A linear layer prepared for products of up to m rows; its weight is packed into shared scratch
 // `slot` if there is no packed copy. Only 8-bit products may have other types of x and y.
 class PackedLinear {
@@ -86,7 +76,8 @@ class PackedLinear {
       : linear_(linear), type_(type) {
     const Tensor& weight = linear.weight;
     if (linear.scale)
-      panels_ = {int8_kernels(type, x_type, y_type), linear.packed->const_data_ptr()};
+      panels_ = {TF_DISPATCH(int8_linear_kernels, type, x_type, y_type),
+                 linear.packed->const_data_ptr()};
     else if (!is_direct(weight, linear.packed, m))
       panels_ = panels_of(weight, linear.packed, slot, m);
   }
@@ -341,7 +332,9 @@ class LayerRunner {
     void* y;        // after it; of `project` queries, keys and values, or queries
   };
 
-  int64_t row_unit() const { return int8_kernels(type_, type_, type_)->row_unit; }
+  int64_t row_unit() const {
+    return TF_DISPATCH(int8_linear_kernels, type_, type_, type_)->row_unit;
+  }
 
   int64_t stream_bytes() const { return rows_ * width_ * element_bytes(type_); }
 

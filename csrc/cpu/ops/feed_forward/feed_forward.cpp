@@ -70,7 +70,8 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
-// With 8-bit weights. Two linear layers have one type of elements, but hidden units are fp32.
+// With 8-bit weights. Hidden units are bfloat16, as the results of linear layers of float16 are
+// not.
 FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
   if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
   return fused_plan(TF_DISPATCH(int8_feed_forward_kernels, args.type), args);
@@ -97,19 +98,39 @@ FeedForwardArgs with_panels(FeedForwardArgs args, const Panels& panels1, const P
 void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
   const FeedForwardPlan plan = choose_int8_feed_forward(args);
   if (plan.fused != nullptr) return run_blocks(plan, args);
-  const LinearKernels* kernels = TF_DISPATCH(int8_linear_kernels, args.type);
-  const auto run = [&](LinearArgs linear, const float* scale, const void* packed) {
-    linear.scale = scale;
-    run_linear(linear, {kernels, packed});
-  };
-  feed_forward_unfused(
-      args, slot,
-      [&](LinearArgs linear) {
-        // Its result is quantised to 8 bits; the fused kernel does the same.
-        linear.activation = coarse(linear.activation);
-        run(linear, args.scale1, args.packed1);
-      },
-      [&](const LinearArgs& linear) { run(linear, args.scale2, args.packed2); });
+  const Element type = args.type, hidden_type = Element::bfloat16;
+  char* hidden = bytes_of(shared_scratch(slot), args.m * args.f * element_bytes(hidden_type));
+  run_linear({.type = type,
+              .x = args.x,
+              .packed = nullptr,
+              .bias = args.bias1,
+              .residual = nullptr,
+              .y = hidden,
+              .m = args.m,
+              .k = args.k,
+              .n = args.f,
+              .x_stride = args.x_stride,
+              .residual_stride = 0,
+              .y_stride = args.f,
+              // As in the fused kernel.
+              .activation = coarse(args.activation),
+              .scale = args.scale1},
+             {TF_DISPATCH(int8_linear_kernels, type, type, hidden_type), args.packed1});
+  run_linear({.type = type,
+              .x = hidden,
+              .packed = nullptr,
+              .bias = args.bias2,
+              .residual = args.residual,
+              .y = args.y,
+              .m = args.m,
+              .k = args.f,
+              .n = args.n,
+              .x_stride = args.f,
+              .residual_stride = args.residual_stride,
+              .y_stride = args.n,
+              .activation = kIdentity,
+              .scale = args.scale2},
+             {TF_DISPATCH(int8_linear_kernels, type, hidden_type, type), args.packed2});
 }
 
 void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,

@@ -9,13 +9,16 @@ namespace {
 
 constexpr int64_t kPackedTail = 64;  // bytes behind the panels: the layout id, and for prefetching
 
-int64_t packed_size(const Tensor& weight) {
-  return TF_DISPATCH(int8_linear_kernels, Element::float32)
-             ->packed_bytes(weight.size(0), weight.size(1)) +
-         kPackedTail;
+// Every type has the same layout of packed weights.
+const LinearKernels& kernels_in_use(Element type = Element::float32) {
+  return *TF_DISPATCH(int8_linear_kernels, type, type, type);
 }
 
-uint16_t layout_in_use() { return TF_DISPATCH(int8_linear_kernels, Element::float32)->layout; }
+int64_t packed_size(const Tensor& weight) {
+  return kernels_in_use().packed_bytes(weight.size(0), weight.size(1)) + kPackedTail;
+}
+
+uint16_t layout_in_use() { return kernels_in_use().layout; }
 
 // `place` has packed_size() bytes.
 void pack_to(const Tensor& weight, char* place) {
@@ -97,7 +100,7 @@ Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tens
               .y_stride = n,
               .activation = checked_activation(op, activation),
               .scale = floats_of(s)},
-             {TF_DISPATCH(int8_linear_kernels, type), int8_panels(weight, packed, 0)});
+             {&kernels_in_use(type), int8_panels(weight, packed, 0)});
   trim_shared_scratch();
   return output;
 }

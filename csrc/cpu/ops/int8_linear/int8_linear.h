@@ -8,12 +8,11 @@
 
 namespace tf {
 
-// Packed weights are those of pack_int8(); x, bias, residual and y have the given type.
-TF_KERNEL_INT8(const LinearKernels* int8_linear_kernels(Element type))
-// The fp32 linear layers before and after an attention in bfloat16: only y, or only x, is bfloat16.
-TF_KERNEL_UNITS(const LinearKernels* int8_into_bf16_kernels())
-TF_KERNEL_UNITS(const LinearKernels* int8_from_bf16_kernels())
-// Hidden units stay in fp32. No dropout, nothing for training.
+// Packed weights are those of pack_int8(); bias and residual have the given type, and so have x and
+// y, except in fp32, where one of the two may be bfloat16.
+TF_KERNEL_INT8(const LinearKernels* int8_linear_kernels(Element type, Element x_type,
+                                                        Element y_type))
+// Hidden units are rounded to bfloat16. No dropout, nothing for training.
 TF_KERNEL_INT8(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
 
 // Packs panels [begin, end) of W (n, k), with rows stride apart.

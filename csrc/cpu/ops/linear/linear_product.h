@@ -67,9 +67,12 @@ class RowEpilogue {
         x_(static_cast<const X*>(call.x) + row * call.x_stride),
         y_(static_cast<Y*>(call.y) + row * call.y_stride),
         residual_(static_cast<const T*>(call.residual)),
-        preactivation_(static_cast<T*>(call.preactivation)) {
-    if (residual_ != nullptr) residual_ += row * call.residual_stride;
-    if (preactivation_ != nullptr) preactivation_ += row * call.n;
+        preactivation_(static_cast<T*>(call.preactivation)),
+        n_(call.n),
+        y_stride_(call.y_stride),
+        residual_stride_(call.residual_stride) {
+    if (residual_ != nullptr) residual_ += row * residual_stride_;
+    if (preactivation_ != nullptr) preactivation_ += row * n_;
   }
 
   Epilogue<T> of_panel(long p) const {
@@ -84,7 +87,7 @@ class RowEpilogue {
                     static_cast<const Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
                     high);
     }
-    if constexpr (P::kQuantizes) epilogue.dequantize(P::row_scale(block_, args_.k, i), low, high);
+    if constexpr (P::kQuantizes) epilogue.dequantize(P::row_scale(block_, i), low, high);
     finish_checked(epilogue, i, p, low, high);
   }
 
@@ -93,11 +96,10 @@ class RowEpilogue {
                                 Vec high) const {
     const long column = p * kPanel;
     epilogue.add_bias(low, high);
-    if (preactivation_ != nullptr) epilogue.write(preactivation_ + i * args_.n + column, low, high);
+    if (preactivation_ != nullptr) epilogue.write(preactivation_ + i * n_ + column, low, high);
     epilogue.activate(low, high);
-    if (residual_ != nullptr)
-      epilogue.add(residual_ + i * args_.residual_stride + column, low, high);
-    epilogue.write(y_ + i * args_.y_stride + column, low, high);
+    if (residual_ != nullptr) epilogue.add(residual_ + i * residual_stride_ + column, low, high);
+    epilogue.write(y_ + i * y_stride_ + column, low, high);
   }
 
   // The last argument of P::multiply(): the place of the results, or the number of columns.
@@ -118,6 +120,8 @@ class RowEpilogue {
   Y* y_;
   const T* residual_;
   T* preactivation_;
+  // Copies stay in registers: a store could change args_, as far as a compiler knows.
+  long n_, y_stride_, residual_stride_;
 };
 
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).
