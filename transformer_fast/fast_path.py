@@ -138,9 +138,8 @@ def direct_kernel(
         options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
         call = Call(op, tensors, True, options)
         if why_prefers_later(found, call) is not None:
-            return usable["cpu"][
-                1
-            ].function  # PyTorch's op, which supports what the kernel supports
+            # PyTorch's op, which supports what the kernel supports
+            return usable["cpu"][1].function
     return found.function
 
 
