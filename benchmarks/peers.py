@@ -199,6 +199,16 @@ def beyond_attention(arguments: Arguments) -> str | None:
     return None
 
 
+def compiled_steps(**settings: Any) -> dict[str, Any]:
+    """Returns the settings of ``generate`` that compile a step with a static cache, the default of
+    transformers on GPUs."""
+    from transformers import CompileConfig
+
+    compiling = CompileConfig(**settings)
+    compiling._compile_all_devices = True  # type: ignore[assignment]
+    return {"cache_implementation": "static", "compile_config": compiling}
+
+
 class TorchCompile(Peer):
     """torch.compile of the code that a user of PyTorch would write."""
 
@@ -228,13 +238,8 @@ class TorchCompile(Peer):
     training = hand_written
 
     def generate(self, adapt: Callable[..., Any]) -> Offer:
-        """Compiles a step with a static cache, the default of transformers on GPUs."""
-        from transformers import CompileConfig
-
         torch._dynamo.reset()
-        compiling = CompileConfig(mode="default")
-        compiling._compile_all_devices = True  # type: ignore[assignment]
-        return adapt(cache_implementation="static", compile_config=compiling)
+        return adapt(**compiled_steps(mode="default"))
 
 
 #: Inference settings: weights become constants, which can be packed. The disk cache is off, because

@@ -36,6 +36,7 @@ from transformer_fast.measure.cases import (
     with_fast_path,
 )
 
+from ..peers import compiled_steps
 from . import Maker, Scope, spread_biases, suite_of
 from .models import ACCELERATED, EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
 
@@ -571,10 +572,12 @@ def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
         Candidate(EAGER, run, ours=False),
     ]
     if not scope.quick:  # compiling it takes almost a minute
-        candidates += scope.offered(
-            "generate",
-            lambda **settings: _Generate(copy.deepcopy(model), case.new, **settings),
-        )
+
+        def adapt(**settings: Any) -> _Generate:
+            return _Generate(copy.deepcopy(model), case.new, **settings)
+
+        ours = adapt(**compiled_steps(backend="transformer_fast", mode=None))
+        candidates = [Candidate("compiled", ours), *candidates, *scope.offered("generate", adapt)]
     checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, case.new)
     start = torch.full((case.batch, case.new), START, device=scope.device)
     flops, moved = _flops(run.logits, inputs[0][0][0], start), case.new * _bytes_of_a_token(model)
@@ -582,7 +585,7 @@ def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
         moved += parameter_bytes(model.get_encoder())
     return scope.case(
         "third-party generate", f"{name}, {case}", inputs, candidates, checker,
-        (flops, flops, moved), ACCELERATED, reference=EAGER,
+        (flops, flops, moved), ACCELERATED if scope.quick else "compiled", reference=EAGER,
     )  # fmt: skip
 
 
