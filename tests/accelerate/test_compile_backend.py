@@ -480,6 +480,78 @@ def test_the_check_of_the_first_result_has_no_effect(function: Any, context: Any
     torch.testing.assert_close(run(COMPILE_REST), run({"inner": None}), equal_nan=True)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("right", [True, False])
+def test_graphs_that_write_to_inputs_are_compared_on_copies(right: bool) -> None:
+    """From the third call on they run compiled, if the second call's results and writes agree."""
+
+    def step(cache: Tensor, x: Tensor) -> Any:
+        cache.add_(x)
+        return (cache * 2,)
+
+    def compiled(cache: Tensor, x: Tensor) -> Any:
+        ran.append(cache.data_ptr())
+        result = step(cache, x)
+        cache.add_(0.0 if right else 1.0)
+        return result
+
+    module = torch.fx.symbolic_trace(step)
+    ran: list[int] = []
+    cache, checked = torch.zeros(3), inner._Checked(module, compiled)
+    for count in range(1, 5):
+        (found,) = checked(cache, torch.ones(3))
+        assert cache.tolist() == [count] * 3
+        assert found.tolist() == [2 * count] * 3
+    assert len(ran) == (3 if right else 1)
+    assert ran.count(cache.data_ptr()) == (2 if right else 0)
+    ran.clear()
+    checked = inner._Checked(module, compiled)
+    for _ in range(3):  # inputs that share memory cannot be copied one by one
+        checked(cache, cache[:])
+    assert not ran
+
+
+def _repeated(x: Tensor, n: int) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+
+def _tiled(x: Tensor, n: int) -> Tensor:
+    """Another order of heads."""
+    b, h, s, d = x.shape
+    return x[:, None].expand(b, n, h, s, d).reshape(b, h * n, s, d)
+
+
+def _flipped(x: Tensor, n: int) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, [1, 0], None].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("repeat", [_repeated, _tiled, _flipped])
+def test_repeated_heads_are_shared(repeat: Any, dynamic: bool) -> None:
+    """Attention gets keys and values as they are before each head is repeated."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (
+            k.view(*k.shape[:2], 2, 8).transpose(1, 2),
+            v.view(*v.shape[:2], 2, 8).transpose(1, 2),
+        )
+        return F.scaled_dot_product_attention(q, repeat(k, 3), repeat(v, 3), attn_mask=mask)
+
+    torch.compiler.reset()
+    graphs: list[Any] = []
+    options = {"inner": lambda module, inputs: graphs.append(module.graph) or module.forward}
+    compiled = torch.compile(attend, backend=compile_backend, options=options, dynamic=dynamic)
+    for length in (5, 7):
+        q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, length, 16), torch.randn(2, length, 16)
+        mask = torch.rand(2, 1, 4, length) > 0.3
+        torch.testing.assert_close(compiled(q, k, v, mask), attend(q, k, v, mask))
+    for graph in graphs:
+        assert any(n.target == "expand" for n in graph.nodes) == (repeat is not _repeated)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

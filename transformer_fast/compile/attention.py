@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from . import run_time
+from .aliasing import between
 from .editor import Editor
 from .modes import Modes
 from .nodes import dtype, is_number, is_single, only_user, rank, shape
@@ -510,6 +512,50 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
             user.replace_input_with(softmax, user_weights)
     editor.remove(nodes)
     editor.report_rewritten("attention", product)
+
+
+def share_heads(editor: Editor) -> None:
+    """Passes keys and values to attention before a program repeats them for groups of query heads."""
+    for node, op in calls(editor.graph, "attention"):
+        key, value = (_before_repeat(op[name]) for name in ("key", "value"))
+        if key is None or value is None or op["enable_gqa"] or shape(key)[1] != shape(value)[1]:  # type: ignore[index]
+            continue
+        if editor.obstacle(node, [op["query"], key, value, op["attn_mask"]]) is None:
+            given = {**op.args, "key": key, "value": value, "enable_gqa": True}
+            call = editor.call(node, F.scaled_dot_product_attention, like=node, **given)
+            editor.replace(node, call, *between({key, value, op["query"], op["attn_mask"]}, node))
+
+
+def _before_repeat(node: Any) -> Node | None:
+    """Returns x (B, H, S, D) if the node repeats each of its heads: (B, H * n, S, D); else None.
+
+    That is ``x[:, :, None].expand(B, H, n, S, D).reshape(B, H * n, S, D)``.
+    """
+    expanded = _input_of(node, "reshape")
+    op = read(_input_of(expanded, "expand"))
+    x = None if op is None else op["input"]
+    if op is None or rank(x) != 4 or rank(expanded) != 5 or rank(node) != 4:
+        return None
+    every = slice(None)
+    if (op.name, op["dim"]) != ("unsqueeze", 2) and (op.name, op["index"]) not in (
+        ("getitem", (every, every, None)),
+        ("getitem", (every, every, None, every, every)),
+    ):
+        return None
+    b, h, s, d = shape(x)  # type: ignore[misc]
+    n = shape(expanded)[2]  # type: ignore[index]
+    if not isinstance(h, int) or not isinstance(n, int):
+        return None
+    # As text, since comparing symbolic sizes would add guards.
+    same = str(shape(expanded)) == str((b, h, n, s, d)) and str(shape(node)) == str(
+        (b, h * n, s, d)
+    )
+    return x if same else None
+
+
+def _input_of(node: Any, method: str) -> Any:
+    """Returns the tensor whose method the node calls; None for other nodes."""
+    return node.args[0] if isinstance(node, Node) and node.target == method else None
 
 
 def _is_copied(output: Node, permuted: bool) -> bool:

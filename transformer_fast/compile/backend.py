@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from .. import functional
 from . import run_time
-from .attention import rewrite_attention, rewrite_softmax
+from .attention import rewrite_attention, rewrite_softmax, share_heads
 from .canonicalize import canonicalize
 from .editor import Editor
 from .feed_forward import (
@@ -213,6 +213,7 @@ def rewrite_pytorch_calls(editor: Editor) -> None:
 STEPS: Steps = (
     rewrite_softmax,
     rewrite_attention,
+    share_heads,
     rewrite_pytorch_calls,
     rewrite_norms,
     rewrite_activations,
