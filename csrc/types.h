@@ -39,4 +39,7 @@ inline uint32_t dropout_threshold(double p) {
   return nearest < 1 ? 1 : nearest > 65535 ? 65535 : nearest;
 }
 
+// Rows of a block of bfloat16 or 8-bit operands, at most.
+constexpr long kMostRows = 256;
+
 }  // namespace tf

@@ -876,8 +876,8 @@ def training_in(dtype: torch.dtype) -> Change:
     return lambda call: changed(in_dtype(call, dtype), needs_grad=True)
 
 
-DEEP_WEIGHT = torch.zeros(1, 66001, dtype=torch.int8)
-DEEP = "it supports int8 weights of at most 66000 columns, and one has 66001"
+DEEP_WEIGHT = torch.zeros(1, 65537, dtype=torch.int8)
+DEEP = "it supports int8 weights of at most 65536 columns, and one has 65537"
 REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
     ("layer_norm", "torch"): [
         (ROUNDED, training_in(torch.bfloat16)),

@@ -119,7 +119,7 @@ def test_special_rows(int8_isa, dtype):
 
 def test_sums_are_exact_at_the_limits_of_8_bits(int8_isa):
     """Where instructions for two products saturate at 16 bits, and where sums need 31 bits."""
-    for columns, value in ((256, 127), (256, -127), (66000, 127)):
+    for columns, value in ((256, 127), (256, -127), (65536, 127), (65536, -128)):
         weight = torch.full((3, columns), value, dtype=torch.int8)
         x = torch.full((5, columns), 254.0)
         x[1] = -254.0
@@ -348,14 +348,14 @@ def test_wrong_calls_name_the_argument(message, error, call):
 def test_operators_refuse_wrong_arguments():
     x, weight, scale, bias = drawn(5, 16, 12)
     operators = torch.ops.transformer_fast
-    deep = torch.zeros(2, 66001, dtype=torch.int8)
+    deep = torch.zeros(2, 65537, dtype=torch.int8)
     for message, arguments in (
         ("int8 matrix", (x, weight.float(), scale, bias)),
         ("must be .out, 15.", (x[:, :15], weight, scale, bias)),
         ("one float32 value per row", (x, weight, scale[:5], bias)),
         ("bias must have one value", (x, weight, scale, bias[:5])),
         ("bias must be float32", (x, weight, scale, bias.double())),
-        ("at most 66000 columns", (torch.zeros(1, 66001), deep, torch.ones(2), None)),
+        ("at most 65536 columns", (torch.zeros(1, 65537), deep, torch.ones(2), None)),
     ):
         with pytest.raises(RuntimeError, match=message):
             operators.int8_linear.cpu(*arguments, None, 0)

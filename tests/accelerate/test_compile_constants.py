@@ -287,3 +287,24 @@ def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[An
     del models[0], model
     gc.collect()
     assert found.held_bytes() == 4 * 64 * 64
+
+
+@torch.no_grad()
+def test_views_of_weights_are_packed_beside_other_constants() -> None:
+    """A program that writes to an input has constants, but looks packed weights up by their parameter."""
+    weight, bias = nn.Parameter(torch.randn(512, 512) / 23.0), nn.Parameter(torch.randn(512))
+
+    def step(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1.0)
+        return torch.addmm(bias, x, weight) + torch.arange(512).sin()
+
+    torch.compiler.reset()
+    memory.forget_packed()
+    compiled = torch.compile(step, backend="transformer_fast")
+    x, cache = torch.randn(200, 512), torch.zeros(3)
+    for count in range(1, 5):
+        torch.testing.assert_close(compiled(x, cache), step(x, torch.zeros(3)))
+        assert cache.tolist() == [count] * 3
+    memory.forget_packed()
+    compiled(x, cache)
+    assert memory.packed() > 4 * 512 * 512

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from .. import functional
 from . import run_time
 from .aliasing import between
 from .editor import Editor
@@ -515,15 +516,22 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
 
 
 def share_heads(editor: Editor) -> None:
-    """Passes keys and values to attention before a program repeats them for groups of query heads."""
+    """Reads keys and values of attention without the repetition of their heads, with ``enable_gqa``."""
     for node, op in calls(editor.graph, "attention"):
+        query, mask = op["query"], op["attn_mask"]
         key, value = (_before_repeat(op[name]) for name in ("key", "value"))
-        if key is None or value is None or op["enable_gqa"] or shape(key)[1] != shape(value)[1]:  # type: ignore[index]
+        if key is None or value is None or op["enable_gqa"] or rank(query) != 4:
             continue
-        if editor.obstacle(node, [op["query"], key, value, op["attn_mask"]]) is None:
-            given = {**op.args, "key": key, "value": value, "enable_gqa": True}
+        heads, repeated = shape(query)[1], shape(op["key"])[1]  # type: ignore[index]
+        if not isinstance(heads, int) or heads != repeated or shape(key)[1] != shape(value)[1]:  # type: ignore[index]
+            continue
+        given = {**op.args, "key": key, "value": value, "enable_gqa": True}
+        if (
+            editor.obstacle(node, [query, key, value, mask]) is None
+            and editor.refusal(node, functional.scaled_dot_product_attention, **given) is None
+        ):
             call = editor.call(node, F.scaled_dot_product_attention, like=node, **given)
-            editor.replace(node, call, *between({key, value, op["query"], op["attn_mask"]}, node))
+            editor.replace(node, call, *between({key, value, query, mask}, node))
 
 
 def _before_repeat(node: Any) -> Node | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import memory
-from .._context import dispatch_modes
+from .._context import are_plain_on_cpu, dispatch_modes
 from . import run_time
 from .aliasing import AliasAnalysis
 from .constants import DerivedInputs, lift
@@ -44,7 +44,7 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     """Compiles the graph with inductor; calls of this library's operators stay in it.
 
     Inductor fuses the ops between these calls (rotary embeddings, gates, sums). The graph runs in
-    eager mode if inductor fails, or if its first result differs from that of the eager graph. Call
+    eager mode if inductor fails, or if its result differs from that of the eager graph. Call
     `why_not` first: it returns the reasons not to use inductor.
     """
     try:
@@ -99,12 +99,12 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
 
 
 class _Checked:
-    """A compiled graph whose first result is compared with that of the eager graph.
+    """A compiled graph whose result is compared once with that of the eager graph.
 
     Inductor of PyTorch 2.13 has returned wrong numbers: for a softmax over the second-to-last
-    dimension of a product with a transposed matrix. The first call shows which inputs the graph writes
-    to, such as the caches of a decoder; then the second call is compared, on copies of these. Graphs
-    that draw random numbers cannot be run twice for the comparison, and always run in eager mode.
+    dimension of a product with a transposed matrix. The first call runs eagerly and records the inputs
+    that it writes to. Without any, the first call is compared; otherwise the second is, on copies of
+    these inputs. Graphs that draw random numbers, or write in other ways, always run in eager mode.
     """
 
     def __init__(
@@ -135,29 +135,48 @@ class _Checked:
             return self.module.forward(*inputs)
         if self.run is not None:
             return self.run(*inputs)
-        copies = list(inputs)
-        for index in self.written:
-            copies[index] = inputs[index].clone()
         before, random = [_state_of(x) for x in inputs], torch.get_rng_state()
+        copies = list(inputs)
+        can_be_copied = _can_be_copied(inputs, self.written)
+        for index in self.written if can_be_copied else ():
+            copies[index] = inputs[index].clone()
         expected = self.module.forward(*inputs)
-        repeatable = not self.writes_data and torch.equal(random, torch.get_rng_state())
         written = {i for i, x in enumerate(inputs) if not _is_same(_state_of(x), before[i])}
+        repeatable = (
+            can_be_copied and not self.writes_data and torch.equal(random, torch.get_rng_state())
+        )
         if repeatable and written and not self.written and _can_be_copied(inputs, written):
             self.written = written
             return expected
         self.run = self.module.forward
-        if repeatable and written <= self.written and self._agrees(inputs, copies, expected):
+        if (
+            repeatable
+            and written <= self.written
+            and self._agrees(inputs, copies, before, expected)
+        ):
             self.run = self._run_compiled if self.constants or self.viewed else self.compiled
         return expected
 
     def _agrees(
-        self, inputs: Sequence[Any], copies: Sequence[Any], expected: Sequence[Any]
+        self,
+        inputs: Sequence[Any],
+        copies: Sequence[Any],
+        before: Sequence[Any],
+        expected: Sequence[Any],
     ) -> bool:
-        """Compares a run with ``copies`` with the results of a run that has written to ``inputs``."""
+        """Compares a run with ``copies`` with a run that returned ``expected`` and wrote to ``inputs``.
+
+        ``before``: the values of the written inputs before the run.
+        """
         try:
-            agree = partial(_agree, least=self.least_tolerance)
-            found = [*self._run_compiled(*copies), *(copies[i] for i in self.written)]
-            if all(map(agree, found, [*expected, *(inputs[i] for i in self.written)])):
+            found, wanted = list(self._run_compiled(*copies)), list(expected)
+            for index in self.written:
+                changed = inputs[index] != before[index]
+                if not torch.equal(copies[index][~changed], inputs[index][~changed]):
+                    return False
+                found.append(copies[index][changed])
+                wanted.append(inputs[index][changed])
+            if all(map(partial(_agree, least=self.least_tolerance), found, wanted)):
                 return True
         except Exception as error:
             _log.warning(_FAILED, error)
@@ -166,14 +185,15 @@ class _Checked:
         return False
 
     def _run_compiled(self, *inputs: Any) -> Any:
-        if self.constants is not None:
-            found = self.constants(inputs)
-            # If the packed copies do not all fit in the cache, each product packs its own.
-            return self.module.forward(*inputs) if found is None else self.compiled(*inputs, *found)
+        found = () if self.constants is None else self.constants(inputs)
+        if (
+            found is None
+        ):  # the packed copies do not all fit in the cache; each product packs its own
+            return self.module.forward(*inputs)
         viewed = (inputs[index] for index in self.viewed)
         memory.program.parameters = {x.untyped_storage().data_ptr(): x for x in viewed}
         try:
-            return self.compiled(*inputs)
+            return self.compiled(*inputs, *found)
         finally:
             memory.program.parameters = {}
 
@@ -188,7 +208,11 @@ def _may_be_view(node: Node) -> bool:
 
 def _can_be_copied(inputs: Sequence[Any], places: set[int]) -> bool:
     """True if copies of these inputs are laid out like them, and no other input shares their memory."""
+    if not places:
+        return True
     tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if not are_plain_on_cpu(tensors):
+        return False
     storages = [x.untyped_storage().data_ptr() for x in tensors]
     return all(
         storages.count(inputs[i].untyped_storage().data_ptr()) == 1
@@ -198,16 +222,26 @@ def _can_be_copied(inputs: Sequence[Any], places: set[int]) -> bool:
 
 
 def _state_of(x: Any) -> Any:
-    """Returns a value that changes when the tensor is written to: its version, or else a copy."""
+    """Returns a value that changes when the tensor is written to: a copy, or a parameter's version.
+
+    Batch norm writes running statistics without a change of their version.
+    """
     if not isinstance(x, Tensor):
         return None
-    return x.clone() if x.is_inference() else x._version
+    is_buffer = are_plain_on_cpu((x,)) and not isinstance(x, torch.nn.Parameter)
+    return x.clone() if is_buffer or x.is_inference() else x._version
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=one.is_floating_point())
+        if not are_plain_on_cpu((one,)):
+            return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+        return torch.equal(_bytes_of(one), _bytes_of(other))
     return bool(one == other)
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _agree(found: Any, expected: Any, least: float) -> bool:

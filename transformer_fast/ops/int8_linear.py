@@ -11,7 +11,7 @@ from .linear import CODES
 from .operator import Operator, Rule
 
 #: Largest number of columns of a weight: sums of more products of 8 bits could overflow 32 bits.
-DEEPEST = 66000
+DEEPEST = 65536
 
 # A row's scale depends on all of its values, so inner dimensions cannot be sharded. ``packed``: the
 # backend's packed copy of a weight; operators without this argument look it up.

@@ -97,7 +97,8 @@ class Epilogue {
   int activation_;
 };
 
-// Calls run(constant) with a coarse activation, or with kRelu, which stands for kIdentity, too.
+// Calls run(constant) with a coarse activation, or with kRelu for kIdentity as well: both only take
+// the maximum with min_.
 template <class Run>
 void with_coarse_activation(int activation, const Run& run) {
   switch (coarse(activation)) {

@@ -8,6 +8,7 @@
 #include "cpu/core/isa.h"
 #include "cpu/simd/prefetch.h"
 #include "cpu/simd/vec.h"
+#include "types.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -25,8 +26,6 @@ constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 constexpr long kKBlock = kLanes == 16 ? 256 : 128;
 
 constexpr long kLine = 64;  // bytes of a cache line
-
-constexpr long kMostRows = 256;  // of a block of narrow operands
 
 // Steps of k before the end of a tile at which C is prefetched: late enough that A and B do not
 // evict its lines.

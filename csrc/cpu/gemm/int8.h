@@ -108,8 +108,8 @@ TF_INLINE Sums add_pair_products(Sums sum, Sums a, Sums b) {
 #endif
 }
 
-// Column sums as two values of 16 bits each: 129 a + 128 b. vpmulld takes four times as long as
-// the pair's products with -129 zero and -128 zero.
+// Column sums of up to kMaxInt8Depth weights as two values of 16 bits each: 129 a + 128 b. vpmulld
+// takes four times as long as the pair's products with -129 zero and -128 zero.
 constexpr int32_t kPairFactors[] = {129, 128};
 TF_INLINE int32_t as_pair(int32_t low, int32_t high) {
   return static_cast<int32_t>(static_cast<uint32_t>(high) << 16 |
@@ -117,7 +117,7 @@ TF_INLINE int32_t as_pair(int32_t low, int32_t high) {
 }
 TF_INLINE int32_t split_column_sum(int32_t sum) {
   const int32_t near = sum / (kPairFactors[0] + kPairFactors[1]);
-  const int32_t a = near + ((sum - near) & 127);  // of the sum's remainder by 128
+  const int32_t a = near + ((sum - near) & 127);  // sum - 129 a is divisible by 128
   return as_pair(a, (sum - kPairFactors[0] * a) / kPairFactors[1]);
 }
 #endif
@@ -381,7 +381,7 @@ class Int8Product {
     const bool wide = range.finite && width < kInf && width >= 0x1p-100f;
     const float inverse = wide ? kSteps / width : 0.0f;
     const int32_t zero_point =
-        kHasDot8 ? first_lane(round_to_integers(set1(range.least * inverse))) : 0;
+        kHasDot8 && wide ? first_lane(round_to_integers(set1(range.least * inverse))) : 0;
     Header found{wide ? width / kSteps : width < 0x1p-100f && range.finite ? 0.0f : kNan, 0};
 #if defined(TF_DOT8)
     found.zero = as_pair(-kPairFactors[0] * zero_point, -kPairFactors[1] * zero_point);

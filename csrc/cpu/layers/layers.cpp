@@ -342,13 +342,13 @@ class LayerRunner {
   // is in the second-level cache. On AMX blocks are taller: it multiplies faster than weights
   // arrive from the third-level cache.
   void choose_blocks(const std::vector<Sublayer>& sublayers) {
-    constexpr int64_t kRows = 56, kAmxRows = 256, kFewestRows = 8;
+    constexpr int64_t kRows = 56, kFewestRows = 8;
     const int64_t threads = torch::stable::get_num_threads();
     if (!std::all_of(sublayers.begin(), sublayers.end(), is_quantized)) return;
     // Few rows are divided by columns, as are those of too few tiles.
     if (threads > 1 && (rows_ < kFewestRows * threads || rows_ <= row_unit() * (threads - 1)))
       return;
-    const int64_t rows = current_isa() == Isa::amx ? kAmxRows : kRows;
+    const int64_t rows = current_isa() == Isa::amx ? kMostRows : kRows;
     blocks_ = ((rows_ + rows - 1) / rows + threads - 1) / threads * threads;
   }
 

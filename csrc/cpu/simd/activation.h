@@ -102,9 +102,8 @@ TF_INLINE Vec positive_part(Vec x) {
 #endif
 }
 
-// x Phi(x) with a relative error of 2.1e-4: with u = |x|, Phi(-u) is 2 to the power of a minimax
-// polynomial in u. From u = 12.75 on, where it is less than 2e-37, its product with u no longer
-// shrinks.
+// x Phi(x) with a relative error of 2.1e-4 from -12.75 on; below, it is -2e-36. With u = |x|,
+// Phi(-u) is 2 to the power of a minimax polynomial in u.
 TF_INLINE Vec coarse_gelu(Vec x) {
   const Vec u = min(set1(12.75f), absolute(x));
   constexpr float c[] = {-1.0001483f,     -1.14943612f,     -0.462053418f,

@@ -70,8 +70,7 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
-// With 8-bit weights. Hidden units are bfloat16, as the results of linear layers of float16 are
-// not.
+// With 8-bit weights. float16 always runs fused: its linear layers cannot return bfloat16.
 FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
   if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
   return fused_plan(TF_DISPATCH(int8_feed_forward_kernels, args.type), args);

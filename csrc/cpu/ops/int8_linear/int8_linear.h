@@ -19,7 +19,7 @@ TF_KERNEL_INT8(const FeedForwardKernels* int8_feed_forward_kernels(Element type)
 TF_KERNEL_INT8(void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed,
                               long begin, long end))
 
-// Sums of more products could overflow 32 bits.
-constexpr long kMaxInt8Depth = 66000;
+// Sums of more products could overflow 32 bits, and split sums of more weights 16 bits.
+constexpr long kMaxInt8Depth = 65536;
 
 }  // namespace tf
