@@ -290,21 +290,20 @@ def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[An
 
 
 @torch.no_grad()
-def test_views_of_weights_are_packed_beside_other_constants() -> None:
-    """A program that writes to an input has constants, but looks packed weights up by their parameter."""
-    weight, bias = nn.Parameter(torch.randn(512, 512) / 23.0), nn.Parameter(torch.randn(512))
+def test_programs_with_constants_find_the_parameters_of_views() -> None:
+    graph, weight, seen = torch.fx.Graph(), nn.Parameter(torch.randn(3, 2)), []
+    given = graph.placeholder("weight")
+    given.meta["example_value"] = weight
+    graph.output((graph.call_method("t", (given,)),))
 
-    def step(x: Tensor, cache: Tensor) -> Tensor:
-        cache.add_(1.0)
-        return torch.addmm(bias, x, weight) + torch.arange(512).sin()
+    def compiled(weight: Tensor, constant: Tensor) -> Any:
+        seen.append(list(memory.program.parameters.values()))
+        return (weight.t(),)
 
-    torch.compiler.reset()
-    memory.forget_packed()
-    compiled = torch.compile(step, backend="transformer_fast")
-    x, cache = torch.randn(200, 512), torch.zeros(3)
-    for count in range(1, 5):
-        torch.testing.assert_close(compiled(x, cache), step(x, torch.zeros(3)))
-        assert cache.tolist() == [count] * 3
-    memory.forget_packed()
-    compiled(x, cache)
-    assert memory.packed() > 4 * 512 * 512
+    module, constants = torch.fx.GraphModule({}, graph), lambda inputs: [torch.zeros(1)]
+    checked = inner._Checked(module, compiled, constants)  # type: ignore[arg-type]
+    for _ in range(2):
+        checked(weight)
+    assert len(seen) == 2
+    assert all(found[0] is weight for found in seen)
+    assert not memory.program.parameters
