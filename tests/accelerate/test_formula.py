@@ -101,8 +101,9 @@ def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(packing._Loop, "_fused", lambda *_: None)
         in_parts, none = run(ours, inputs)
     assert (count, none) == (LAYERS, 0)
-    # The kernel for layers attends in bfloat16.
-    assert 0 < error(got, exact) < max(0.02, 1.5 * error(in_parts, exact))
+    # The kernel for layers attends in bfloat16. Of one token, the two errors are single draws.
+    least = 0.03 if batch == "one token" else 0.02
+    assert 0 < error(got, exact) < max(least, 1.5 * error(in_parts, exact))
 
 
 @pytest.mark.parametrize(("isa", "int8"), ISAS_AND_INT8)
