@@ -25,6 +25,7 @@ from transformer_fast import (
 )  # fmt: skip
 from transformer_fast.backends import cpu_blocks
 from transformer_fast.measure.calls import record
+from transformer_fast.ops.layer_norm import LAYER
 from transformer_fast.testing.parity import OUTPUT_FACTOR, compare
 
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
@@ -235,7 +236,17 @@ def fused(
     x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any], first: bool
 ) -> Tensor:
     given = x, None, False, memory if 1 in kinds else None
-    rest = kinds, first, HEADS, True, "gelu", parameters, scales, [1e-5] * (len(parameters) // 6)
+    rest = (
+        kinds,
+        first,
+        LAYER,
+        HEADS,
+        True,
+        "gelu",
+        parameters,
+        scales,
+        [1e-5] * (len(parameters) // 6),
+    )
     return cpu_blocks.layers(torch.nn.Module(), *rest, *given)
 
 

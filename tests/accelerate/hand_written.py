@@ -238,7 +238,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, mask: Any) -> Any:
         def heads(y: Tensor) -> Tensor:
-            return y.view(B, -1, H, D).transpose(1, 2)
+            return y.view(y.shape[0], -1, H, D).transpose(1, 2)
 
         def drop(weights: Tensor) -> Tensor:
             return F.dropout(weights, self.p, self.training)
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         q, k, v = heads(self.query(x)), heads(self.key(memory)), heads(self.value(memory))
         found = self.attend(q, k, v, mask, drop)
         context, weights = found if isinstance(found, tuple) else (found, None)
-        context = context.transpose(1, 2).contiguous().view(B, -1, M)
+        context = context.transpose(1, 2).contiguous().view(x.shape[0], -1, M)
         return (self.out(context), weights) if weights is not None else self.out(context)
 
 

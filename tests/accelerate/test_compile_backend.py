@@ -203,20 +203,19 @@ def test_encoder_decoder_model() -> None:
 
 def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[Any] = []
-    right = run_time.attend_directly
+    right = run_time.prepare_hidden
 
-    def attend(arguments: Any) -> Any:
-        visited.append(arguments[3:6])
-        return right(arguments)
+    def prepare(*arguments: Any) -> Any:
+        visited.append(right(*arguments))
+        return visited[-1]
 
-    monkeypatch.setattr(run_time, "attend_directly", attend)
+    monkeypatch.setattr(run_time, "prepare_hidden", prepare)
     ours, _ = compiled(Translator().eval())
     with torch.no_grad():
         ours(*sentences())
-    encoder, decoder = visited[:2], visited[2::2]
-    assert len({id(mask) for mask, *_ in encoder}) == 1
+    _, decoder = visited
     # The decoder's mask was recognised as causal plus padding, so that (T, T) need not be read.
-    assert [(mask.shape, causal) for mask, _, causal in decoder] == 2 * [((B, 1, 1, T), True)]
+    assert (decoder.visible.shape, decoder.is_causal) == ((B, 1, 1, T), True)
 
 
 def test_training_gives_the_same_losses() -> None:

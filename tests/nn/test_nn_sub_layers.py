@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import threading
 import time
 from typing import Any
@@ -350,7 +351,9 @@ def test_separate_projections_give_the_bits_of_joined_ones(
         scales = [scale for _, scale in quantised]
         norm = torch.randn(width).to(dtype), None
 
-        def run(kinds: list[int], maps: list[Any], scales: list[Tensor]) -> Tensor:
+        def run(
+            kinds: list[int], maps: list[Any], scales: list[Tensor], kind_of_norm: int
+        ) -> Tensor:
             parameters = [p for i, pair in enumerate(maps) for p in (*pair, *(norm * (i % 2)))]  # noqa: B023
             owner = torch.nn.Module()
             eps = [1e-5] * len(kinds)
@@ -360,6 +363,7 @@ def test_separate_projections_give_the_bits_of_joined_ones(
                     owner,
                     kinds,
                     norm_first,
+                    kind_of_norm,
                     4,
                     True,
                     "gelu",
@@ -367,14 +371,19 @@ def test_separate_projections_give_the_bits_of_joined_ones(
                     scales,
                     eps,
                     x,  # noqa: B023
+                    memory=x.flip(1) if 1 in kinds else None,  # noqa: B023
                 )
 
         x = torch.randn(3, rows // 3 or 1, width).to(dtype)
         pairs = [*zip(weights, biases, strict=True)]
         joined = torch.cat(weights[:3]), torch.cat(biases[:3])
-        got = run([3, 0, 2], pairs, scales)
-        expected = run([0, 2], [joined, *pairs[3:]], [torch.cat(scales[:3]), *scales[3:]])
-        assert torch.equal(got, expected)
+        kinds = [0] if width % 32 else [0, 1]  # of attention to a memory, queries begin a panel
+        for kind, kind_of_norm in itertools.product(kinds, range(4)):
+            got = run([3, kind, 2], pairs, scales, kind_of_norm)
+            expected = run(
+                [kind, 2], [joined, *pairs[3:]], [torch.cat(scales[:3]), *scales[3:]], kind_of_norm
+            )
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("crossed", [False, True])
@@ -389,7 +398,7 @@ def test_opcheck(crossed: bool) -> None:
     arguments = (
         torch.randn(B, T, M), torch.randn(B, S, M) if crossed else None,
         [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3), [],
-        [1e-5] * (len(parameters) // 6), True, H, 1, True, None, True, None, False, None, None,
+        [1e-5] * (len(parameters) // 6), True, 0, H, 1, True, None, True, None, False, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.layers.cpu, arguments)
 
@@ -403,12 +412,20 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
 
     def call(
-        kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None, scales=()
+        kinds,
+        parameters,
+        x=x,
+        memory=None,
+        heads=2,
+        packed=None,
+        starts=None,
+        scales=(),
+        kind_of_norm=0,
     ) -> None:
         packed = [None] * (len(parameters) // 3) if packed is None else packed
         ops.layers.cpu(
             x, memory, kinds, parameters, packed, scales, [1e-5] * (len(parameters) // 6), False,
-            heads, 1, True, None, False, None, False, starts, None,
+            kind_of_norm, heads, 1, True, None, False, None, False, starts, None,
         )  # fmt: skip
 
     def attention(w_in=w3, w_out=w1, norm=None, kind=0, **change) -> None:
@@ -429,7 +446,8 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "a multiple of a panel", {"memory": x}),
         (attention, "a memory needs one", {"kind": 1}),
         (attention, "no sub-layer of kind 4", {"kind": 4}),
-        (attention, "must precede self-attention", {"kind": 3}),
+        (attention, "must precede attention", {"kind": 3}),
+        (attention, "no norm of kind 4", {"kind_of_norm": 4}),
         (attention, "2 packed weights", {"packed": [None]}),
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
         (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),

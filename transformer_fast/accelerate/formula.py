@@ -127,7 +127,7 @@ class Formula(NamedTuple):
             Sublayer(Kind.FEED_FORWARD, *maps[4], *maps[5], read_norm(norm2, width)),
         ]
         read = Layer(layer, sublayers, self.norm_first, self.activation, 0.0)
-        y = fused_layers.try_run_encoder(read, x, starts)
+        y = fused_layers.try_run_layer(read, x, starts)
         if y is None or not self.returned:
             return y
         return (y, *[None] * (self.returned - 1))

@@ -50,6 +50,7 @@ def layers(
     owner: torch.nn.Module,
     kinds: Sequence[int],
     norm_first: bool,
+    norm: int,
     heads: int,
     batch_first: bool,
     activation: str | None,
@@ -69,7 +70,7 @@ def layers(
 
     Args:
         owner: key of the cached packed weights, held weakly.
-        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``.
+        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``; norm: of all norms.
         parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
             maps of attention are those of queries, keys and values, (3 M, M), and of the output,
             (M, M); a network's (F, M) and (M, F).
@@ -89,7 +90,7 @@ def layers(
     rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.layers.cpu(
         input, memory, kinds, parameters, packed(_weights(parameters), rows), scales, eps, norm_first,
-        heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
+        norm, heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
         starts, memory_starts,
     )  # fmt: skip
 

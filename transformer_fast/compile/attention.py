@@ -20,7 +20,7 @@ from . import run_time
 from .aliasing import between
 from .editor import Editor
 from .modes import Modes
-from .nodes import dtype, is_number, is_single, only_user, rank, shape
+from .nodes import dtype, is_number, is_same, is_single, only_user, rank, shape
 from .ops import Op, calls, constant, is_copy, is_view, mutates, permutation, read
 
 #: Fills up to this value mask a key out: exp of the difference to any usual score is 0.
@@ -513,6 +513,56 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
             user.replace_input_with(softmax, user_weights)
     editor.remove(nodes)
     editor.report_rewritten("attention", product)
+
+
+class Masks(NamedTuple):
+    """The mask arguments of a rewritten attention: those of `run_time.attention`, and ``is_causal``."""
+
+    hidden: Node | None
+    added: Node | None
+    is_causal: bool
+
+
+def heads_and_masks(node: Any) -> tuple[list[Node], Masks] | None:
+    """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None."""
+    op = read(node)
+    call = op["input"] if op is not None and op.name == "getitem" and op["index"] == 0 else node
+    if not isinstance(call, Node):
+        return None
+    if call.target is run_time.attention and call is not node:
+        *heads, hidden, added, scale, dropout_p, _, _ = call.args
+        masks, plain = Masks(hidden, added, False), dropout_p == 0.0  # type: ignore[arg-type]
+    elif call.target is functional.scaled_dot_product_attention:
+        names = (
+            "query",
+            "key",
+            "value",
+            "attn_mask",
+            "dropout_p",
+            "is_causal",
+            "scale",
+            "enable_gqa",
+        )
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        if not given.keys() <= {*names}:
+            return None
+        heads, scale = [given[name] for name in names[:3]], given.get("scale")  # type: ignore[assignment]
+        plain = given.get("dropout_p", 0.0) == 0.0 and not given.get("enable_gqa", False)
+        is_causal = given.get("is_causal", False)
+        plain = plain and isinstance(is_causal, bool)
+        masks = Masks(None, given.get("attn_mask"), is_causal)  # type: ignore[arg-type]
+    else:
+        return None
+    sizes = [shape(one) for one in heads]
+    if not plain or any(each is None or len(each) != 4 for each in sizes):
+        return None
+    query, key, values = sizes
+    size = query[3]  # type: ignore[index]
+    if not isinstance(size, int) or not is_same(key, values) or not is_same(key[:2], query[:2]):  # type: ignore[index]
+        return None
+    if scale is not None and (not isinstance(scale, float) or abs(scale * size**0.5 - 1.0) > 1e-6):
+        return None
+    return heads, masks  # type: ignore[return-value]
 
 
 def share_heads(editor: Editor) -> None:

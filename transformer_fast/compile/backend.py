@@ -32,6 +32,7 @@ from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
+from .sublayers import Sublayers, rewrite_sublayers
 
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
@@ -140,14 +141,21 @@ def rewrite(
     # Bodies of checkpoints and branches are graphs within the graph.
     children = dict(module.named_children())
     for node in module.graph.nodes:
-        child = children.pop(str(node.target), None) if node.op == "get_attr" else None
+        is_child = node.op in ("get_attr", "call_module")
+        child = children.pop(str(node.target), None) if is_child else None
         # Bodies of selective checkpointing are not rewritten: its policies choose among PyTorch's
         # operators.
-        if isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
+        inner = None
+        if isinstance(child, Sublayers):
+            rest = tuple(step for step in steps or STEPS if step is not rewrite_sublayers)
+            inner = rewrite(child.body, modes.at(node), rest)
+        elif isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
             inner = rewrite(child, modes.of_body(next(iter(node.users))), steps)
+        if inner is not None:
             report.rewritten += inner.rewritten
             report.left += inner.left
             report.others += inner.others
+            report.stacks += inner.stacks
     return report
 
 
@@ -221,6 +229,7 @@ STEPS: Steps = (
     rewrite_patches,
     canonicalize_linear,
     rewrite_feed_forward,
+    rewrite_sublayers,
     rewrite_add_norm,
     rewrite_linear,
 )

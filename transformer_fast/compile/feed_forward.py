@@ -9,12 +9,11 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import _native, functional
 from .._context import is_functorch_wrapped
@@ -28,7 +27,7 @@ from ..ops.operator import Operator
 from . import run_time
 from .aliasing import is_fresh
 from .editor import Editor
-from .nodes import dtype, is_number, only_user, rank, shape, value
+from .nodes import dtype, is_number, is_same, only_user, rank, shape, value
 from .ops import Op, calls, constant, is_view, permutation, read
 
 
@@ -176,9 +175,54 @@ def _unflattens(last: Node, whole: Node, weight: Node) -> bool:
     rows, columns = value(weight).shape
     if not _is_reshaped(last) or len(before) != len(after):
         return False
-    # An ordinary comparison of symbolic sizes would add a guard to the program.
-    pairs = zip((*before, columns), (*after[:-1], rows, after[-1]), strict=True)
-    return all(statically_known_true(one == other) for one, other in pairs)
+    return is_same((*before, columns), (*after[:-1], rows, after[-1]))
+
+
+#: (weight, bias) of a linear map.
+Map = tuple[Node, Node | None]
+
+
+class LinearMap(NamedTuple):
+    x: Node
+    map: Map
+
+
+def linear_map(node: Node) -> LinearMap | None:
+    """Returns the linear map of `F.linear` that the node computes, or None."""
+    op = read(node)
+    if op is None or op.name != "linear":
+        return None
+    found = _map(op["weight"], op["bias"])
+    return LinearMap(op["input"], found) if found and isinstance(op["input"], Node) else None
+
+
+def _map(weight: Any, bias: Any) -> Map | None:
+    """Returns a linear map whose bias, if any, has an element for each output; else None."""
+    is_matrix = isinstance(weight, Node) and rank(weight) == 2
+    fits = is_matrix and (bias is None or is_same(shape(bias), shape(weight)[:1]))  # type: ignore[index]
+    return (weight, bias) if fits else None
+
+
+def network(node: Node) -> tuple[Node, list[Map], str] | None:
+    """Returns input, linear maps and activation of a rewritten network without dropout, or None."""
+    if node.target is not functional.feed_forward or len(node.args) != 5:
+        return None
+    x, *parameters = node.args
+    activation = node.kwargs.get("activation", "relu")
+    maps = [_map(*parameters[:2]), _map(*parameters[2:])]
+    plain = node.kwargs.get("dropout_p", 0.0) == 0.0 and activation in CODES and None not in maps
+    return (x, maps, activation) if plain else None  # type: ignore[return-value]
+
+
+def int8_weights(node: Node) -> list[Any]:
+    """Returns the weights that the node reads in 8 bits."""
+    return [
+        node.args[place]
+        for _, places, target, _ in _INT8.values()
+        if target is node.target
+        for place in places
+        if isinstance(place, int)
+    ]
 
 
 def _is_reshaped(node: Node) -> bool:

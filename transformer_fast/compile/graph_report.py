@@ -33,6 +33,8 @@ class GraphReport:
     left: list[Match] = field(default_factory=list)
     #: Number of unchanged calls by function name.
     others: Counter[str] = field(default_factory=Counter)
+    #: The number of sub-layers of each call that runs several.
+    stacks: list[int] = field(default_factory=list)
     #: Whether inductor compiles the unchanged calls, and if not, why not.
     rest: str = ""
 
@@ -47,6 +49,8 @@ class GraphReport:
         lines = [f"rewritten: {_listed(counts) or 'nothing'}."]
         if int8:
             lines.append(f"  in 8 bits: {_listed(int8)}.")
+        if self.stacks:
+            lines.append(f"  {sum(self.stacks)} sub-layers run in {_calls(len(self.stacks))}.")
         lines += [f"  {match}" for match in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
@@ -56,6 +60,10 @@ class GraphReport:
 
 #: Prefix of the names of ops whose products were replaced by 8-bit products.
 _INT8 = "int8_"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'' if count == 1 else 's'}"
 
 
 def _listed(counts: dict[str, int]) -> str:

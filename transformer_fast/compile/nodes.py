@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def value(node: Any) -> Any:
@@ -29,6 +31,16 @@ def rank(node: Any) -> int | None:
 def dtype(node: Any) -> torch.dtype | None:
     found = value(node)
     return found.dtype if isinstance(found, Tensor) else None
+
+
+def is_same(one: Sequence[Any] | None, other: Sequence[Any] | None) -> bool:
+    """True if two sequences of sizes are equal.
+
+    An ordinary comparison of symbolic sizes would add a guard to the program.
+    """
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def is_number(x: Any) -> bool:

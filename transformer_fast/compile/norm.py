@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from .. import functional
 from ..functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
-from ..ops.layer_norm import NORMS
+from ..ops.layer_norm import ANNOTATED, ANNOTATED_BIASED, NORMS, RMS
 from .editor import Editor
 from .feed_forward import dropout_of
-from .nodes import dtype, only_user, rank, shape, value
+from .nodes import dtype, is_same, only_user, rank, shape, value
 from .ops import Op, calls, mutates, plus, read
 
 #: Function of this library: (name in the report, variant with a residual sum before it).
@@ -317,6 +317,39 @@ def rewrite_add_norm(editor: Editor) -> None:
     for node in editor.graph.nodes:
         if node.target in _FUSED:
             editor.report_rewritten(_FUSED[node.target][0], node)
+
+
+class NormCall(NamedTuple):
+    """A norm over the last dimension, after `rewrite_norms`."""
+
+    x: Node
+    weight: Node | None
+    bias: Node | None
+    eps: float
+    #: A code of `ops.layer_norm`.
+    kind: int
+
+
+def norm_of(node: Node | None) -> NormCall | None:
+    """Returns the norm over the last dimension that the node computes, or None."""
+    x = node.args[0] if node is not None and node.args else None
+    if node is None or not isinstance(x, Node) or node.kwargs:
+        return None
+    rest: list[Any] = list(node.args[1:])
+    if node.target is annotated_layer_norm:
+        kind = ANNOTATED if rest.pop() else ANNOTATED_BIASED
+    elif node.target in (functional.layer_norm, functional.rms_norm):
+        kind = NORMS[_FUSED[node.target][0]].kind
+        rest.pop(0)
+    else:
+        return None
+    if kind == RMS:
+        rest.insert(1, None)  # no bias
+    if len(rest) != 3 or not isinstance(rest[2], float):
+        return None
+    width = (shape(x) or (0,))[-1:]
+    fits = all(p is None or is_same(shape(p), width) for p in rest[:2])
+    return NormCall(x, rest[0], rest[1], rest[2], kind) if fits else None
 
 
 def _same_shape_and_dtype(term: Node, total: Node) -> bool:

@@ -283,7 +283,9 @@ def mutates(node: Node) -> bool:
     if node.kwargs.get("inplace") is True or "out" in node.kwargs:
         return True
     name = getattr(node.target, "__name__", "")
-    if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+    if node.target in _IN_PLACE:
+        return True
+    if name.endswith("_") and not name.endswith("__") and node.target not in _NOT_IN_PLACE:
         return True
     op = read(node)
     return op is not None and op["inplace"] is True
@@ -293,3 +295,5 @@ _IN_PLACE = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem,
      operator.ipow, operator.iand, operator.ior, operator.imatmul}
 )  # fmt: skip
+#: Their names end with "_" because Python has a keyword of the same name.
+_NOT_IN_PLACE = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})

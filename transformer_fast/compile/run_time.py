@@ -41,7 +41,7 @@ def _data_is_known(tensor: Tensor) -> bool:
     return tensor.is_cpu and values_are_known(tensor)
 
 
-def _to_four(mask: Tensor, rank: int) -> Tensor:
+def to_four(mask: Tensor, rank: int) -> Tensor:
     """Reshapes a mask of scores with ``rank`` dimensions for scores (B, H, T, S)."""
     if rank == 3 and mask.dim() == 3:
         return mask.unsqueeze(1)
@@ -65,7 +65,7 @@ def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Ma
     """
     if condition.dtype != torch.bool:
         condition = condition != 0
-    visible = _to_four(condition.logical_not() if hides else condition, rank)
+    visible = to_four(condition.logical_not() if hides else condition, rank)
     if _data_is_known(visible) and bool(visible.all()):
         return Mask(None, None, False)
     fully_masked = None
@@ -84,7 +84,7 @@ def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Ma
 
 def prepare_added(bias: Tensor, rank: int) -> Tensor | Mask:
     """Prepares a mask that is added to the scores; a mask of 0 and -inf becomes a bool mask."""
-    bias = _to_four(bias, rank)
+    bias = to_four(bias, rank)
     if _data_is_known(bias) and not bias.requires_grad:
         visible = bias == 0.0
         if bool((visible | (bias == -math.inf)).all()):

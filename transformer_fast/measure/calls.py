@@ -53,7 +53,7 @@ def record() -> Iterator[Record]:
             return kernel.function(arguments)
 
         def run_layers(*arguments: Any) -> Any:
-            _, kinds, _, _, _, _, _, _, eps, *_ = arguments
+            _, kinds, _, _, _, _, _, _, _, eps, *_ = arguments
             found.calls.update((name, kernel.backend) for name in _sublayers(kinds, eps))
             return kernel.run(*arguments)
 

@@ -85,11 +85,12 @@ def _options(layer: Layer) -> tuple[Any, ...]:
     """Returns the options that layers of one call must share."""
     kinds = []
     heads, batch_first = layer.sublayers[0][-2:]
+    norm = layer.sublayers[-1].norm.kind
     for one in layer.sublayers:
         kinds.append(int(one.kind))  # a comprehension would be a function call
         if one.kind is Kind.CROSS_ATTENTION and one[-2:] != (heads, batch_first):
             raise Unreadable("attentions differ in heads or in batch_first")
-    return kinds, layer.norm_first, heads, batch_first, layer.activation
+    return kinds, layer.norm_first, norm, heads, batch_first, layer.activation
 
 
 def _to_sdpa(
@@ -97,7 +98,7 @@ def _to_sdpa(
 ) -> tuple[Tensor | None, bool]:
     """Returns the mask in SDPA's polarity, and whether it is causal."""
     mask, padding, is_causal = given
-    _, _, _, heads, batch_first, *_ = layers
+    _, _, _, _, heads, batch_first, *_ = layers
     if mask is None and padding is None and not is_causal:
         return None, False
     if is_causal and mask is None:
@@ -147,7 +148,7 @@ def _prepare(
         call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized))
         calls.append((call, (layers[0].module, *options, given.tensors, given.scales, eps)))
     if memory is not None:
-        batch = 0 if groups[0][0][3] else 1
+        batch = 0 if groups[0][0][4] else 1
         if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):
             raise Unreadable("memory has other sizes than the input")
     return calls
@@ -231,22 +232,35 @@ def try_run(
     return None if found is None else run(found, x, memory)
 
 
-def try_run_encoder(layer: Layer, x: Tensor, starts: Tensor | None = None) -> Tensor | None:
-    """Returns the output (B, T, M) of an encoder layer without masks, or None if no kernel runs it.
+#: As in `Fused`: no mask.
+NO_MASK: tuple[Tensor | None, bool] = None, False
 
-    ``starts``: x is (1, rows, M), packed as in `run`.
+
+def try_run_layer(
+    layer: Layer,
+    x: Tensor,
+    starts: Tensor | None = None,
+    own: tuple[Tensor | None, bool] = NO_MASK,
+    memory: Tensor | None = None,
+    cross: tuple[Tensor | None, bool] = NO_MASK,
+) -> Tensor | None:
+    """Returns the output (B, T, M) of a layer whose parts are given, or None if no kernel runs it.
+
+    Args:
+        starts: x is (1, rows, M), packed as in `run`.
+        own, cross: as in `Fused`.
     """
     if not dispatch.candidates("encoder_layer", x):
         return None
     try:
-        ((call, layers),) = _prepare([layer], x, Masks(), None, Masks())
+        ((call, layers),) = _prepare([layer], x, Masks(own[0]), memory, Masks(cross[0]))
     except Unreadable:
         return None
     kernel = dispatch.find(call)
     if kernel is None:
         return None
-    fused = [Fused(kernel, layers, (None, False), (None, False))]
-    return run(fused, x) if starts is None else run(fused, x[0], starts=starts)[None]
+    fused = [Fused(kernel, layers, own, cross)]
+    return run(fused, x, memory) if starts is None else run(fused, x[0], starts=starts)[None]
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:

@@ -77,24 +77,27 @@ class Kind(IntEnum):
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1
     FEED_FORWARD = 2
-    #: A part of the self-attention after it, whose weight1 then projects values only.
+    #: A part of the attention after it, whose weight1 then projects values only.
     QUERIES_AND_KEYS = 3
 
 
 class Norm(NamedTuple):
-    """A layer norm; if ``module`` is not None, it must be called instead."""
+    """A norm; if ``module`` is not None, it must be called instead."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     module: torch.nn.Module | None
+    #: A code of ``NormKind`` in csrc; 0: a layer norm.
+    kind: int = 0
 
 
 class Sublayer(NamedTuple):
     """A sub-layer and the norm before it (pre-norm) or after it.
 
     Attention: weight1 (3 M, M) projects queries, keys and values, weight2 (M, M) the output. Feed-forward
-    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M), without a norm.
+    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M); its norm is
+    that of the attention after it.
     """
 
     kind: Kind

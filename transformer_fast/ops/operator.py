@@ -385,13 +385,15 @@ def _layers_flops(
     total, width = 0, input.shape[-1]
     for number in range(len(parameters) // 6):
         first, second = parameters[6 * number], parameters[6 * number + 2]
-        kind = kinds[number % len(kinds)]
-        own = first.numel() if kind != 1 else width * width
-        total += 2 * sum(lengths) * (own + second.numel())
-        if kind == 1:  # projection of the memory to keys and values
-            total += 4 * sum(keys) * width * width
-        if kind != 2:
-            seen = lengths if kind == 0 else keys
+        place = number % len(kinds)
+        if kinds[place] == 2:
+            total += 2 * sum(lengths) * (first.numel() + second.numel())
+        elif kinds[place] == 3:  # projections of queries and keys, counted with their attention
+            continue
+        else:
+            seen = lengths if kinds[place] == 0 else keys
+            # Projections: queries and the output; keys and values.
+            total += 4 * width * width * (sum(lengths) + sum(seen))
             total += 4 * width * sum(t * s for t, s in zip(lengths, seen, strict=True))
     return total
 

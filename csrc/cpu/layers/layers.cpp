@@ -145,10 +145,11 @@ class PackedLinear {
 struct Norm {
   MaybeTensor weight, bias;
   double eps;
+  NormKind kind;
 
-  Norm(const char* op, const MaybeTensor& w, const MaybeTensor& b, double e, const Tensor& input,
-       int64_t columns)
-      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e) {
+  Norm(const char* op, NormKind norm, const MaybeTensor& w, const MaybeTensor& b, double e,
+       const Tensor& input, int64_t columns)
+      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e), kind(norm) {
     for (const MaybeTensor* parameter : {&w, &b})
       STD_TORCH_CHECK(
           !*parameter ||
@@ -172,14 +173,15 @@ struct Norm {
             .n = columns,
             .x_stride = columns,
             .eps = static_cast<float>(eps),
-            .dropout_columns = columns};
+            .dropout_columns = columns,
+            .kind = kind};
   }
 };
 
 // Sub-layers of Transformer layers, as passed to the operators on whole stacks.
 
-// `queries_and_keys` is a part of the self-attention after it: the linear layers of queries and of
-// keys (width, width). The first linear layer of that attention is then the one of values.
+// `queries_and_keys` is a part of the attention after it: the linear layers of queries and of keys
+// (width, width). The first linear layer of that attention is then the one of values.
 enum class SublayerKind : int64_t {
   self_attention,
   cross_attention,
@@ -198,14 +200,14 @@ struct Sublayer {
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
 // six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
 // packed weights, the norm's eps and, unless no weight of the stack is int8, two scales.
-// `cross_parts`: how many of the query, key and value projections the first weight of
-// cross-attention contains.
+// `norm_kind`: of all norms. `cross_parts`: how many of the query, key and value projections the
+// first weight of cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
                                      const std::vector<MaybeTensor>& scales,
-                                     const std::vector<double>& eps, const Tensor& input,
-                                     int64_t cross_parts) {
+                                     const std::vector<double>& eps, NormKind norm_kind,
+                                     const Tensor& input, int64_t cross_parts) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
                       parameters.size() == 6 * count && packed.size() == 2 * count &&
@@ -225,11 +227,12 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
     };
     if (kind == SublayerKind::queries_and_keys) {
       const size_t next = i % kinds.size() + 1;
-      STD_TORCH_CHECK(next < kinds.size() && kinds[next] == SublayerKind::self_attention, op,
-                      ": projections of queries and keys must precede self-attention");
+      STD_TORCH_CHECK(next < kinds.size() && (kinds[next] == SublayerKind::self_attention ||
+                                              kinds[next] == SublayerKind::cross_attention),
+                      op, ": projections of queries and keys must precede attention");
       continue;
     }
-    const Norm norm(op, p[4], p[5], eps[i], input, width);
+    const Norm norm(op, norm_kind, p[4], p[5], eps[i], input, width);
     if (kind == SublayerKind::feed_forward) {
       const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
       sublayers.push_back({kind, linear("weight1", 0, hidden, width, i),
@@ -376,9 +379,11 @@ class LayerRunner {
     }
     switch (work.what) {
       case Work::project: {
-        if (!layer.queries_and_keys.empty()) return project_each(layer, from, work.y, begin, end);
         const bool own = layer.kind == SublayerKind::self_attention;
-        const PackedLinear first(layer.first, type_, rows_, 0, type_, attention_type_);
+        const bool is_split = !layer.queries_and_keys.empty();
+        if (own && is_split) return project_each(layer, from, work.y, begin, end);
+        const PackedLinear first(is_split ? layer.queries_and_keys[0] : layer.first, type_, rows_,
+                                 0, type_, attention_type_);
         linear(first, from, nullptr, work.y, own ? 3 * width_ : width_, begin, end);
         return;
       }
@@ -510,14 +515,14 @@ class Layers : LayerRunner {
   Tensor run(const std::vector<Sublayer>& sublayers) {
     if (type_ == Element::float32 && attends_in_bf16(sublayers))
       attention_type_ = Element::bfloat16;
-    return run_sublayers(sublayers, [&](const Sublayer& layer, size_t, const char* projected,
-                                        void* attended) {
-      if (layer.kind == SublayerKind::cross_attention)
-        return attend(cross_, projected, width_, keys_of_memory(layer.first), 2 * width_, attended);
-      // Queries, keys and values of each row are next to each other.
-      attend(own_, projected, 3 * width_, projected + width_ * attention_element(), 3 * width_,
-             attended);
-    });
+    return run_sublayers(
+        sublayers, [&](const Sublayer& layer, size_t, const char* projected, void* attended) {
+          if (layer.kind == SublayerKind::cross_attention)
+            return attend(cross_, projected, width_, keys_of_memory(layer), 2 * width_, attended);
+          // Queries, keys and values of each row are next to each other.
+          attend(own_, projected, 3 * width_, projected + width_ * attention_element(), 3 * width_,
+                 attended);
+        });
   }
 
  private:
@@ -555,11 +560,19 @@ class Layers : LayerRunner {
     set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, x_.scalar_type());
   }
 
-  // Projects the memory to keys and values.
-  const char* keys_of_memory(const LinearParameters& in) const {
+  // Projects the memory to keys and values, those of each row next to each other.
+  const char* keys_of_memory(const Sublayer& layer) const {
     char* keys = shared_bytes(kMemorySlot, 2 * memory_rows_ * width_ * attention_element());
-    PackedLinear(in, type_, memory_rows_, 0, type_, attention_type_)
-        .run(memory_->const_data_ptr(), memory_rows_, nullptr, keys, width_, 2 * width_);
+    const auto project = [&](const LinearParameters& in, char* to, int64_t from, int64_t n) {
+      PackedLinear(in, type_, memory_rows_, 0, type_, attention_type_)
+          .run(memory_->const_data_ptr(), memory_rows_, nullptr, to, from, n, 2 * width_);
+    };
+    if (layer.queries_and_keys.empty()) {
+      project(layer.first, keys, width_, 2 * width_);
+    } else {
+      project(layer.queries_and_keys[1], keys, 0, width_);
+      project(layer.first, keys + width_ * attention_element(), 0, width_);
+    }
     return keys;
   }
 
@@ -595,10 +608,11 @@ class Layers : LayerRunner {
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
               std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
-              int64_t heads, int64_t activation, bool batch_first, MaybeTensor mask, bool is_causal,
-              MaybeTensor memory_mask, bool memory_is_causal, MaybeTensor starts,
+              int64_t norm, int64_t heads, int64_t activation, bool batch_first, MaybeTensor mask,
+              bool is_causal, MaybeTensor memory_mask, bool memory_is_causal, MaybeTensor starts,
               MaybeTensor memory_starts) {
   check_block_input(kOp, input);
+  STD_TORCH_CHECK(norm >= 0 && norm < kNormKinds, kOp, ": there is no norm of kind ", norm);
   std::vector<SublayerKind> each;
   for (const int64_t kind : kinds) {
     STD_TORCH_CHECK(kind >= 0 && kind <= 3, kOp, ": there is no sub-layer of kind ", kind);
@@ -609,7 +623,8 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
              starts, memory_starts);
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
-  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, input, 3));
+  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, scales, eps,
+                                         static_cast<NormKind>(norm), input, 3));
   trim_shared_scratch();
   return output;
 }
@@ -751,7 +766,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
   const std::vector<Sublayer> sublayers =
-      read_sublayers(kDecodeOp, kinds, parameters, packed, scales, eps, input, 1);
+      read_sublayers(kDecodeOp, kinds, parameters, packed, scales, eps, NormKind::layer, input, 1);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
                   "bfloat16 dot products");
@@ -781,9 +796,8 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
-      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int heads, int "
-      "activation, "
-      "bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
+      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int norm, int heads, "
+      "int activation, bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
       "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "

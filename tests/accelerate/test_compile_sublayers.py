@@ -1,0 +1,315 @@
+"""torch.compile(model, backend="transformer_fast") runs stacks of sub-layers in one call."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate_checks import compiled
+from hand_written import (
+    Attention,
+    B,
+    Block,
+    D,
+    H,
+    M,
+    T,
+    Translator,
+    annotated_norm,
+    both,
+    causal,
+    padding,
+    sentences,
+    with_fully_masked_rows,
+)
+from module_checks import assert_same_numbers
+from torch import Tensor, nn
+
+from transformer_fast import _native
+from transformer_fast.measure.calls import record
+
+pytestmark = [
+    pytest.mark.sampled(15),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def check(model: nn.Module, *args: Any, stacks: list[int]) -> int:
+    """Asserts equal results and the sub-layers of each call; returns how many ran in a call."""
+    ours, reports = compiled(copy.deepcopy(model).eval())
+    assert_same_numbers(ours, model.eval(), args, {}, grad=False)
+    assert reports[0].stacks == stacks, str(reports[0])
+    with torch.no_grad(), record() as found:
+        ours(*args)
+    return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
+
+
+def _rms(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * a
+
+
+@pytest.mark.parametrize("norm", [None, annotated_norm, _rms])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_and_decoder_are_a_call_each(norm_first: bool, norm: Any) -> None:
+    model = Translator(norm_first, norm)
+    assert check(model, *sentences(), stacks=[4, 6]) == 10
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("mask", [None, padding(), causal(), both()])
+def test_masks(mask: Tensor | None, norm_first: bool) -> None:
+    x = torch.randn(B, T, M)
+    assert check(Block(False, norm_first), x, x, mask, None, stacks=[2]) == 2
+    memory = torch.randn(B, T, M)
+    assert check(Block(True, norm_first), x, memory, causal(), mask, stacks=[3]) == 3
+
+
+def test_queries_whose_keys_are_all_masked_run_the_replaced_nodes() -> None:
+    x = torch.randn(B, T, M)
+    assert check(Block(False, False), x, x, with_fully_masked_rows(), None, stacks=[2]) == 0
+
+
+class Joined(nn.Module):
+    """A pre-norm layer with one projection to queries, keys and values, as in GPT-2."""
+
+    def __init__(self, split: str, bias: bool = True, order: str = "qkv") -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(M, 3 * M, bias), nn.Linear(M, M, bias)
+        self.one, self.two = nn.Linear(M, 2 * M, bias), nn.Linear(2 * M, M, bias)
+        self.norm1, self.norm2 = nn.LayerNorm(M), nn.LayerNorm(M)
+        self.split, self.order = split, order
+
+    def heads(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.qkv(x)
+        batch, length, _ = y.shape
+        if self.split == "chunk":
+            each = [p.view(batch, length, H, D).transpose(1, 2) for p in y.chunk(3, dim=-1)]
+        elif self.split == "split":
+            each = [p.reshape(batch, length, H, -1).permute(0, 2, 1, 3) for p in y.split(M, dim=2)]
+        elif self.split == "permute":
+            each = [*y.reshape(batch, length, 3, H, D).permute(2, 0, 3, 1, 4)]
+        elif self.split == "heads inside":  # the three of a head are next to each other
+            each = [*y.view(batch, length, H, 3 * D).transpose(1, 2).chunk(3, dim=-1)]
+        else:  # neighbouring features belong to different heads
+            each = [p.view(batch, length, D, H).permute(0, 3, 1, 2) for p in y.chunk(3, dim=-1)]
+        return dict(zip(self.order, each, strict=True))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.attend(**self.heads(self.norm1(x))).transpose(1, 2).flatten(2))
+        return x + self.two(F.gelu(self.one(self.norm2(x))))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("split", ["chunk", "split", "permute"])
+def test_joined_projections(split: str, bias: bool) -> None:
+    model = nn.Sequential(*[Joined(split, bias) for _ in range(3)], nn.LayerNorm(M))
+    assert check(model, torch.randn(B, T, M), stacks=[6]) == 6
+
+
+@pytest.mark.parametrize(
+    ("split", "order"),
+    [("chunk", "kqv"), ("chunk", "qvk"), ("heads inside", "qkv"), ("interleaved", "qkv")],
+)
+def test_other_layouts_of_heads_are_left(split: str, order: str) -> None:
+    assert check(Joined(split, order=order), torch.randn(B, T, M), stacks=[]) == 0
+
+
+class Changed(Joined):
+    """A layer whose attention the kernel for layers does not compute."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__("chunk")
+        self.change = change
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.change == "scale":
+            return F.scaled_dot_product_attention(q, k, v, scale=0.5)
+        if self.change == "rotated":
+            q = q * 2.0
+        if self.change == "doubled":
+            v = v + v
+        if self.change == "order of heads":
+            return F.scaled_dot_product_attention(q, k, v).flip(1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        if self.change == "order of tokens":
+            return y.transpose(1, 2).reshape(B, H, T, D)
+        return y.contiguous().view(B, T, H, D).transpose(1, 2) if self.change == "view" else y
+
+
+@pytest.mark.parametrize(
+    "change", ["scale", "rotated", "doubled", "order of heads", "order of tokens", "view"]
+)
+def test_other_attentions_are_left(change: str) -> None:
+    assert check(Changed(change), torch.randn(B, T, M), stacks=[]) == 0
+
+
+class Watched(nn.Module):
+    """Two layers; a result between them, or within the second, is used elsewhere, too."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers, self.what = nn.ModuleList(Block(False, False) for _ in range(2)), what
+
+    def forward(self, x: Tensor) -> Any:
+        first, second = self.layers
+        y = first(x, None, None, None)
+        if self.what == "changed":
+            y = y.mul_(2.0)
+        if self.what == "weights":
+            first.norms[0].weight.mul_(2.0)
+        z = second(y, None, None, None)
+        if self.what == "weights":
+            first.norms[0].weight.div_(2.0)
+        return (z, y) if self.what == "between" else z
+
+
+@pytest.mark.parametrize(
+    ("what", "stacks"),
+    [("nothing", [4]), ("between", [2, 2]), ("changed", [2, 2]), ("weights", [2, 2])],
+)
+def test_results_that_are_used_end_a_stack(what: str, stacks: list[int]) -> None:
+    check(Watched(what), torch.randn(B, T, M), stacks=stacks)
+
+
+class Mixed(nn.Module):
+    """Layers that differ in what one call must share."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.one = Block(True, False)
+        self.two = Block(True, what == "norm_first", annotated_norm if what == "norm" else None)
+        if what == "activation":
+            self.two.feed_forward.activation = F.gelu
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        mask, other = causal(), both()
+        y = self.one(x, memory, mask, None)
+        own = other if self.what == "mask" else mask
+        memory = memory * 2.0 if self.what == "memory" else memory
+        memory = y if self.what == "itself" else memory
+        return self.two(y, memory, own, mask if self.what == "memory mask" else None)
+
+
+@pytest.mark.parametrize(
+    ("what", "stacks"),
+    [("nothing", [6]), ("norm_first", [3, 3]), ("norm", [3, 3]), ("activation", [5, 1]),
+     ("mask", [3, 3]), ("memory", [4, 2]), ("memory mask", [4, 2]), ("itself", [3, 3])],
+)  # fmt: skip
+def test_layers_that_differ_are_several_calls(what: str, stacks: list[int]) -> None:
+    model, memory = Mixed(what), torch.randn(B, T, M)
+    stacks = [n for n in stacks if n > 1]  # a network alone is no stack
+    check(model, torch.randn(B, T, M), memory, stacks=stacks)
+
+
+def test_gradients_run_the_ops() -> None:
+    x = torch.randn(B, T, M)
+    model = Block(False, False).eval()
+    ours, reports = compiled(copy.deepcopy(model))
+    assert_same_numbers(ours, model, (x, x, None, None), {}, grad=True)
+    assert reports[0].stacks == []
+    # A graph without parameters that need gradients may get an input that does.
+    frozen = model.requires_grad_(False)
+    ours, reports = compiled(frozen)
+    assert reports == []
+    ours(x, x, None, None)
+    assert reports[0].stacks == [2]
+    assert ours(x.requires_grad_(), x, None, None).requires_grad
+
+
+def test_sizes_known_only_at_run_time() -> None:
+    model = Translator().eval()
+    ours, reports = compiled(model, dynamic=True)
+    for batch, length in ((2, 5), (3, 9), (1, 2)):
+        source, target = (torch.randint(1, 17, (batch, length + n)) for n in (0, 1))
+        with torch.no_grad():
+            torch.testing.assert_close(ours(source, target), model(source, target))
+    assert [report.stacks for report in reports] == [[4, 6]] * len(reports)
+
+
+def test_changed_weights_are_seen() -> None:
+    x = torch.randn(B, 40, M)
+    model = Joined("chunk").eval()
+    ours, _ = compiled(model)
+    with torch.no_grad():
+        ours(x)
+        for weight in (model.qkv.weight, model.two.weight, model.norm1.weight):
+            weight.data.mul_(1.5)
+            torch.testing.assert_close(ours(x), model(x))
+        model.out.weight = nn.Parameter(torch.randn(M, M))
+        torch.testing.assert_close(ours(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    model = Block(False, False).eval().to(dtype)
+    x = torch.randn(B, T, M).to(dtype)
+    ours, _ = compiled(model)
+    with torch.no_grad(), record() as found:
+        y = ours(x, x, padding(), None)
+    torch.testing.assert_close(y, model(x, x, padding(), None), rtol=5e-2, atol=5e-2)
+    one_call = any(name.endswith("sub-layer") for name, _ in found.calls)
+    assert one_call == (dtype == torch.bfloat16)
+
+
+def test_autocast_runs_the_ops() -> None:
+    x = torch.randn(B, T, M)
+    ours, reports = compiled(Block(False, False).eval())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours(x, x, None, None)
+    assert reports[0].stacks == []
+
+
+def test_int8() -> None:
+    model, x = nn.Sequential(Joined("chunk"), Joined("split")).eval(), torch.randn(B, 40, M)
+    reports: list[Any] = []
+    ours = torch.compile(
+        model, backend="transformer_fast", options={"quantize": "int8", "report": reports.append}
+    )
+    with torch.no_grad(), record() as found:
+        y, expected = ours(x), model(x)
+    assert reports[0].stacks == [4]
+    assert sum(n for op, n in reports[0].counts.items() if op.startswith("int8_")) == 6
+    assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == 4
+    error = (y - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.03  # it is quantised
+
+
+def test_tracers_see_the_replaced_nodes() -> None:
+    model, x = Joined("chunk").eval(), torch.randn(B, T, M)
+    ours = torch.compile(model, backend="transformer_fast", options={"inner": "aot_eager"})
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+
+
+def test_scores_with_a_bias_are_one_call() -> None:
+    class Biased(Attention):
+        def __init__(self) -> None:
+            super().__init__(lambda q, k, v, mask, drop: None)  # type: ignore[arg-type, return-value]
+            self.norm = nn.LayerNorm(M)
+            self.bias = nn.Parameter(torch.randn(1, H, T, T))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            q, k, v = (
+                f(x).view(B, T, H, D).transpose(1, 2) for f in (self.query, self.key, self.value)
+            )
+            weights = (q @ k.mT / math.sqrt(D) + self.bias).softmax(-1)
+            y = (weights @ v).transpose(1, 2).reshape(B, T, M)
+            return self.norm(x + self.out(y))
+
+    assert check(Biased(), torch.randn(B, T, M), stacks=[1]) == 1

@@ -1,0 +1,431 @@
+"""Runs consecutive sub-layers of a graph in one call, for inference.
+
+A sub-layer is attention with its projections, or a feed-forward network, with the residual sum and
+the norm: ``norm(x + f(x))``, or ``x + f(norm(x))``. The call runs the kernel for whole layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .. import _native
+from .._context import is_traced
+from ..nn import fused_layers, fusion
+from ..nn.fusion import Kind
+from ..nn.int8 import quantized, unchanged
+from . import run_time
+from .aliasing import NO_MEMORY
+from .attention import Masks, heads_and_masks
+from .editor import Editor
+from .feed_forward import Map, int8_weights, linear_map, network
+from .nodes import dtype, is_same, only_user, rank, shape, value
+from .norm import NormCall, norm_of
+from .ops import calls, mutates, permutation, read
+
+
+class _Block(NamedTuple):
+    """What a sub-layer computes of its input: ``f``."""
+
+    kind: Kind
+    input: Node
+    #: A network's two maps; attention: of queries, keys, values (or one of all three), and the output.
+    maps: list[Map]
+    #: Network only.
+    activation: str | None = None
+    #: Attention only.
+    heads: int = 0
+    masks: Masks = Masks(None, None, False)
+    memory: Node | None = None
+
+
+@dataclass
+class _Sublayer:
+    block: _Block
+    norm: NormCall
+    norm_first: bool
+    x: Node
+    y: Node
+    #: The nodes that compute y from x, the memory, masks and parameters.
+    nodes: set[Node] = field(default_factory=set)
+
+
+def rewrite_sublayers(editor: Editor) -> None:
+    """Replaces stacks of sub-layers that contain attention with one call of `Sublayers` each."""
+    if _native.module is None:
+        return
+    _share_sizes(editor.graph)
+    stacks: list[list[_Sublayer]] = []
+    ends: dict[Node, list[_Sublayer]] = {}
+    for node, _ in calls(editor.graph, "add"):
+        one = None if mutates(node) else _match(editor, node)
+        if one is None:
+            continue
+        stack = ends.get(one.x)
+        if stack is None or not _continues(editor, stack, one):
+            stack = []
+            stacks.append(stack)
+        stack.append(one)
+        ends[one.y] = stack
+    for stack in stacks:
+        if any(one.block.kind is not Kind.FEED_FORWARD for one in stack):
+            _replace(editor, stack)
+
+
+def _share_sizes(graph: Graph) -> None:
+    """Reads equal sizes from one tensor, so that no sub-layer computes sizes for another."""
+    if any(node.op == "call_method" and node.target in _RESHAPE_IN_PLACE for node in graph.nodes):
+        return
+    first: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "size":
+            of = node.args[0]
+            node.replace_input_with(of, first.get(_expressions(of), of))
+        if shape(node) is not None:
+            first.setdefault(_expressions(node), node)
+
+
+_RESHAPE_IN_PLACE = frozenset(
+    {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+     "transpose_", "unsqueeze_"}
+)  # fmt: skip
+
+
+def _expressions(node: Any) -> tuple[Any, ...] | None:
+    """Returns sizes that may be compared without a guard."""
+    sizes = shape(node)
+    if sizes is None:
+        return None
+    return tuple(n if isinstance(n, int) else getattr(n.node, "expr", n.node) for n in sizes)
+
+
+def _match(editor: Editor, total: Node) -> _Sublayer | None:
+    """Returns the sub-layer whose residual sum ``total`` is, or None."""
+    op = read(total)
+    assert op is not None
+    for x, f in ((op["input"], op["other"]), (op["other"], op["input"])):
+        if not all(isinstance(n, Node) and _is_like(n, total) for n in (x, f)) or rank(x) != 3:
+            continue
+        block = _network_block(f) or _attention(f)
+        if block is None or not _is_like(block.input, x):
+            continue
+        last = only_user(total)
+        before, after = norm_of(block.input), None if last is None else norm_of(last)
+        if before is not None and before.x is x:
+            one = _Sublayer(block, before, True, x, total)
+        elif block.input is x and last is not None and after is not None and after.x is total:
+            one = _Sublayer(block, after, False, x, last)
+        else:
+            continue
+        if _set_nodes(one) and _is_inference(editor, one):
+            return one
+    return None
+
+
+def _is_like(one: Node, other: Node) -> bool:
+    return dtype(one) == dtype(other) and is_same(shape(one), shape(other))
+
+
+def _network_block(node: Node) -> _Block | None:
+    found = network(node)
+    return None if found is None else _Block(Kind.FEED_FORWARD, *found)
+
+
+def _attention(node: Node) -> _Block | None:
+    """Returns the attention whose output projection the node is, or None."""
+    out = linear_map(node)
+    if out is None:
+        return None
+    joined: Any = out.x
+    while _keeps_order(joined):
+        joined = joined.args[0]
+    swap = read(joined)
+    if swap is None or permutation(swap, rank(joined)) != [0, 2, 1, 3]:
+        return None
+    found = heads_and_masks(swap["input"])
+    if found is None:
+        return None
+    heads, masks = found
+    each = [_projection(one) for one in heads]
+    if None in each:
+        return None
+    query, key, value = each
+    width, number = shape(out.x)[-1], shape(heads[0])[1]  # type: ignore[index]
+    sources = [one.input for one in each]  # type: ignore[union-attr]
+    starts, weights = [one.start for one in each], [one.map[0] for one in each]  # type: ignore[union-attr]
+    if not isinstance(width, int) or not isinstance(number, int) or sources[1] is not sources[2]:
+        return None
+    if query.node is key.node is value.node:  # type: ignore[union-attr]
+        maps, rows, wanted = [query.map], 3 * width, [0, width, 2 * width]  # type: ignore[union-attr]
+    else:
+        maps, rows, wanted = [one.map for one in each], width, [0, 0, 0]  # type: ignore[union-attr]
+    if not is_same(starts, wanted) or any(shape(w) != (rows, width) for w in weights):
+        return None
+    maps.append(out.map)
+    if sources[0] is sources[1]:
+        return _Block(Kind.SELF_ATTENTION, sources[0], maps, None, number, masks)
+    of_x, of_memory = (shape(each) or () for each in sources[:2])
+    if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
+        return None
+    return _Block(Kind.CROSS_ATTENTION, sources[0], maps, None, number, masks, sources[1])
+
+
+def _keeps_order(node: Any) -> bool:
+    """True for a method call that keeps the elements in row-major order."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_method"
+        and node.target in ("contiguous", "flatten", "reshape", "view")
+        and isinstance(node.args[0], Node)
+        and isinstance(value(node), Tensor)
+        and value(node).dtype == value(node.args[0]).dtype
+    )
+
+
+class _Projection(NamedTuple):
+    node: Node
+    input: Node
+    map: Map
+    #: The first column of the linear map's output that the heads are.
+    start: Any
+
+
+def _projection(node: Any) -> _Projection | None:
+    """Returns the linear map of which heads (B, H, T, D) are a view of some columns, or None."""
+    while isinstance(node, Node) and node.op == "call_method" and node.target == "contiguous":
+        node = node.args[0]
+    heads, base = value(node), node
+    while isinstance(base, Node) and (found := linear_map(base)) is None:
+        base = base.args[0] if base.args else None
+    y = value(base)
+    if not isinstance(base, Node) or not isinstance(y, Tensor) or not isinstance(heads, Tensor):
+        return None
+    if found is None or y.dim() != 3 or heads.dim() != 4 or y.dtype != heads.dtype:
+        return None
+    # They share memory, so the strides show which elements the heads are.
+    if y.untyped_storage()._cdata != heads.untyped_storage()._cdata:
+        return None
+    batch, _, length, size = heads.shape
+    columns = y.shape[2]
+    wanted = length * columns, size, columns, 1
+    strides = [
+        stride if not statically_known_true(n == 1) else right
+        for n, stride, right in zip(heads.shape, heads.stride(), wanted, strict=True)
+    ]
+    if not is_same((batch, length), y.shape[:2]) or not is_same(strides, wanted):
+        return None
+    if not is_same(y.stride(), (length * columns, columns, 1)) or y.storage_offset() != 0:
+        return None
+    return _Projection(base, found.x, found.map, heads.storage_offset())
+
+
+def _set_nodes(one: _Sublayer) -> bool:
+    """Finds the nodes of a sub-layer; False if other nodes use a result of them but the last."""
+    block, norm = one.block, one.norm
+    parameters = [p for pair in (*block.maps, (norm.weight, norm.bias)) for p in pair]
+    outside = {one.x, block.memory, block.masks.hidden, block.masks.added, *parameters}
+    todo = [one.y]
+    while todo:
+        node = todo.pop()
+        # Sizes may be used by other sub-layers.
+        if node in outside or node in one.nodes or isinstance(value(node), NO_MEMORY):
+            continue
+        if node.op not in ("call_function", "call_method") or mutates(node):
+            return False
+        one.nodes.add(node)
+        todo += node.all_input_nodes
+    return all(user in one.nodes for n in one.nodes if n is not one.y for user in n.users)
+
+
+def _is_inference(editor: Editor, one: _Sublayer) -> bool:
+    modes = editor.modes.at(one.y)
+    inputs = _inputs(one.nodes)
+    if modes.has_autocast or editor.obstacle(one.y, inputs) is not None:
+        return False
+    tensors = [x for x in map(value, inputs) if isinstance(x, Tensor)]
+    return all(x.is_cpu for x in tensors) and not (
+        modes.grad and any(x.requires_grad for x in tensors)
+    )
+
+
+def _inputs(nodes: Iterable[Node]) -> list[Node]:
+    """Returns what the nodes read of other nodes, in a fixed order."""
+    nodes = set(nodes)
+    found = {each: None for node in nodes for each in node.all_input_nodes if each not in nodes}
+    order = {node: i for i, node in enumerate(next(iter(nodes)).graph.nodes)}
+    return sorted(found, key=order.__getitem__)
+
+
+def _continues(editor: Editor, stack: list[_Sublayer], one: _Sublayer) -> bool:
+    """True if one call can run the sub-layer after those of the stack."""
+    first = stack[0]
+    if (one.norm_first, one.norm.kind) != (first.norm_first, first.norm.kind):
+        return False
+    if not all(user in one.nodes for user in stack[-1].y.users):
+        return False
+    for other in (each.block for each in stack):
+        if not _fits(one.block, other):
+            return False
+    computed = {node for each in stack for node in each.nodes}
+    if any(each in computed and each is not one.x for each in _inputs(one.nodes)):
+        return False
+    return editor.obstacle(one.y, _inputs(computed | one.nodes)) is None
+
+
+def _fits(one: _Block, other: _Block) -> bool:
+    """True if one call can run both."""
+    network = Kind.FEED_FORWARD
+    if one.kind is not other.kind:
+        return network in (one.kind, other.kind) or one.heads == other.heads
+    own = one.activation, one.heads, one.masks, one.memory
+    return own == (other.activation, other.heads, other.masks, other.memory)
+
+
+def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
+    nodes = {node for one in stack for node in one.nodes}
+    last, inputs = stack[-1].y, _inputs(nodes)
+    body = Graph()
+    copies: dict[Node, Node] = {}
+    for i, node in enumerate(inputs):
+        copies[node] = body.placeholder(f"input_{i}")
+        copies[node].meta = dict(node.meta)
+    in_order = [node for node in editor.graph.nodes if node in nodes]
+    for node in in_order:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output(copies[last])
+    root: Any = editor.graph.owning_module
+    places = {node: i for i, node in enumerate(inputs)}
+    name = f"sublayers_{sum(isinstance(each, Sublayers) for each in root.children())}"
+    root.add_module(name, Sublayers(GraphModule({}, body), _plan(stack, places)))
+    # Other stacks refer to the node.
+    last.op, last.target, last.args, last.kwargs = "call_module", name, tuple(inputs), {}
+    for node in reversed(in_order[:-1]):
+        editor.graph.erase_node(node)
+    editor.report.stacks.append(len(stack))
+
+
+class _Part(NamedTuple):
+    """A `fusion.Sublayer` with places among the inputs instead of tensors; -1: None."""
+
+    kind: Kind
+    #: weight1, bias1, weight2, bias2, norm's weight and bias.
+    parameters: tuple[int, ...]
+    eps: float
+
+
+class _Plan(NamedTuple):
+    parts: list[_Part]
+    norm_first: bool
+    norm: int
+    activation: str | None
+    heads: int
+    x: int
+    memory: int
+    #: (hidden, added, is_causal) of self-attention and of attention to the memory.
+    own: tuple[int, int, bool]
+    cross: tuple[int, int, bool]
+
+
+def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
+    def at(*nodes: Node | None) -> tuple[int, ...]:
+        return tuple(places.get(node, -1) for node in nodes)
+
+    parts = []
+    masks = {Kind.SELF_ATTENTION: (-1, -1, False), Kind.CROSS_ATTENTION: (-1, -1, False)}
+    activation, heads, memory = None, 1, None
+    for one in stack:
+        block, norm = one.block, one.norm
+        maps, of_norm = list(block.maps), at(norm.weight, norm.bias)
+        if len(maps) == 4:
+            query, key, *maps = maps
+            parts.append(_Part(Kind.QUERIES_AND_KEYS, at(*query, *key, None, None), norm.eps))
+        parts.append(_Part(block.kind, at(*maps[0], *maps[1]) + of_norm, norm.eps))
+        if block.kind is Kind.FEED_FORWARD:
+            activation = block.activation
+        else:
+            hidden, added, is_causal = block.masks
+            masks[block.kind] = (*at(hidden, added), is_causal)  # type: ignore[assignment]
+            heads = block.heads
+        memory = memory or block.memory
+    (x, of_memory) = at(stack[0].x, memory)
+    own, cross = masks.values()
+    first = stack[0]
+    return _Plan(
+        parts, first.norm_first, first.norm.kind, activation, heads, x, of_memory, own, cross
+    )
+
+
+class Sublayers(torch.nn.Module):
+    """A stack of sub-layers in a captured graph: one kernel call, or the nodes that it replaces.
+
+    ``body``: those nodes. They run if no kernel for layers supports the inputs, if a finite fill of
+    masked scores hides all keys of a query, and while a program is traced.
+    """
+
+    def __init__(self, body: GraphModule, plan: _Plan) -> None:
+        super().__init__()
+        self.body, self.plan = body, plan
+
+    def forward(self, *given: Any) -> Tensor:
+        y = None if is_traced() else self._in_one_call(given)
+        return self.body(*given) if y is None else y
+
+    def _in_one_call(self, given: tuple[Any, ...]) -> Tensor | None:
+        plan = self.plan
+        own, cross = (_mask(given, *masks) for masks in (plan.own, plan.cross))
+        if own is None or cross is None:
+            return None
+        inputs = (*given, None)  # place -1
+        x: Tensor = inputs[plan.x]
+        if any(m is not None and m.dtype not in (torch.bool, x.dtype) for m in (own[0], cross[0])):
+            return None
+        later: list[Any] = []
+        if self._int8:
+            inputs = tuple(
+                quantized(tensor, later) if i in self._int8 else tensor
+                for i, tensor in enumerate(inputs)
+            )
+            if later and not unchanged(later):
+                return None
+        sublayers = []
+        for kind, (w1, b1, w2, b2, weight, bias), eps in plan.parts:
+            norm = fusion.Norm(inputs[weight], inputs[bias], eps, None, plan.norm)
+            sublayers.append(
+                fusion.Sublayer(
+                    kind, inputs[w1], inputs[b1], inputs[w2], inputs[b2], norm, plan.heads, True
+                )
+            )
+        layer = fusion.Layer(self, sublayers, plan.norm_first, plan.activation, 0.0)
+        memory = inputs[plan.memory]
+        return fused_layers.try_run_layer(layer, x, None, own, memory, cross)
+
+    @functools.cached_property
+    def _int8(self) -> frozenset[int]:
+        """Places of the weights whose products run on 8 bits."""
+        inputs = [node for node in self.body.graph.nodes if node.op == "placeholder"]
+        found = {each for node in self.body.graph.nodes for each in int8_weights(node)}
+        return frozenset(i for i, node in enumerate(inputs) if node in found)
+
+
+def _mask(
+    given: tuple[Any, ...], hidden: int, added: int, is_causal: bool
+) -> tuple[Tensor | None, bool] | None:
+    """Returns a mask as kernels for layers take it; None: it must be applied to the scores."""
+    fill = None if hidden < 0 else given[hidden]
+    bias = None if added < 0 else given[added]
+    if isinstance(bias, run_time.Mask):
+        if fill is not None:
+            return None
+        fill, bias = bias, None
+    if fill is None:
+        return (None if bias is None else run_time.to_four(bias, 4)), is_causal
+    if bias is not None or fill.fully_masked is not None:
+        return None
+    return fill.visible, fill.is_causal
