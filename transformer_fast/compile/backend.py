@@ -32,7 +32,7 @@ from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
-from .sublayers import Sublayers, rewrite_sublayers
+from .sublayers import Sublayers, dissolve, rewrite_sublayers
 
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
@@ -81,6 +81,9 @@ def compile_backend(
             "compiled by inductor" if reason is None else f"left to eager PyTorch ({reason})"
         )
         inner = compile_rest if reason is None else None
+    if inner is not None:
+        dissolve(module)
+        report.stacks.clear()
     keep_report(report)
     _log.info("%s", report)
     if on_report is not None:

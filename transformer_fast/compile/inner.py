@@ -22,6 +22,7 @@ from .constants import DerivedInputs, lift
 from .modes import GraphModes
 from .nodes import value
 from .ops import is_view
+from .sublayers import Sublayers
 
 _log = logging.getLogger("transformer_fast")
 
@@ -33,6 +34,10 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 #: The tolerance with 8-bit products, which amplify rounding differences; layers that run in one call
 #: have attention in bfloat16, those that inductor compiles do not.
 _TOLERANCE_OF_INT8 = _TOLERANCE[torch.bfloat16]
+
+#: Of the ops in calls of several sub-layers and of the others: the ratio from which running the latter
+#: eagerly was measured to be faster than dividing the former (vision and text models of two layers).
+_STACKED = 4
 
 _FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
 
@@ -93,6 +98,9 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
         return "inductor is not used in training"
     if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
+    stacked = sum(len(m.body.graph.nodes) for m in module.children() if isinstance(m, Sublayers))
+    if stacked > _STACKED * sum(node.op != "placeholder" for node in module.graph.nodes):
+        return "most ops run in calls of several sub-layers, which inductor would divide"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "inductor needs a C++ compiler, and none was found"
     return None

@@ -149,7 +149,10 @@ def _attention(node: Node) -> _Block | None:
     swap = read(joined)
     if swap is None or permutation(swap, rank(joined)) != [0, 2, 1, 3]:
         return None
-    found = heads_and_masks(swap["input"])
+    attended = swap["input"]
+    while _keeps_order(attended) and is_same(shape(attended), shape(attended.args[0])):
+        attended = attended.args[0]
+    found = heads_and_masks(attended)
     if found is None:
         return None
     heads, masks = found
@@ -311,6 +314,22 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     editor.report.stacks.append(len(stack))
 
 
+def dissolve(module: GraphModule) -> None:
+    """Puts the replaced nodes back into the graph, for compilers that fuse them with others."""
+    for node in list(module.graph.nodes):
+        stack = getattr(module, str(node.target), None) if node.op == "call_module" else None
+        if isinstance(stack, Sublayers):
+            inputs = [each for each in stack.body.graph.nodes if each.op == "placeholder"]
+            copies = dict(zip(inputs, node.args, strict=True))
+            with module.graph.inserting_before(node):
+                y = module.graph.graph_copy(stack.body.graph, copies)
+            node.replace_all_uses_with(y)
+            module.graph.erase_node(node)
+            module.delete_submodule(str(node.target))
+    module.graph.lint()
+    module.recompile()
+
+
 class _Part(NamedTuple):
     """A `fusion.Sublayer` with places among the inputs instead of tensors; -1: None."""
 
@@ -366,7 +385,7 @@ class Sublayers(torch.nn.Module):
     """A stack of sub-layers in a captured graph: one kernel call, or the nodes that it replaces.
 
     ``body``: those nodes. They run if no kernel for layers supports the inputs, if a finite fill of
-    masked scores hides all keys of a query, and while a program is traced.
+    masked scores hides all keys of a query, and while a program is traced. See `dissolve`.
     """
 
     def __init__(self, body: GraphModule, plan: _Plan) -> None:
