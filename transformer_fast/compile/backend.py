@@ -63,7 +63,8 @@ def compile_backend(
     Options of ``torch.compile(..., options={...})``:
         inner: backend (name or function) that compiles the rewritten graph; None runs it eagerly.
             The default is inductor for inference on a CPU if a C++ compiler is found, except for
-            programs with attention masks, whose values are read at run time.
+            programs with attention masks, whose values are read at run time, and for programs most
+            of whose ops run in calls of several sub-layers.
         report: a function that receives each `GraphReport`.
         quantize: "int8": linear maps and feed-forward networks whose weights are parameters run on
             8-bit products, where no gradients are needed; None: in the weights' dtype.
