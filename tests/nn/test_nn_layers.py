@@ -84,7 +84,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def watch(kernel: dispatch.Kernel) -> dispatch.Kernel:
         def run(owner: Any, kinds: Any, *args: Any) -> Tensor:
-            calls.extend(args[3] for kind in kinds if kind == fusion.Kind.FEED_FORWARD)
+            calls.extend(args[4] for kind in kinds if kind == fusion.Kind.FEED_FORWARD)
             return kernel.run(owner, kinds, *args)
 
         return replace(kernel, function=run)
