@@ -23,6 +23,7 @@ from hand_written import (
     annotated_norm,
     both,
     causal,
+    divided,
     padding,
     sentences,
     with_fully_masked_rows,
@@ -215,6 +216,38 @@ def test_layers_that_differ_are_several_calls(what: str, stacks: list[int]) -> N
     model, memory = Mixed(what), torch.randn(B, T, M)
     stacks = [n for n in stacks if n > 1]  # a network alone is no stack
     check(model, torch.randn(B, T, M), memory, stacks=stacks)
+
+
+class Odd(nn.Module):
+    """A network and an attention that reads the network's result in an unusual place."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.attend = what, Attention(divided)
+        self.one, self.two = nn.Linear(M, 2 * M), nn.Linear(2 * M, M)
+        self.norm1, self.norm2 = nn.LayerNorm(M), nn.LayerNorm(M)
+        self.both = nn.LayerNorm((T, M), elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.what == "layout" else x
+        x = x + self.two(F.gelu(self.one(self.norm1(x))))
+        y = self.norm2(x)
+        if self.what == "sizes of the norm":
+            return self.both(x + self.attend(x, x, None)[0])
+        x = x + self.attend(y, x if self.what == "memory" else y, None)[0]
+        return x.transpose(0, 1).reshape(-1, M) if self.what == "layout" else x
+
+
+@pytest.mark.parametrize(
+    ("what", "stacks"),
+    [("nothing", [2]), ("memory", [1]), ("sizes of the norm", []), ("layout", [])],
+)
+def test_results_read_in_other_places(what: str, stacks: list[int]) -> None:
+    x, model = torch.randn(B, T, M), Odd(what).eval()
+    ours, reports = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert reports[0].stacks == stacks
 
 
 def test_gradients_run_the_ops() -> None:

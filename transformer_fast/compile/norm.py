@@ -339,8 +339,9 @@ def norm_of(node: Node | None) -> NormCall | None:
     if node.target is annotated_layer_norm:
         kind = ANNOTATED if rest.pop() else ANNOTATED_BIASED
     elif node.target in (functional.layer_norm, functional.rms_norm):
-        kind = NORMS[_FUSED[node.target][0]].kind
-        rest.pop(0)
+        kind, sizes = NORMS[_FUSED[node.target][0]].kind, rest.pop(0)
+        if not (sizes == shape(x)[-1] or is_same(sizes, shape(x)[-1:])):  # type: ignore[index]
+            return None
     else:
         return None
     if kind == RMS:

@@ -124,13 +124,23 @@ def _match(editor: Editor, total: Node) -> _Sublayer | None:
             one = _Sublayer(block, after, False, x, last)
         else:
             continue
-        if _set_nodes(one) and _is_inference(editor, one):
+        if _is_contiguous(one.y) and _set_nodes(one) and _is_inference(editor, one):
             return one
     return None
 
 
 def _is_like(one: Node, other: Node) -> bool:
     return dtype(one) == dtype(other) and is_same(shape(one), shape(other))
+
+
+def _is_contiguous(node: Node) -> bool:
+    """True if the result is contiguous, as the kernel's is: views of it may depend on that."""
+    x, stride = value(node), 1
+    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not statically_known_true(own == stride) and not statically_known_true(size == 1):
+            return False
+        stride = stride * size
+    return True
 
 
 def _network_block(node: Node) -> _Block | None:
@@ -277,7 +287,9 @@ def _continues(editor: Editor, stack: list[_Sublayer], one: _Sublayer) -> bool:
         if not _fits(one.block, other):
             return False
     computed = {node for each in stack for node in each.nodes}
-    if any(each in computed and each is not one.x for each in _inputs(one.nodes)):
+    block, norm = one.block, one.norm
+    given = block.memory, block.masks.hidden, block.masks.added, norm.weight, norm.bias
+    if not computed.isdisjoint((*given, *(p for pair in block.maps for p in pair))):
         return False
     return editor.obstacle(one.y, _inputs(computed | one.nodes)) is None
 
