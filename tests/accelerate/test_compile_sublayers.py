@@ -32,6 +32,7 @@ from module_checks import assert_same_numbers
 from torch import Tensor, nn
 
 from transformer_fast import _native
+from transformer_fast.compile.sublayers import Sublayers
 from transformer_fast.measure.calls import record
 
 pytestmark = [
@@ -321,6 +322,51 @@ def test_int8() -> None:
     assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == 4
     error = (y - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.03  # it is quantised
+
+
+class Product(nn.Module):
+    """``x @ W + b``, as Conv1D of transformers."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(n, m) / 8), nn.Parameter(torch.randn(m))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+def test_int8_of_weights_that_are_views() -> None:
+    model = Joined("split")
+    model.qkv, model.out = Product(M, 3 * M), Product(M, M)  # type: ignore[assignment]
+    model.one, model.two = Product(M, 2 * M), Product(2 * M, M)  # type: ignore[assignment]
+    model, x = model.eval(), torch.randn(B, 40, M)
+    assert check(model, torch.randn(B, T, M), stacks=[2]) == 2
+    reports: list[Any] = []
+    options = {"quantize": "int8", "report": reports.append}
+    ours = torch.compile(model, backend="transformer_fast", options=options)
+    with torch.no_grad(), record() as found:
+        y, expected = ours(x), model(x)
+    assert sum(n for op, n in reports[0].counts.items() if op.startswith("int8_")) == 3
+    assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == 2
+    assert 1e-4 < (y - expected).norm() / expected.norm() < 0.03
+
+
+def test_compilers_get_the_nodes_of_branches() -> None:
+    model, x = Joined("chunk").eval(), torch.randn(B, T, M)
+    captured: list[Any] = []
+
+    def inner(module: Any, inputs: Any) -> Any:
+        captured.append(module)
+        return module.forward
+
+    def branches(x: Tensor, flag: Tensor) -> Tensor:
+        return torch.cond(flag, model, lambda x: x + 1.0, (x,))
+
+    ours = torch.compile(branches, backend="transformer_fast", options={"inner": inner})
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x, torch.tensor(True)), model(x))
+    assert not any(isinstance(each, Sublayers) for each in captured[0].modules())
 
 
 def test_tracers_see_the_replaced_nodes() -> None:

@@ -343,6 +343,10 @@ def quantize_products(editor: Editor) -> None:
         editor.report_rewritten(op, node)
 
 
+#: Key in a placeholder's ``meta``: the parameter that it is a view of.
+PARAMETER = "parameter"
+
+
 def _why_not_int8(editor: Editor, node: Node, weights: Sequence[Any]) -> str | None:
     """Returns the reason why products with these weights do not run on 8 bits, or None."""
     if _native.why_not is not None:
@@ -352,7 +356,7 @@ def _why_not_int8(editor: Editor, node: Node, weights: Sequence[Any]) -> str | N
         root = weight
         while isinstance(root, Node) and is_view(root):
             root = root.all_input_nodes[0]
-        if not isinstance(value(root), torch.nn.Parameter):
+        if not isinstance(root.meta.get(PARAMETER, value(root)), torch.nn.Parameter):
             return "its weight is computed, or is no parameter"
         found = value(weight)
         if found.dim() != 2 or not found.is_cpu or found.dtype not in INT8_DTYPES:

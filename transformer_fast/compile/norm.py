@@ -340,7 +340,9 @@ def norm_of(node: Node | None) -> NormCall | None:
         kind = ANNOTATED if rest.pop() else ANNOTATED_BIASED
     elif node.target in (functional.layer_norm, functional.rms_norm):
         kind, sizes = NORMS[_FUSED[node.target][0]].kind, rest.pop(0)
-        if not (sizes == shape(x)[-1] or is_same(sizes, shape(x)[-1:])):  # type: ignore[index]
+        if not is_same(
+            sizes if isinstance(sizes, (tuple, list)) else (sizes,), (shape(x) or ())[-1:]
+        ):
             return None
     else:
         return None

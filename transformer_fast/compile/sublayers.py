@@ -7,6 +7,7 @@ the norm: ``norm(x + f(x))``, or ``x + f(norm(x))``. The call runs the kernel fo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,10 +26,10 @@ from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import Masks, heads_and_masks
 from .editor import Editor
-from .feed_forward import Map, int8_weights, linear_map, network
+from .feed_forward import PARAMETER, Map, int8_weights, linear_map, network
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
-from .ops import calls, mutates, permutation, read
+from .ops import calls, is_view, mutates, permutation, read
 
 
 class _Block(NamedTuple):
@@ -53,8 +54,15 @@ class _Sublayer:
     norm_first: bool
     x: Node
     y: Node
-    #: The nodes that compute y from x, the memory, masks and parameters.
+    #: The nodes that compute y from x and `given`.
     nodes: set[Node] = field(default_factory=set)
+
+    def given(self) -> set[Node | None]:
+        """Returns the memory, masks and parameters."""
+        parameters = [p for pair in self.block.maps for p in pair]
+        hidden, added, _ = self.block.masks
+        norm = self.norm.weight, self.norm.bias
+        return {self.block.memory, hidden, added, *norm, *parameters}
 
 
 def rewrite_sublayers(editor: Editor) -> None:
@@ -81,7 +89,7 @@ def rewrite_sublayers(editor: Editor) -> None:
 
 def _share_sizes(graph: Graph) -> None:
     """Reads equal sizes from one tensor, so that no sub-layer computes sizes for another."""
-    if any(node.op == "call_method" and node.target in _RESHAPE_IN_PLACE for node in graph.nodes):
+    if any(_name(node) in _RESHAPE_IN_PLACE for node in graph.nodes):
         return
     first: dict[Any, Node] = {}
     for node in graph.nodes:
@@ -98,8 +106,12 @@ _RESHAPE_IN_PLACE = frozenset(
 )  # fmt: skip
 
 
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _expressions(node: Any) -> tuple[Any, ...] | None:
-    """Returns sizes that may be compared without a guard."""
+    """Returns the sizes of a tensor, with formulas in place of symbols; comparing them adds no guard."""
     sizes = shape(node)
     if sizes is None:
         return None
@@ -169,14 +181,14 @@ def _attention(node: Node) -> _Block | None:
     each = [_projection(one) for one in heads]
     if None in each:
         return None
-    query, key, value = each
+    q, k, v = each
     width, number = shape(out.x)[-1], shape(heads[0])[1]  # type: ignore[index]
     sources = [one.input for one in each]  # type: ignore[union-attr]
     starts, weights = [one.start for one in each], [one.map[0] for one in each]  # type: ignore[union-attr]
     if not isinstance(width, int) or not isinstance(number, int) or sources[1] is not sources[2]:
         return None
-    if query.node is key.node is value.node:  # type: ignore[union-attr]
-        maps, rows, wanted = [query.map], 3 * width, [0, width, 2 * width]  # type: ignore[union-attr]
+    if q.node is k.node is v.node:  # type: ignore[union-attr]
+        maps, rows, wanted = [q.map], 3 * width, [0, width, 2 * width]  # type: ignore[union-attr]
     else:
         maps, rows, wanted = [one.map for one in each], width, [0, 0, 0]  # type: ignore[union-attr]
     if not is_same(starts, wanted) or any(shape(w) != (rows, width) for w in weights):
@@ -202,6 +214,10 @@ def _keeps_order(node: Any) -> bool:
     )
 
 
+#: Functions and methods whose results are views of parts of their first argument.
+_PARTS = frozenset({"chunk", "getitem", "narrow", "select", "split", "unbind", "tensor_split"})
+
+
 class _Projection(NamedTuple):
     node: Node
     input: Node
@@ -216,7 +232,7 @@ def _projection(node: Any) -> _Projection | None:
         node = node.args[0]
     heads, base = value(node), node
     while isinstance(base, Node) and (found := linear_map(base)) is None:
-        base = base.args[0] if base.args else None
+        base = base.args[0] if is_view(base) or _name(base) in _PARTS else None
     y = value(base)
     if not isinstance(base, Node) or not isinstance(y, Tensor) or not isinstance(heads, Tensor):
         return None
@@ -241,9 +257,7 @@ def _projection(node: Any) -> _Projection | None:
 
 def _set_nodes(one: _Sublayer) -> bool:
     """Finds the nodes of a sub-layer; False if other nodes use a result of them but the last."""
-    block, norm = one.block, one.norm
-    parameters = [p for pair in (*block.maps, (norm.weight, norm.bias)) for p in pair]
-    outside = {one.x, block.memory, block.masks.hidden, block.masks.added, *parameters}
+    outside = {one.x, *one.given()}
     todo = [one.y]
     while todo:
         node = todo.pop()
@@ -287,9 +301,7 @@ def _continues(editor: Editor, stack: list[_Sublayer], one: _Sublayer) -> bool:
         if not _fits(one.block, other):
             return False
     computed = {node for each in stack for node in each.nodes}
-    block, norm = one.block, one.norm
-    given = block.memory, block.masks.hidden, block.masks.added, norm.weight, norm.bias
-    if not computed.isdisjoint((*given, *(p for pair in block.maps for p in pair))):
+    if not computed.isdisjoint(one.given()):
         return False
     return editor.obstacle(one.y, _inputs(computed | one.nodes)) is None
 
@@ -303,6 +315,13 @@ def _fits(one: _Block, other: _Block) -> bool:
     return own == (other.activation, other.heads, other.masks, other.memory)
 
 
+def _root(node: Node) -> Node:
+    """Returns the node that this one is a view of, or itself."""
+    while is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
 def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     nodes = {node for one in stack for node in one.nodes}
     last, inputs = stack[-1].y, _inputs(nodes)
@@ -310,14 +329,14 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     copies: dict[Node, Node] = {}
     for i, node in enumerate(inputs):
         copies[node] = body.placeholder(f"input_{i}")
-        copies[node].meta = dict(node.meta)
+        copies[node].meta = {**node.meta, PARAMETER: value(_root(node))}
     in_order = [node for node in editor.graph.nodes if node in nodes]
     for node in in_order:
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output(copies[last])
     root: Any = editor.graph.owning_module
     places = {node: i for i, node in enumerate(inputs)}
-    name = f"sublayers_{sum(isinstance(each, Sublayers) for each in root.children())}"
+    name = next(name for i in itertools.count() if not hasattr(root, name := f"sublayers_{i}"))
     root.add_module(name, Sublayers(GraphModule({}, body), _plan(stack, places)))
     # Other stacks refer to the node.
     last.op, last.target, last.args, last.kwargs = "call_module", name, tuple(inputs), {}
@@ -328,6 +347,9 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
 
 def dissolve(module: GraphModule) -> None:
     """Puts the replaced nodes back into the graph, for compilers that fuse them with others."""
+    for each in module.children():
+        if isinstance(each, GraphModule):  # the body of a branch or a checkpoint
+            dissolve(each)
     for node in list(module.graph.nodes):
         stack = getattr(module, str(node.target), None) if node.op == "call_module" else None
         if isinstance(stack, Sublayers):
@@ -366,7 +388,7 @@ class _Plan(NamedTuple):
 
 def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
     def at(*nodes: Node | None) -> tuple[int, ...]:
-        return tuple(places.get(node, -1) for node in nodes)
+        return tuple(-1 if node is None else places[node] for node in nodes)
 
     parts = []
     masks = {Kind.SELF_ATTENTION: (-1, -1, False), Kind.CROSS_ATTENTION: (-1, -1, False)}
@@ -385,8 +407,8 @@ def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
             masks[block.kind] = (*at(hidden, added), is_causal)  # type: ignore[assignment]
             heads = block.heads
         memory = memory or block.memory
-    (x, of_memory) = at(stack[0].x, memory)
-    own, cross = masks.values()
+    x, of_memory = at(stack[0].x, memory)
+    own, cross = masks[Kind.SELF_ATTENTION], masks[Kind.CROSS_ATTENTION]
     first = stack[0]
     return _Plan(
         parts, first.norm_first, first.norm.kind, activation, heads, x, of_memory, own, cross
@@ -396,8 +418,8 @@ def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
 class Sublayers(torch.nn.Module):
     """A stack of sub-layers in a captured graph: one kernel call, or the nodes that it replaces.
 
-    ``body``: those nodes. They run if no kernel for layers supports the inputs, if a finite fill of
-    masked scores hides all keys of a query, and while a program is traced. See `dissolve`.
+    ``body``: those nodes. They run if no kernel for layers supports the inputs or masks, if a finite
+    fill of masked scores hides all keys of a query, and while a program is traced. See `dissolve`.
     """
 
     def __init__(self, body: GraphModule, plan: _Plan) -> None:
