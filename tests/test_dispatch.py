@@ -980,10 +980,10 @@ LEFT_TO_PYTORCH = {
         (torch.bfloat16, 1, 256, 2**22), (torch.bfloat16, 32, 256, 2**20),
     ],
     ("linear", "amx"): [
-        (torch.bfloat16, 1, 23, 2**18), (torch.bfloat16, 24, 256, 2**23), (torch.float16, 1, 256, 2**21),
+        (torch.bfloat16, 1, 23, 2**22), (torch.bfloat16, 24, 256, 2**23), (torch.float16, 1, 256, 2**21),
     ],
     ("feed_forward", "amx"): [
-        (torch.bfloat16, 1, 31, 2**18), (torch.bfloat16, 32, 256, 2**22), (torch.float16, 1, 512, 2**20),
+        (torch.bfloat16, 5, 31, 2**20), (torch.bfloat16, 32, 256, 2**22), (torch.float16, 1, 512, 2**20),
     ],
 }  # fmt: skip
 

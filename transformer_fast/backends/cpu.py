@@ -118,7 +118,7 @@ _PREFER_LATER = {
     "linear": (
         *_few_floats(16),
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(1, 24), 2**18, _in_use("amx")),
+        _few(torch.bfloat16, range(1, 24), 2**22, _in_use("amx")),
         _few(torch.bfloat16, range(24, 257), 2**23, _in_use("amx")),
         _few(torch.float16, range(1, 257), 2**21, _in_use("amx")),
     ),
@@ -126,7 +126,7 @@ _PREFER_LATER = {
         *_few_floats(12),
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(32, 257), 2**20, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(1, 32), 2**18, _in_use("amx")),
+        _few(torch.bfloat16, range(5, 32), 2**20, _in_use("amx")),
         _few(torch.bfloat16, range(32, 257), 2**22, _in_use("amx")),
         _few(torch.float16, range(1, 513), 2**20, _in_use("amx")),
     ),
