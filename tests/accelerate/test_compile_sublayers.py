@@ -161,7 +161,7 @@ def test_other_attentions_are_left(change: str) -> None:
 
 
 class Watched(nn.Module):
-    """Two layers; a result between them, or within the second, is used elsewhere, too."""
+    """Two layers whose intermediate result is returned or changed, or the weight of a norm."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from . import run_time
 from .aliasing import is_fresh
 from .editor import Editor
 from .nodes import dtype, is_number, is_same, only_user, rank, shape, value
-from .ops import Op, calls, constant, is_view, permutation, read
+from .ops import Op, calls, constant, is_view, permutation, read, viewed
 
 
 def _sigmoid(x: float) -> float:
@@ -353,10 +353,9 @@ def _why_not_int8(editor: Editor, node: Node, weights: Sequence[Any]) -> str | N
         return f"there is no CPU kernel: {_native.why_not}"
     grad = editor.modes.at(node).grad
     for weight in weights:
-        root = weight
-        while isinstance(root, Node) and is_view(root):
-            root = root.all_input_nodes[0]
-        if not isinstance(root.meta.get(PARAMETER, value(root)), torch.nn.Parameter):
+        root = viewed(weight)
+        parameter = root.meta.get(PARAMETER, value(root)) if isinstance(root, Node) else None
+        if not isinstance(parameter, torch.nn.Parameter):
             return "its weight is computed, or is no parameter"
         found = value(weight)
         if found.dim() != 2 or not found.is_cpu or found.dtype not in INT8_DTYPES:

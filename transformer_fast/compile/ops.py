@@ -268,6 +268,13 @@ def is_view(node: Node) -> bool:
     return node.op == "call_method" and str(node.target) in _VIEWS
 
 
+def viewed(node: Any) -> Any:
+    """Returns the node that this one is a view of, through any number of views; else itself."""
+    while isinstance(node, Node) and is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
 def is_copy(node: Node) -> bool:
     """True for a method call that copies a tensor whose memory is in another order."""
     return node.op == "call_method" and node.target in ("contiguous", "reshape", "flatten")

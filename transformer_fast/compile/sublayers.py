@@ -29,7 +29,7 @@ from .editor import Editor
 from .feed_forward import PARAMETER, Map, int8_weights, linear_map, network
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
-from .ops import calls, is_view, mutates, permutation, read
+from .ops import calls, is_view, mutates, permutation, read, viewed
 
 
 class _Block(NamedTuple):
@@ -147,12 +147,17 @@ def _is_like(one: Node, other: Node) -> bool:
 
 def _is_contiguous(node: Node) -> bool:
     """True if the result is contiguous, as the kernel's is: views of it may depend on that."""
-    x, stride = value(node), 1
-    for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if not statically_known_true(own == stride) and not statically_known_true(size == 1):
-            return False
-        stride = stride * size
-    return True
+    x = value(node)
+    _, length, width = x.shape
+    return _has_strides(x, (length * width, width, 1))
+
+
+def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
+    """True if the tensor has these strides, except in dimensions of size 1."""
+    return all(
+        statically_known_true(own == stride) or statically_known_true(size == 1)
+        for size, own, stride in zip(x.shape, x.stride(), wanted, strict=True)
+    )
 
 
 def _network_block(node: Node) -> _Block | None:
@@ -243,12 +248,8 @@ def _projection(node: Any) -> _Projection | None:
         return None
     batch, _, length, size = heads.shape
     columns = y.shape[2]
-    wanted = length * columns, size, columns, 1
-    strides = [
-        stride if not statically_known_true(n == 1) else right
-        for n, stride, right in zip(heads.shape, heads.stride(), wanted, strict=True)
-    ]
-    if not is_same((batch, length), y.shape[:2]) or not is_same(strides, wanted):
+    is_split = _has_strides(heads, (length * columns, size, columns, 1))
+    if not is_same((batch, length), y.shape[:2]) or not is_split:
         return None
     if not is_same(y.stride(), (length * columns, columns, 1)) or y.storage_offset() != 0:
         return None
@@ -315,13 +316,6 @@ def _fits(one: _Block, other: _Block) -> bool:
     return own == (other.activation, other.heads, other.masks, other.memory)
 
 
-def _root(node: Node) -> Node:
-    """Returns the node that this one is a view of, or itself."""
-    while is_view(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
 def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     nodes = {node for one in stack for node in one.nodes}
     last, inputs = stack[-1].y, _inputs(nodes)
@@ -329,7 +323,7 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     copies: dict[Node, Node] = {}
     for i, node in enumerate(inputs):
         copies[node] = body.placeholder(f"input_{i}")
-        copies[node].meta = {**node.meta, PARAMETER: value(_root(node))}
+        copies[node].meta = {**node.meta, PARAMETER: value(viewed(node))}
     in_order = [node for node in editor.graph.nodes if node in nodes]
     for node in in_order:
         copies[node] = body.node_copy(node, copies.__getitem__)

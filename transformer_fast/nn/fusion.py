@@ -96,8 +96,7 @@ class Sublayer(NamedTuple):
     """A sub-layer and the norm before it (pre-norm) or after it.
 
     Attention: weight1 (3 M, M) projects queries, keys and values, weight2 (M, M) the output. Feed-forward
-    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M); its norm is
-    that of the attention after it.
+    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M), without a norm.
     """
 
     kind: Kind
