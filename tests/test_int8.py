@@ -239,7 +239,7 @@ def fused(
     rest = (
         kinds,
         first,
-        LAYER,
+        [LAYER] * len(kinds),
         HEADS,
         True,
         "gelu",

@@ -268,8 +268,8 @@ def layers(x: Tensor, starts: Tensor | None, activation: int = 1, heads: int = 2
         (3 * width, width), (), (width, width), (), (width,), ()
     )]  # fmt: skip
     return OPS.layers.cpu(  # type: ignore[no-any-return]
-        x, None, [0], parameters, [None] * 2, [], [1e-5], False, 0, heads, activation, True, None, False,
-        None, False, starts, None,
+        x, None, [0], parameters, [None] * 2, [], [1e-5], False, [0], heads, activation, True, None,
+        False, None, False, starts, None, None, None,
     )  # fmt: skip
 
 

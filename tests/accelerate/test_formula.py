@@ -34,10 +34,12 @@ pytestmark = [
 ]
 
 LAYERS = 3
-#: Encoders whose layers are one call each: post-norm, and pre-norm.
+#: Encoders whose layers are one call each: post-norm, and pre-norm; with rotary position embeddings, and
+#: with gated networks.
 FUSED = [
     "AlbertModel", "BartModel", "BertModel", "CamembertModel", "DistilBertModel", "ElectraModel",
-    "MBartModel", "MarianModel", "RobertaModel",
+    "EsmModel", "GteModel", "JinaEmbeddingsV3Model", "MBartModel", "MarianModel", "ModernBertModel",
+    "NomicBertModel", "RobertaModel",
 ]  # fmt: skip
 BATCHES = {
     "mixed": MIXED,
@@ -48,6 +50,11 @@ BATCHES = {
     "one token": ("x",),
 }
 ONE_CALL = "in inference each layer is one call"
+
+
+def calls_of(name: str, batch: str) -> int:
+    """Returns how many layers are one call: ModernBERT's one layer with windows needs whole sequences."""
+    return LAYERS - (name == "ModernBertModel" and batch == "mixed")
 
 
 def run(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -80,7 +87,7 @@ def test_layers_are_one_call(name: str, dtype: torch.dtype, batch: str) -> None:
     theirs = Real(build(name).to(dtype))
     ours = copy.deepcopy(theirs)
     assert stack_of(accelerate(ours)).reason == ONE_CALL
-    check(ours, theirs, inputs_of(*BATCHES[batch]))
+    check(ours, theirs, inputs_of(*BATCHES[batch]), calls_of(name, batch))
     restore(ours)
     assert run(ours, inputs_of(*BATCHES[batch]))[1] == 0
 
@@ -100,9 +107,9 @@ def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.Mon
         (got, count), exact = run(ours, inputs), theirs(**inputs)
         monkeypatch.setattr(packing._Loop, "_fused", lambda *_: None)
         in_parts, none = run(ours, inputs)
-    assert (count, none) == (LAYERS, 0)
+    assert (count, none) == (calls_of(name, batch), 0)
     # The kernel for layers attends in bfloat16. Of one token, the two errors are single draws.
-    least = 0.03 if batch == "one token" else 0.02
+    least = 0.05 if batch == "one token" else 0.02
     assert 0 < error(got, exact) < max(least, 1.5 * error(in_parts, exact))
 
 
@@ -356,7 +363,7 @@ def test_filter_fn_excludes_layers() -> None:
 
 def test_other_layers_keep_their_modules() -> None:
     for name, reason in (
-        ("EuroBertModel", "it rotates queries and keys"),
+        ("EuroBertModel", "it is not four to seven linear maps"),
         ("T5EncoderModel", "its attention has a bias"),
     ):
         theirs = Real(build(name))

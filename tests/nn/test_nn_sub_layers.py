@@ -363,7 +363,7 @@ def test_separate_projections_give_the_bits_of_joined_ones(
                     owner,
                     kinds,
                     norm_first,
-                    kind_of_norm,
+                    [kind_of_norm] * len(kinds),
                     4,
                     True,
                     "gelu",
@@ -386,6 +386,102 @@ def test_separate_projections_give_the_bits_of_joined_ones(
             assert torch.equal(got, expected)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embeddings of x (B, T, H, D), with tables (1 or B, T, channels)."""
+    some, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    a, b = some.chunk(2, -1)
+    return torch.cat([some * cos[:, :, None] + torch.cat([-b, a], -1) * sin[:, :, None], rest], -1)
+
+
+def gated_layer(
+    x: Tensor,
+    weights: list[Tensor],
+    mask: Tensor | None,
+    table: tuple[Tensor, ...],
+    norm_first: bool,
+) -> Tensor:
+    """A layer with a gated network and rotated queries and keys; pre-norm without the first norm."""
+    qkv, out, gate, up, down, bias, scale = weights
+    q, k, v = ((x @ qkv.t() + bias).unflatten(-1, (3, 4, -1))).unbind(2)
+    q, k = (turned(heads, *table) for heads in (q, k))
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    x = x + y.transpose(1, 2).flatten(2) @ out.t()
+
+    norm = torch.nn.LayerNorm(x.shape[-1], bias=False)
+    norm.weight = torch.nn.Parameter(scale, requires_grad=False)
+    x = x if norm_first else norm(x)
+    y = norm(x) if norm_first else x
+    y = torch.nn.functional.silu(y @ gate.t()) * (y @ up.t())
+    return x + y @ down.t() if norm_first else norm(x + y @ down.t())
+
+
+@pytest.mark.parametrize(("isa", "int8"), ISAS_AND_INT8)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_gated_networks_and_rotated_heads(
+    isa: str, int8: bool, dtype: torch.dtype, norm_first: bool, joined: bool
+) -> None:
+    torch.manual_seed(0)
+    width, hidden = 64, 96
+    shapes = (3 * width, width), (width, width), (hidden, width), (hidden, width), (width, hidden)
+    weights = [torch.randn(shape) / shape[1] ** 0.5 for shape in shapes]
+    weights += [torch.randn(3 * width), 1 + 0.1 * torch.randn(width)]
+    weights = [weight.to(dtype) for weight in weights]
+    scales: list[Any] = []
+    values = weights[:5]
+    if int8:
+        quantised = [quantize_weight(weight.float()) for weight in values]
+        values, scales = [w for w, _ in quantised], [s for _, s in quantised]
+        weights = [(w * s[:, None]).to(dtype) for w, s in quantised] + weights[5:]
+    qkv, out, gate, up, down = values
+    ends = weights[6], None
+    own = qkv, weights[5], out, None, *((None, None) if norm_first else ends)
+    network = (torch.cat([gate, up]) if joined else up, None, down, None, *ends)
+    parameters = [*own, *(() if joined else (gate, None, gate, None, None, None)), *network]
+    if int8:
+        of_gate, of_up = scales[2:4]
+        scales = [
+            *scales[:2], *(() if joined else (of_gate, of_gate)),
+            torch.cat([of_gate, of_up]) if joined else of_up, scales[4],
+        ]  # fmt: skip
+    kinds = [0, 4] if joined else [0, 5, 4]
+    norms = [-1 if norm_first else 0, *([] if joined else [-1]), 0]
+    owner = torch.nn.Module()
+    # Few rows, blocks of rows, and more rows than pass through a gated network at a time.
+    for batch, length, per_batch, channels in (
+        (1, 1, 1, 16),
+        (3, 5, 3, 8),
+        (6, 50, 1, 16),
+        (8, 150, 8, 10),
+    ):
+        x = torch.randn(batch, length, width).to(dtype)
+        table = tuple(torch.randn(2, per_batch, length, channels).to(dtype))
+        mask = torch.rand(batch, 1, length, length) < 0.7
+        mask |= torch.eye(length).bool()
+        given = [x, weights, mask, table]
+        exact = gated_layer(*cast(given, torch.float64), norm_first)
+        expected = gated_layer(*given, norm_first)
+        with torch.no_grad(), in_use(isa):
+            got = cpu_blocks.layers(
+                owner, kinds, norm_first, norms, 4, True, "silu", parameters, scales,
+                [1e-5] * len(kinds), x, mask, cos=table[0], sin=table[1],
+            )  # fmt: skip
+            if int8:
+                assert (got - exact).norm() < 0.03 * exact.norm()
+            else:
+                check_budget(got, expected, exact)
+            starts = torch.arange(batch + 1) * length
+            packed = cpu_blocks.layers(
+                owner, kinds, norm_first, norms, 4, True, "silu", parameters, scales,
+                [1e-5] * len(kinds), x.flatten(0, 1), mask, starts=starts,
+                cos=table[0].expand(batch, -1, -1).flatten(0, 1),
+                sin=table[1].expand(batch, -1, -1).flatten(0, 1),
+            )  # fmt: skip
+        torch.testing.assert_close(packed.view_as(x), got, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck(crossed: bool) -> None:
     parameters: list[Any] = []
@@ -398,7 +494,8 @@ def test_opcheck(crossed: bool) -> None:
     arguments = (
         torch.randn(B, T, M), torch.randn(B, S, M) if crossed else None,
         [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3), [],
-        [1e-5] * (len(parameters) // 6), True, 0, H, 1, True, None, True, None, False, None, None,
+        [1e-5] * (len(parameters) // 6), True, [0] * (3 if crossed else 2), H, 1, True, None, True, None,
+        False, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.layers.cpu, arguments)
 
@@ -410,6 +507,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     w3, w1 = torch.randn(24, 8).to(dtype), torch.randn(8, 8).to(dtype)
     w2, ones = w3.t().contiguous(), torch.ones(24)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    table, wide = torch.randn(1, 3, 4), torch.randn(1, 3, 6)
 
     def call(
         kinds,
@@ -421,11 +519,16 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         starts=None,
         scales=(),
         kind_of_norm=0,
+        cos=None,
+        sin=None,
+        batch_first=True,
+        norms=None,
     ) -> None:
         packed = [None] * (len(parameters) // 3) if packed is None else packed
         ops.layers.cpu(
             x, memory, kinds, parameters, packed, scales, [1e-5] * (len(parameters) // 6), False,
-            kind_of_norm, heads, 1, True, None, False, None, False, starts, None,
+            norms or [kind_of_norm] * len(kinds), heads, 1, batch_first, None, False, None, False, starts,
+            None, cos, sin,
         )  # fmt: skip
 
     def attention(w_in=w3, w_out=w1, norm=None, kind=0, **change) -> None:
@@ -445,8 +548,19 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "memory must have the dtype|memory must be float32", {"memory": x.to(other)}),
         (attention, "a multiple of a panel", {"memory": x}),
         (attention, "a memory needs one", {"kind": 1}),
-        (attention, "no sub-layer of kind 4", {"kind": 4}),
+        (attention, "no sub-layer of kind 6", {"kind": 6}),
         (attention, "must precede attention", {"kind": 3}),
+        (attention, "gates a gated network", {"kind": 5}),
+        (attention, "must have a multiple of", {"kind": 4}),
+        (attention, "cos and sin come in pairs", {"cos": table}),
+        (attention, "requires batch_first", {"cos": table, "sin": table, "batch_first": False}),
+        (attention, "of one shape", {"cos": table, "sin": table[:, :2]}),
+        (attention, "float32 or input's dtype", {"cos": table.double(), "sin": table.double()}),
+        (attention, "float32 or input's dtype", {"cos": table[0], "sin": table[0]}),
+        (attention, "an even number of columns", {"cos": table[..., :3], "sin": table[..., :3]}),
+        (attention, "an even number of columns", {"cos": wide, "sin": wide}),
+        (attention, "a row for each token", {"cos": table[:, :2], "sin": table[:, :2]}),
+        (attention, "a kind of norm for each", {"norms": [0, 0]}),
         (attention, "no norm of kind 4", {"kind_of_norm": 4}),
         (attention, "2 packed weights", {"packed": [None]}),
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),

@@ -3,8 +3,13 @@
 `prove` runs a layer in float64 on random tokens, with attention that returns its values, and compares all
 that it computes with one of two formulas. With v = value(x), or value(norm1(x)) in pre-norm layers:
 
-    post-norm: norm2(y + second(activation(first(y)))),  y = norm1(x + output(v))
-    pre-norm:  y + second(activation(first(norm2(y)))),  y = x + output(v)
+    post-norm: norm2(y + network(y)),         y = norm1(x + output(v))
+    pre-norm:  y + network(norm2(y)),         y = x + output(v)
+    network:   second(activation(first(y)))
+    gated:     second(activation(gate(y)) * up(y))
+
+Queries, keys and values are three linear maps, or parts of one; gate and up are two, or parts of one.
+Queries and keys may be rotated by rotary position embeddings. A pre-norm layer may lack norm1.
 
 The `Formula` has names of modules, so that it also describes a copy of the layer. Before a call, the
 layer is compared with what it was when the formula was proven: modules, their classes and their
@@ -16,8 +21,8 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +30,7 @@ from torch import Tensor
 from .._context import are_plain_on_cpu, function_mode_is_active, is_observed
 from ..nn import fused_layers
 from ..nn.drop_in import RECORD, is_patched, original_class
-from ..nn.fusion import LAYER_NORM, LINEAR, Kind, Layer, Norm, Sublayer, affine, read_norm
+from ..nn.fusion import LAYER_NORM, LINEAR, NO_NORM, Kind, Layer, Sublayer, affine, read_norm
 from ..nn.int8 import INT8, unchanged
 from ..reference import ACTIVATIONS
 from .parts import FACTORS, is_ours
@@ -45,6 +50,31 @@ class Trial(NamedTuple):
     scale: float | None
 
 
+Of = TypeVar("Of")
+
+
+class Parts(NamedTuple, Generic[Of]):
+    """The parts of a layer: modules, or their names."""
+
+    #: Of queries, keys and values, or one of all.
+    projections: tuple[Of, ...]
+    output: Of
+    #: None: there is none.
+    norm1: Of | None
+    #: First and second; if gated, gate, up and second, or one of both and second.
+    network: tuple[Of, ...]
+    norm2: Of
+
+    def each(self, function: Callable[[Of], Any]) -> Parts[Any]:
+        """Returns what the function returns for each part."""
+        projections, output, norm1, network, norm2 = self
+        return Parts(
+            tuple(map(function, projections)), function(output),
+            None if norm1 is None else function(norm1), tuple(map(function, network)),
+            function(norm2),
+        )  # fmt: skip
+
+
 class _Held(NamedTuple):
     """The state of a layer when it was compared with the formula."""
 
@@ -57,7 +87,7 @@ class _Held(NamedTuple):
     #: The config of the module that calls attention.
     config: Any
     #: The modules named in `Formula.parts`; None: the formula does not hold.
-    parts: list[Any] | None
+    parts: Parts[Any] | None
 
     def is_current(self, layer: torch.nn.Module) -> bool:
         modules = layer, *self.inner
@@ -84,21 +114,32 @@ class Formula(NamedTuple):
 
     #: Name of the module that calls attention.
     caller: str
-    #: Names of query, key, value, output, norm1, first, second and norm2.
-    parts: tuple[str, ...]
+    parts: Parts[str]
     heads: int
     activation: str
     norm_first: bool
+    is_gated: bool
+    #: True if queries and keys are rotated by the layer's position embeddings.
+    rotates: bool
     #: Number of values that the layer returns in a tuple, None but the first; 0: it returns a tensor.
     returned: int
+    #: Names of arguments that do not change the result.
+    ignored: frozenset[str]
     #: See `content`.
     content: tuple[Any, ...]
 
-    def run(self, layer: torch.nn.Module, x: Any, starts: Tensor | None) -> Any:
+    def run(
+        self, layer: torch.nn.Module, x: Any, starts: Tensor | None, mask: Tensor | None = None,
+        rotation: Any = (),
+    ) -> Any:  # fmt: skip
         """Returns the layer's result for (B, T, M), or None if the layer must be called.
 
-        starts: x is (1, rows, M), and sequence b is rows starts[b] to starts[b + 1]. The caller has
-        checked that no hook, tracer or transform is active.
+        The caller has checked that no hook, tracer or transform is active.
+
+        Args:
+            starts: x is (1, rows, M), and sequence b is rows starts[b] to starts[b + 1].
+            mask: True where a token may attend, broadcastable to (B, H, T, T).
+            rotation: the position embeddings (1 or B, T, channels), if the layer rotates.
         """
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() != 3:
             return None
@@ -107,27 +148,35 @@ class Formula(NamedTuple):
             held = _held[layer] = self._hold(layer)
         if (
             held.parts is None
-            or not are_plain_on_cpu((x,))
+            or not _is_rotation(rotation, self.rotates, x)
+            or not are_plain_on_cpu((x, *rotation))
             or not is_ours(held.config)
             or is_patched(*held.kinds)
             or (function_mode_is_active() and is_observed())
         ):
             return None
-        query, key, value, output, norm1, first, second, norm2 = held.parts
-        if torch.is_grad_enabled() and value.weight.requires_grad:
+        projections, output, norm1, network, norm2 = held.parts
+        if torch.is_grad_enabled() and output.weight.requires_grad:
             return None
         width, of_heads = x.shape[2], (self.heads, True)
         later: list[Any] = []
-        maps = [affine(one, later=later) for one in (query, key, value, output, first, second)]
+        inner = [affine(one, later=later) for one in projections]
+        attended = affine(output, later=later)
+        *gates, first, second = [affine(one, later=later) for one in network]
         if later and not unchanged(later):
             return None  # called as a module, it is quantised again
+        before = NO_NORM if norm1 is None else read_norm(norm1, width)
+        kind = Kind.GATED_FEED_FORWARD if self.is_gated else Kind.FEED_FORWARD
         sublayers = [
-            Sublayer(Kind.QUERIES_AND_KEYS, *maps[0], *maps[1], _NO_NORM, *of_heads),
-            Sublayer(Kind.SELF_ATTENTION, *maps[2], *maps[3], read_norm(norm1, width), *of_heads),
-            Sublayer(Kind.FEED_FORWARD, *maps[4], *maps[5], read_norm(norm2, width)),
+            Sublayer(Kind.SELF_ATTENTION, *inner[-1], *attended, before, *of_heads),
+            *[Sublayer(Kind.GATE, *gate, *gate, NO_NORM) for gate in gates],
+            Sublayer(kind, *first, *second, read_norm(norm2, width)),
         ]
+        if len(inner) == 3:
+            both = Sublayer(Kind.QUERIES_AND_KEYS, *inner[0], *inner[1], NO_NORM, *of_heads)
+            sublayers.insert(0, both)
         read = Layer(layer, sublayers, self.norm_first, self.activation, 0.0)
-        y = fused_layers.try_run_layer(read, x, starts)
+        y = fused_layers.try_run_layer(read, x, starts, (mask, False), rotation=rotation)
         if y is None or not self.returned:
             return y
         return (y, *[None] * (self.returned - 1))
@@ -141,11 +190,28 @@ class Formula(NamedTuple):
             [module.__dict__.copy() for module in modules],
             [module._modules.copy() for module in modules],
             layer.get_submodule(self.caller).config if holds else None,
-            [layer.get_submodule(name) for name in self.parts] if holds else None,
+            self.parts.each(layer.get_submodule) if holds else None,
         )
 
 
-_NO_NORM = Norm(None, None, 0.0, None)
+def _is_rotation(found: Any, is_wanted: bool, x: Tensor) -> bool:
+    """True if these are the arguments of the kernel for x, or there are none and none are wanted."""
+    if not is_wanted:
+        return not found
+    if not isinstance(found, tuple) or len(found) != 2:
+        return False
+    return all(
+        isinstance(table, Tensor)
+        and table.dtype in (torch.float32, x.dtype)
+        and table.dtype == found[0].dtype
+        and table.shape == found[0].shape
+        and table.dim() == 3
+        and table.shape[0] in (1, x.shape[0])
+        and table.shape[1] == x.shape[1]
+        for table in found
+    )
+
+
 #: Attributes that do not describe what a module computes: those of any module, and ours.
 _OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", FACTORS, INT8, RECORD})
 _PLAIN = (
@@ -175,21 +241,24 @@ def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...
 
 
 def prove(
-    layer: torch.nn.Module, width: int, call: Callable[..., Trial | str], ignored: dict[str, Any]
-) -> Formula | str:
+    layer: torch.nn.Module, width: int, call: Callable[..., Trial | str], others: dict[str, Any],
+    rotation: tuple[Tensor, ...] = (),
+) -> Formula | str:  # fmt: skip
     """Returns the formula of a layer, or the reason why it has none.
 
     The layer runs no `classes.code_of_others`: results on a few tokens would prove nothing of it.
 
     Args:
-        call: takes a function like the layer, hidden states (1, T, width) and other arguments, and calls
-            the function; returns the reason if the attention is none of a kernel for layers.
-        ignored: other arguments that must not change the result.
+        call: takes a function like the layer, hidden states (1, `TOKENS`, width) and other arguments, and
+            calls the function; returns the reason if the attention is none of a kernel for layers.
+        others: other arguments, which may change the result or not.
+        rotation: the position embeddings (1, `TOKENS`, channels) that ``call`` passes; empty: none.
     """
     dtypes = {parameter.dtype for parameter in layer.parameters()}
     if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
         return "its weights are not all float32, or all bfloat16"
-    x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, TOKENS, width, generator=generator, dtype=torch.float64)
     seen: list[tuple[torch.nn.Module, Tensor]] = []
     hooks = [
         module.register_forward_hook(lambda module, _, y: seen.append((module, y)))
@@ -206,45 +275,67 @@ def prove(
     if isinstance(trial, str):
         return trial
     first, *rest = trial.output if isinstance(trial.output, tuple) else (trial.output,)
-    for name, value in ignored.items():
-        again = call(run, x, **{name: value})
-        y = again if isinstance(again, str) else again.output
-        if type(y) is not type(trial.output) or any(
-            not (one is two or torch.equal(one, two))
-            for one, two in zip(y if isinstance(y, tuple) else (y,), (first, *rest), strict=True)
-        ):
-            return f"{name} changes its result"
-    query, key, value = (heads.transpose(1, 2).flatten(2) for heads in trial.heads)
-    size = trial.heads[0].shape[3]
-    if trial.scale is not None:  # the kernel's is 1 / sqrt(D)
-        query = query * (trial.scale * size**0.5)
-    maps = [(module, y) for module, y in seen if type(module) in LINEAR]
-    norms = [module for module, _ in seen if type(module) in LAYER_NORM]
+    ignored = frozenset(n for n, value in others.items() if _same(trial, call, run, x, {n: value}))
     modules = {module for module, _ in seen}
-    if (len(maps), len(norms), len(modules)) != (6, 2, 8) or any(r is not None for r in rest):
-        return "it is not six linear maps and two layer norms"
+    maps = [module for module, _ in seen if type(module) in LINEAR]
+    norms = [module for module, _ in seen if type(module) in LAYER_NORM]
+    if (
+        not 4 <= len(maps) <= 7
+        or len(norms) not in (1, 2)
+        or len(modules) != len(seen)
+        or any(value is not None for value in rest)
+    ):
+        return "it is not four to seven linear maps and one or two layer norms"
     if {*_tensors(layer).values()} != {x for m in modules for x in _tensors(m).values()}:
         # Whatever their values are now, a change of them must change the result.
         return "it has parameters or buffers besides those of its linear maps and layer norms"
-    inner = []
-    for wanted in (query, key, value):
-        same = [module for module, y in maps if _agree(y, wanted)]
-        if len(same) != 1:
-            return "its queries, keys and values are not linear maps, scaled by 1 / sqrt(D)"
-        inner += same
-    outer = [module for module, _ in maps if module not in inner]
-    if len(outer) != 3:
-        return "its queries, keys and values are not three linear maps"
-    found = _agreeing(in_float64, x, (query, key, value), first, inner, outer, norms)
+    size = trial.heads[0].shape[3]
+    query, key, value = trial.heads
+    if trial.scale is not None:  # the kernel's is 1 / sqrt(D)
+        query = query * (trial.scale * size**0.5)
+    steps = _Steps(in_float64, x, (query, key, value), rotation)
+    inner = steps.projections({module: y for module, y in seen if module in maps})
+    if not inner:
+        scaled = "rotated and scaled" if rotation else "scaled"
+        return f"its queries, keys and values are not linear maps, {scaled} by 1 / sqrt(D)"
+    last, *network = [module for module in maps if module not in inner]
+    orders = [network]
+    if len(network) == 3:  # gate, up and second, or up first
+        orders.append([network[1], network[0], network[2]])
+    before = norms[0] if len(norms) == 2 else None
+    found = [
+        (parts, *one)
+        for order in orders
+        for parts in [Parts(tuple(inner), last, before, tuple(order), norms[-1])]
+        for one in steps.agreeing(first, parts)
+    ]
     if len(found) != 1:
         return "it computes neither formula of an encoder layer"
-    (norm_first, activation), names = found[0], {m: name for name, m in layer.named_modules()}
-    in_order = *inner, outer[0], norms[0], *outer[1:], norms[1]
+    parts, norm_first, is_gated, activation = found[0]
+    names = {module: name for name, module in layer.named_modules()}
     return Formula(
-        names[trial.caller], tuple(names[module] for module in in_order),
-        trial.heads[0].shape[1], activation, norm_first,
-        1 + len(rest) if isinstance(trial.output, tuple) else 0, content(layer),
+        names[trial.caller], parts.each(names.__getitem__), trial.heads[0].shape[1], activation,
+        norm_first, is_gated, bool(rotation), 1 + len(rest) if isinstance(trial.output, tuple) else 0,
+        ignored, content(layer),
     )  # fmt: skip
+
+
+def _same(
+    trial: Trial, call: Callable[..., Trial | str], run: Any, x: Tensor, given: dict[str, Any]
+) -> bool:
+    """True if the layer has the same result with this argument."""
+    try:
+        again = call(run, x, **given)
+    except Exception:  # the argument means something to the layer
+        return False
+    if isinstance(again, str) or type(again.output) is not type(trial.output):
+        return False
+    pairs = (t.output if isinstance(t.output, tuple) else (t.output,) for t in (again, trial))
+    return all(one is two or torch.equal(one, two) for one, two in zip(*pairs, strict=True))
+
+
+#: Number of tokens in a trial.
+TOKENS = 5
 
 
 def _in_float64(layer: torch.nn.Module) -> Callable[[torch.nn.Module], Callable[..., Any]]:
@@ -263,33 +354,80 @@ def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _agreeing(
-    in_float64: Callable[[torch.nn.Module], Callable[..., Any]], x: Tensor,
-    heads: tuple[Tensor, ...], output: Tensor, inner: list[torch.nn.Module],
-    outer: list[torch.nn.Module], norms: list[torch.nn.Module],
-) -> list[tuple[bool, str]]:  # fmt: skip
-    """Returns ``norm_first`` and the activation of each formula that agrees with the layer's results."""
-    (last, one, two), (norm1, norm2) = map(in_float64, outer), map(in_float64, norms)
-    found = []
-    for norm_first in (False, True):
-        normed = norm1(x) if norm_first else x
-        try:
-            own = [in_float64(module)(normed) for module in inner]
-            y = x + last(own[2])
-            y = y if norm_first else norm1(y)
-            hidden = one(norm2(y) if norm_first else y)
-            ends = {name: y + two(function(hidden)) for name, function in ACTIVATIONS.items()}
-        except RuntimeError:  # sizes that do not fit
-            continue
-        if all(map(_agree, own, heads)):
-            for name, end in ends.items():
-                if _agree(end if norm_first else norm2(end), output):
-                    found.append((norm_first, name))
-    return found
+class _Steps(NamedTuple):
+    """What a trial of a layer computed, and functions of its steps."""
+
+    in_float64: Callable[[torch.nn.Module], Callable[..., Any]]
+    x: Tensor
+    #: Queries, scaled, keys and values (1, H, T, D).
+    heads: tuple[Tensor, ...]
+    rotation: tuple[Tensor, ...]
+
+    def _are_heads(self, projected: Sequence[Tensor]) -> bool:
+        """True if queries, keys and values (1, T, M) are those of the trial, before the rotation."""
+        for place, (y, wanted) in enumerate(zip(projected, self.heads, strict=True)):
+            if not self._is(y, wanted, place < 2):
+                return False
+        return True
+
+    def _is(self, y: Tensor, heads: Tensor, rotates: bool) -> bool:
+        if y.dtype != heads.dtype or y.shape != heads.transpose(1, 2).flatten(2).shape:
+            return False
+        y = y.unflatten(2, (heads.shape[1], -1)).transpose(1, 2)
+        if not (self.rotation and rotates):
+            return _agree(y, heads)
+        cos, sin = (table[:, None] for table in self.rotation)
+        turned, rest = y.split([cos.shape[-1], y.shape[-1] - cos.shape[-1]], -1)
+        a, b = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-b, a], -1) * sin
+        # Models rotate in float32.
+        return _agree(torch.cat([turned, rest], -1), heads, 1e-6)
+
+    def projections(self, maps: dict[torch.nn.Module, Tensor]) -> list[torch.nn.Module]:
+        """Returns the linear maps of queries, keys and values, or the one of all; else an empty list."""
+        for module, y in maps.items():
+            if y.shape[-1] % 3 == 0 and self._are_heads(y.chunk(3, -1)):
+                return [module]
+        inner = []
+        for place, wanted in enumerate(self.heads):
+            same = [module for module, y in maps.items() if self._is(y, wanted, place < 2)]
+            if len(same) != 1:
+                return []
+            inner += same
+        return inner
+
+    def agreeing(
+        self, output: Tensor, parts: Parts[torch.nn.Module]
+    ) -> list[tuple[bool, bool, str]]:
+        """Returns ``norm_first``, ``is_gated`` and the activation of each formula that agrees."""
+        x = self.x
+        projections, last, norm1, network, norm2 = parts.each(self.in_float64)
+        *firsts, second = network
+        features: Any = parts.network[-1].in_features
+        found = []
+        for norm_first in (True,) if norm1 is None else (False, True):
+            normed = norm1(x) if norm_first and norm1 is not None else x
+            try:
+                own = [project(normed) for project in projections]
+                own = own if len(own) == 3 else own[0].chunk(3, -1)
+                y = x + last(own[2])
+                y = y if norm_first or norm1 is None else norm1(y)
+                inside = norm2(y) if norm_first else y
+                hidden = torch.cat([one(inside) for one in firsts], -1)
+                is_gated = hidden.shape[-1] == 2 * features
+                a, b = hidden.chunk(2, -1) if is_gated else (hidden, 1.0)
+                ends = {name: y + second(of(a) * b) for name, of in ACTIVATIONS.items()}
+            except RuntimeError:  # sizes that do not fit
+                continue
+            if self._are_heads(own):
+                for name, end in ends.items():
+                    if _agree(end if norm_first else norm2(end), output):
+                        found.append((norm_first, is_gated, name))
+        return found
 
 
-def _agree(x: Tensor, y: Tensor) -> bool:
-    """True if the tensors are equal up to rounding in float64."""
+def _agree(x: Tensor, y: Tensor, tolerance: float = 1e-10) -> bool:
+    """True if the tensors are equal up to rounding, in float64 unless a tolerance is given."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    return bool((x - y).abs().max() <= 1e-10 * y.abs().max())
+    return bool((x - y).abs().max() <= tolerance * y.abs().max())

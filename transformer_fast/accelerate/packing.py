@@ -25,7 +25,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +52,10 @@ _PADDING = "_padding_of_transformer_fast"
 class Padding:
     """The padding from which a mask was made."""
 
-    def __init__(self, real: Tensor, is_full: bool, is_causal: bool, mask: Tensor) -> None:
+    def __init__(self, real: Tensor, scope: _Scope, mask: Tensor) -> None:
         self.real = real  #: (B, T) bool
         #: True if every token attends to all real tokens of its sequence, or is_causal: up to itself.
-        self.is_full, self.is_causal = is_full, is_causal
+        self.is_full, self.is_causal, self._windows = scope
         # Inference tensors do not count changes.
         self._version = None if mask.is_inference() else mask._version
 
@@ -68,6 +68,10 @@ class Padding:
         """Returns the indices (N,) of the real tokens among the B * T places."""
         return self.real.flatten().nonzero().squeeze(1)
 
+    @property
+    def has_only_real(self) -> bool:
+        return len(self.places) == self.real.numel()
+
     @functools.cached_property
     def starts(self) -> tuple[Tensor, int]:
         """Returns the row at which each sequence begins (B + 1,), and the length of the longest."""
@@ -75,6 +79,18 @@ class Padding:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=starts[1:])
         return starts, int(lengths.max())
+
+    @functools.cached_property
+    def band(self) -> Tensor | None:
+        """Returns where tokens attend (1, 1, T, T), by their place, if that is a window around each.
+
+        T: length of the longest sequence. None: tokens attend to all, causally or by other rules.
+        """
+        if not self._windows or not self.runs:
+            return None
+        places = torch.arange(self.starts[1])
+        seen = [torch.as_tensor(part(0, 0, places[:, None], places)) for part in self._windows]
+        return functools.reduce(torch.logical_and, seen)[None, None]
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -101,7 +117,7 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     batch, _, queries, keys = mask.shape
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if real.shape == (batch, keys) and queries == keys > 0 and offsets == (0, 0):
-        setattr(mask, _PADDING, Padding(real, *_scope(given.get("mask_function"), keys), mask))
+        setattr(mask, _PADDING, Padding(real, _scope(given.get("mask_function"), keys), mask))
     return mask
 
 
@@ -121,12 +137,21 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
     real = seen.diagonal(dim1=2, dim2=3)  # (B, 1, T)
     if not torch.equal(seen & real[..., None], real[..., None] & real[:, :, None]):
         return None
-    setattr(mask, _PADDING, Padding(real[:, 0], True, False, mask))
+    setattr(mask, _PADDING, Padding(real[:, 0], _Scope(True, False), mask))
     return mask
 
 
-def _scope(function: Any, length: int) -> tuple[bool, bool]:
-    """Returns `Padding.is_full` and `Padding.is_causal` of a mask function at this length."""
+class _Scope(NamedTuple):
+    """What tokens attend to, besides that it is real."""
+
+    is_full: bool
+    is_causal: bool
+    #: Mask functions of windows around each token; empty: all, or unknown.
+    windows: tuple[Callable[..., Any], ...] = ()
+
+
+def _scope(function: Any, length: int) -> _Scope:
+    """Returns the scope of a mask function at this length."""
     functions = [function]
     if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)
@@ -134,10 +159,11 @@ def _scope(function: Any, length: int) -> tuple[bool, bool]:
     is_causal = "causal_mask_function" in names
     windows = "sliding_window_overlay" if is_causal else "sliding_window_bidirectional_overlay"
     if not names <= {"causal_mask_function", "bidirectional_mask_function", windows}:
-        return False, is_causal
+        return _Scope(False, is_causal)
     # The first and the last token are the furthest apart.
     furthest = (length - 1, 0) if is_causal else (0, length - 1)
-    return all(part(0, 0, *furthest) for part in functions), is_causal
+    is_full = all(part(0, 0, *furthest) for part in functions)
+    return _Scope(is_full, is_causal, () if is_full or is_causal else (*functions,))
 
 
 def _name(function: Any) -> str:
@@ -299,7 +325,7 @@ class _Loop:
         if mask is None and own is not None and self._is_plain():
             mask = _note_padding_of(given.get(_MASK), own.visible)
         if mask is None and self.hidden is None:
-            output = self._fused(layer, found, given, None)
+            output = self._fused(layer, found, given)
             return layer(*args, **kwargs) if output is None else output
         hidden = given[names[0]]
         old = self.rows if hidden is self.hidden else None
@@ -312,7 +338,7 @@ class _Loop:
             rows, self.hidden, packed = None, None, {**given, names[0]: hidden}
         elif rows is not None:
             packed[names[0]] = hidden if is_packed else rows.gather(hidden)
-        output = None if rows is None else self._fused(layer, found, packed, rows)
+        output = self._fused(layer, found, packed, mask if rows is None else rows)
         if output is None:
             positional = [packed.pop(name) for name in names[: len(args)]]
             output = layer(*positional, **packed)
@@ -325,20 +351,35 @@ class _Loop:
         return (first, *others) if isinstance(output, tuple) else first
 
     def _fused(
-        self, layer: torch.nn.Module, found: Any, given: dict[str, Any], rows: Rows | None
-    ) -> Any:
+        self, layer: torch.nn.Module, found: Any, given: dict[str, Any],
+        mask: Tensor | Rows | None = None,
+    ) -> Any:  # fmt: skip
         """Returns the layer's result, computed in one call; None if the layer must be called."""
-        if not (
-            isinstance(found, formula.Formula)
-            and self._is_plain()
-            and (rows is None or (rows.padding.is_full and not rows.padding.is_causal))
-        ):
+        if not (isinstance(found, formula.Formula) and self._is_plain()):
             return None
+        band = starts = None
+        if mask is not None:
+            padding: Padding = mask.padding if isinstance(mask, Rows) else getattr(mask, _PADDING)
+            band = None if padding.is_full else padding.band
+            if padding.is_causal or (band is None and not padding.is_full):
+                return None
+            if isinstance(mask, Rows):
+                starts = padding.starts[0]
+            elif padding.is_stale(mask) or not padding.has_only_real:
+                return None
         name = self.stack._parameters_of_layers[0]
         for other, value in given.items():
-            if not (value is None or value is False or value is rows or other in (name, _IGNORED)):
+            if not (
+                value is None
+                or value is False
+                or value is mask
+                or other == name
+                or other in found.ignored
+                or (other == _ROTATION and found.rotates)
+            ):
                 return None
-        return found.run(layer, given.get(name), None if rows is None else rows.padding.starts[0])
+        rotation = given.get(_ROTATION) or ()
+        return found.run(layer, given.get(name), starts, band, rotation)
 
     def _is_plain(self) -> bool:
         if self.is_plain is None:
@@ -363,7 +404,7 @@ class _Loop:
             return None
         if self.stack._is_decoder and torch.is_grad_enabled():
             return None
-        is_padded = 0 < len(padding.places) < padding.real.numel()  # else no token, or no padding
+        is_padded = len(padding.places) > 0 and not padding.has_only_real
         fits = old is not None or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
         shape = hidden.shape if old is None else old.padding.real.shape
         if is_padded and fits and shape[:2] == padding.real.shape:
@@ -379,7 +420,7 @@ class _Loop:
         for name, value in given.items():
             if value is rows.mask:
                 packed[name] = rows
-            elif value is not None and name in ("position_embeddings", "position_ids"):
+            elif value is not None and name in (_ROTATION, "position_ids"):
                 packed[name] = self._gathered(value, rows)
             elif self.stack._is_decoder and name in _CACHES and _is_growing(value):
                 packed[name] = _Cache(value, rows)
@@ -405,12 +446,14 @@ class _Loop:
 
 #: Name of the argument with the mask.
 _MASK = "attention_mask"
+#: Name of the argument with the cosines and sines of rotary position embeddings.
+_ROTATION = "position_embeddings"
 #: Names of the argument with the keys and values of earlier calls.
 _CACHES = ("past_key_values", "layer_past")
 #: Arguments that only attention reads, by the places of tokens.
 _OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
-#: Argument that does not change the result of a layer that has a formula.
-_IGNORED = "use_cache"
+#: Arguments that many layers take and ignore, and a value of each.
+_IGNORED = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
 #: Types of arguments that are the same for all tokens.
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
@@ -733,13 +776,9 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     generator = torch.Generator().manual_seed(0)
     token = torch.randn(config.hidden_size, generator=generator).to(weight.dtype)
     given: dict[str, Any] = {parameters[0]: token.repeat(1, 3, 1)}
-    if "position_embeddings" in parameters:
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        rotary = getattr(config, "rope_parameters", None) or {}
-        share = rotary.get("partial_rotary_factor") or 1.0  # of a head's dimensions, in Phi
-        angles = torch.ones(1, 3, int(size * share), dtype=weight.dtype)
-        given["position_embeddings"] = angles, torch.zeros_like(angles)
+    if _ROTATION in parameters:
+        angles = torch.ones(1, 3, _rotated(config), dtype=weight.dtype)
+        given[_ROTATION] = angles, torch.zeros_like(angles)
     if "relative_pos" in parameters:
         given["relative_pos"] = torch.zeros(1, 3, 3, dtype=torch.long)
         given["rel_embeddings"] = token[None]
@@ -749,6 +788,14 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     if _is_causal(first):
         given |= {name: _Cache(None, None) for name in _CACHES if name in parameters}
     return given
+
+
+def _rotated(config: Any) -> int:
+    """Returns how many channels of each head rotary position embeddings rotate."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rotary = getattr(config, "rope_parameters", None) or {}
+    return int(size * (rotary.get("partial_rotary_factor") or 1.0))  # a part in Phi
 
 
 def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
@@ -785,11 +832,18 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
 def _formula_of(
     layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]]
 ) -> formula.Formula | str:
-    """Returns what the layer computes without a bias or positions, or why that has no formula."""
+    """Returns what the layer computes without a bias, or why that has no formula."""
+    parameters = inspect.signature(layer.forward).parameters
+    rotation: tuple[Tensor, ...] = ()
+    if _ROTATION in parameters:
+        generator = torch.Generator().manual_seed(2)
+        shape = 2, 1, formula.TOKENS, _rotated(config)
+        rotation = (*torch.randn(shape, generator=generator, dtype=torch.float64),)
+    of_places = {_ROTATION: rotation} if rotation else {}
 
     def call(function: Callable[..., Any], x: Tensor, **others: Any) -> formula.Trial | str:
         probe = _Probe()
-        output = function(x, attention_mask=probe, **others)
+        output = function(x, attention_mask=probe, **of_places, **others)
         module, options = probe.module, probe.options
         if module is None or len(probe.seen) != 3 or probe.bias is not None or not probe.is_known:
             return "its attention has a bias, or arguments that no kernel for layers supports"
@@ -803,16 +857,21 @@ def _formula_of(
         query, key, value = probe.seen
         return formula.Trial(output, module, (query, key, value), options.get("scaling"))
 
-    parameters = inspect.signature(layer.forward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    ignored = {_IGNORED: True} if takes_all or _IGNORED in parameters else {}
+    others = {name: x for name, x in _IGNORED.items() if takes_all or name in parameters}
     with with_our_attention(config), _evaluating(layer):
         try:
-            return formula.prove(layer, config.hidden_size, call, ignored)
+            found = formula.prove(layer, config.hidden_size, call, others, rotation)
+            if isinstance(found, str):
+                return found
+            # One token: for more, weights would be packed.
+            x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
+            y = found.run(
+                layer, x, None, None, tuple(table[:, :1].to(x.dtype) for table in rotation)
+            )
+            return "no kernel for layers supports its sizes" if y is None else found
         except Exception as error:  # the layer requires other arguments
-            if "position_embeddings" in parameters:
-                return "it rotates queries and keys, which no kernel for layers supports"
-            return f"a trial call without positions failed ({type(error).__name__}: {error})"
+            return f"a trial call failed ({type(error).__name__}: {error})"
 
 
 def _bias_of(layer: torch.nn.Module) -> Any:

@@ -22,7 +22,7 @@ from .cpu import register_kernel, too_deep
 from .cpu_packing import PackedWeights
 
 #: Width of a panel of packed weights. Cross-attention splits one packed weight into the parts of
-#: queries and keys, which is possible only between panels.
+#: queries and keys, and a gated network into gate and values, which is possible only between panels.
 _PANEL = 32
 
 
@@ -39,6 +39,9 @@ def _refuse_layer(call: Call) -> str | None:
     width = call.tensors[0].shape[-1]
     if call.op == "decoder_layer" and width % _PANEL:
         return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
+    if call.arguments.gated % (2 * _PANEL):
+        half = call.arguments.gated // 2
+        return f"it supports gated networks with a multiple of {_PANEL} units, and this has {half}"
     return _refuse(call)
 
 
@@ -50,7 +53,7 @@ def layers(
     owner: torch.nn.Module,
     kinds: Sequence[int],
     norm_first: bool,
-    norm: int,
+    norms: Sequence[int],
     heads: int,
     batch_first: bool,
     activation: str | None,
@@ -65,15 +68,18 @@ def layers(
     memory_is_causal: bool = False,
     starts: Tensor | None = None,
     memory_starts: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     """Runs sub-layers in order: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
         owner: key of the cached packed weights, held weakly.
-        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``; norm: of all norms.
+        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``; norms: of their norms,
+            -1: none.
         parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
             maps of attention are those of queries, keys and values, (3 M, M), and of the output,
-            (M, M); a network's (F, M) and (M, F).
+            (M, M); a network's (F, M) and (M, F), a gated one's (2 F, M) and (M, F).
         scales: of each sub-layer those of the two weights, (rows of the weight,), if they are int8;
             empty: none is.
         eps: of each sub-layer's norm.
@@ -83,6 +89,7 @@ def layers(
         memory: like input; needed for attention to it.
         starts: (B + 1,) int64, batch element b being rows starts[b] to starts[b + 1]; memory_starts
             likewise. None: not ragged.
+        cos, sin: rotate queries and keys of self-attention, (1 or B, T, channels) or (rows, channels).
     """
     packed = _packed.get(owner)
     if packed is None:
@@ -90,8 +97,8 @@ def layers(
     rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.layers.cpu(
         input, memory, kinds, parameters, packed(_weights(parameters), rows), scales, eps, norm_first,
-        norm, heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
-        starts, memory_starts,
+        norms, heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
+        starts, memory_starts, cos, sin,
     )  # fmt: skip
 
 

@@ -31,10 +31,11 @@ class Record:
 def _sublayers(kinds: Sequence[int], eps: Sequence[float]) -> list[str]:
     """Names the sub-layers that a call of several layers runs.
 
-    ``kinds``: the kinds of one layer's sub-layers (2: feed-forward; 3: a part of the attention after
-    it). ``eps``: one value per sub-layer of all layers.
+    ``kinds``: the kinds of one layer's sub-layers (2 and 4: feed-forward; 3 and 5: a part of the one
+    after it). ``eps``: one value per sub-layer of all layers.
     """
-    names = ["feed_forward sub-layer" if k == 2 else "attention sub-layer" for k in kinds if k != 3]
+    whole = [kind for kind in kinds if kind not in (3, 5)]
+    names = ["feed_forward sub-layer" if k in (2, 4) else "attention sub-layer" for k in whole]
     return names * (len(eps) // len(kinds))
 
 

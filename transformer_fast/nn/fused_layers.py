@@ -51,6 +51,8 @@ class Fused(NamedTuple):
     #: polarity, broadcastable to (B, H, T, S).
     own: tuple[Tensor | None, bool]
     cross: tuple[Tensor | None, bool]
+    #: Cosines and sines of rotary position embeddings; empty: none.
+    rotation: tuple[Tensor, ...] = ()
 
 
 class Parameters(NamedTuple):
@@ -83,14 +85,14 @@ class Parameters(NamedTuple):
 
 def _options(layer: Layer) -> tuple[Any, ...]:
     """Returns the options that layers of one call must share."""
-    kinds = []
+    kinds, norms = [], []
     heads, batch_first = layer.sublayers[0][-2:]
-    norm = layer.sublayers[-1].norm.kind
     for one in layer.sublayers:
         kinds.append(int(one.kind))  # a comprehension would be a function call
+        norms.append(one.norm.kind)
         if one.kind is Kind.CROSS_ATTENTION and one[-2:] != (heads, batch_first):
             raise Unreadable("attentions differ in heads or in batch_first")
-    return kinds, layer.norm_first, norm, heads, batch_first, layer.activation
+    return kinds, layer.norm_first, norms, heads, batch_first, layer.activation
 
 
 def _to_sdpa(
@@ -131,10 +133,14 @@ def _prepare(
     for options, layers in groups:
         parameters: list[Any] = []
         eps: list[float] = []
-        p = 0.0
+        p, gated = 0.0, 0
         for layer in layers:
             p = max(p, layer.dropout_p)
-            for _, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
+            before = None
+            for kind, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
+                if kind is Kind.GATED_FEED_FORWARD and before is not Kind.GATE:
+                    gated = weight1.shape[0]
+                before = kind
                 if norm.module is not None:
                     raise Unreadable("norm is hooked, replaced or of other sizes")
                 parameters += weight1, bias1, weight2, bias2, norm.weight, norm.bias
@@ -145,7 +151,7 @@ def _prepare(
         tensors = (x, *given.floats) if memory is None else (x, memory, *given.floats)
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
-        call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized))
+        call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized, gated))
         calls.append((call, (layers[0].module, *options, given.tensors, given.scales, eps)))
     if memory is not None:
         batch = 0 if groups[0][0][4] else 1
@@ -214,8 +220,8 @@ def run(
     ``starts``: x is packed, (rows, M), and batch element b is rows starts[b] to starts[b + 1];
     ``memory_starts`` likewise.
     """
-    for kernel, layers, own, cross in found:
-        x = kernel.function(*layers, x, *own, memory, *cross, starts, memory_starts)
+    for kernel, layers, own, cross, rotation in found:
+        x = kernel.function(*layers, x, *own, memory, *cross, starts, memory_starts, *rotation)
     return x
 
 
@@ -243,12 +249,14 @@ def try_run_layer(
     own: tuple[Tensor | None, bool] = NO_MASK,
     memory: Tensor | None = None,
     cross: tuple[Tensor | None, bool] = NO_MASK,
+    rotation: tuple[Tensor, ...] = (),
 ) -> Tensor | None:
     """Returns the output (B, T, M) of a layer whose parts are given, or None if no kernel runs it.
 
     Args:
         starts: x is (1, rows, M), packed as in `run`.
         own, cross: as in `Fused`.
+        rotation: cosines and sines (1 or B, T, channels) of rotary position embeddings; empty: none.
     """
     if not dispatch.candidates("encoder_layer", x):
         return None
@@ -259,8 +267,10 @@ def try_run_layer(
     kernel = dispatch.find(call)
     if kernel is None:
         return None
-    fused = [Fused(kernel, layers, own, cross)]
-    return run(fused, x, memory) if starts is None else run(fused, x[0], starts=starts)[None]
+    if starts is None:
+        return run([Fused(kernel, layers, own, cross, rotation)], x, memory)
+    rotation = tuple(table[0] for table in rotation)
+    return run([Fused(kernel, layers, own, cross, rotation)], x[0], starts=starts)[None]
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:

@@ -79,6 +79,12 @@ class Kind(IntEnum):
     FEED_FORWARD = 2
     #: A part of the attention after it, whose weight1 then projects values only.
     QUERIES_AND_KEYS = 3
+    #: A network whose weight1 (2 F, M) has the rows of the gate, which the activation is applied to,
+    #: then those of what it multiplies.
+    GATED_FEED_FORWARD = 4
+    #: The gate of the gated network after it, whose weight1 (F, M) is then what it multiplies. Both
+    #: weights are the gate's.
+    GATE = 5
 
 
 class Norm(NamedTuple):
@@ -88,8 +94,11 @@ class Norm(NamedTuple):
     bias: Tensor | None
     eps: float
     module: torch.nn.Module | None
-    #: A code of ``NormKind`` in csrc; 0: a layer norm.
+    #: A code of ``NormKind`` in csrc; 0: a layer norm; -1: there is no norm.
     kind: int = 0
+
+
+NO_NORM = Norm(None, None, 0.0, None, -1)
 
 
 class Sublayer(NamedTuple):

@@ -238,3 +238,5 @@ class LayerArguments(NamedTuple):
     activation: Any = None
     #: Values and scales of int8 weights, which the call's tensors leave out.
     quantized: Sequence[Tensor] = ()
+    #: Rows of the first weight of a gated network; 0: there is none.
+    gated: int = 0

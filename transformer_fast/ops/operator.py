@@ -379,15 +379,16 @@ def _layers_flops(
     out_val: Any = None,
 ) -> int:  # fmt: skip
     """Returns the FLOPs of ``layers``."""
-    *_, batch_first, _, _, _, _, starts, memory_starts = rest
+    *_, batch_first, _, _, _, _, starts, memory_starts, _, _ = rest
     lengths = _lengths(input, batch_first, starts)
     keys = lengths if memory is None else _lengths(memory, batch_first, memory_starts)
     total, width = 0, input.shape[-1]
     for number in range(len(parameters) // 6):
         first, second = parameters[6 * number], parameters[6 * number + 2]
         place = number % len(kinds)
-        if kinds[place] == 2:
-            total += 2 * sum(lengths) * (first.numel() + second.numel())
+        if kinds[place] in (2, 4, 5):
+            maps = (first,) if kinds[place] == 5 else (first, second)
+            total += 2 * sum(lengths) * sum(weight.numel() for weight in maps)
         elif kinds[place] == 3:  # projections of queries and keys, counted with their attention
             continue
         else:

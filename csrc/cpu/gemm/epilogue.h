@@ -65,6 +65,11 @@ class Epilogue {
       high = tf::TF_ISA::activate(high, activation);
     }
   }
+  template <class By>
+  TF_INLINE void multiply(const By* row, Vec& low, Vec& high) const {
+    low = low * read(row, 0);
+    high = high * read(row, kLanes);
+  }
   TF_INLINE void add(const T* row, Vec& low, Vec& high) const {
     low = low + read(row, 0);
     high = high + read(row, kLanes);

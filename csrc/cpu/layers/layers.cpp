@@ -11,6 +11,7 @@
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/int8_linear/int8_linear.h"
 #include "cpu/ops/norm/layer_norm.h"
+#include "cpu/ops/pointwise/pointwise.h"
 
 namespace tf {
 namespace {
@@ -25,6 +26,7 @@ enum Slot {
   kNormedSlot,
   kStreamSlot,
   kMemorySlot,
+  kGateSlot,  // a gate packed during the call
 };
 
 char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
@@ -82,48 +84,13 @@ class PackedLinear {
       panels_ = panels_of(weight, linear.packed, slot, m);
   }
 
-  // y = x W^T + bias + residual for m contiguous rows, with rows [from, from + n) of W; `from`
-  // starts a panel. Rows of y are y_stride apart; 0: contiguous.
-  void run(const void* x, int64_t m, const void* residual, void* y, int64_t from, int64_t n,
-           int64_t y_stride = 0) const {
-    LinearArgs args = arguments(x, m, residual, y, from, n);
-    if (y_stride > 0) args.y_stride = y_stride;
-    if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
-    run_linear(args, panels_.from(from, args.k));
-  }
-  // Rows [begin, end) of the same with the first n rows of an 8-bit W, on this thread.
-  void run_rows(const void* x, int64_t m, const void* residual, void* y, int64_t n, int64_t begin,
-                int64_t end) const {
-    LinearArgs args = arguments(x, m, residual, y, 0, n);
-    args.packed = panels_.data;
-    const LinearKernels& kernels = *panels_.kernels;
-    kernels.block(args, begin, end, 0, (n + kernels.panel - 1) / kernels.panel,
-                  bytes_of(kernel_scratch(), kernels.scratch(args)));
-  }
-  // y = x W^T + bias for m rows and the n rows of an 8-bit W, on this thread. x is quantised into
-  // `quantized`; if that is not nullptr, it is the result of a call with the same x. Returns it.
-  char* run_quantized(const void* x, int64_t m, void* y, int64_t n, int64_t y_stride,
-                      char* quantized) const {
-    LinearArgs args = arguments(x, m, nullptr, y, 0, n);
-    args.packed = panels_.data;
-    args.y_stride = y_stride;
-    const LinearKernels& kernels = *panels_.kernels;
-    if (quantized == nullptr) {
-      quantized = bytes_of(kernel_scratch(), kernels.panels_scratch(args));
-      kernels.fill(args, quantized);
-    }
-    kernels.panels(args, 0, (n + kernels.panel - 1) / kernels.panel, quantized);
-    return quantized;
-  }
-
- private:
-  LinearArgs arguments(const void* x, int64_t m, const void* residual, void* y, int64_t from,
-                       int64_t n) const {
+  // Of y = x W^T + bias + residual for m contiguous rows.
+  LinearArgs arguments(const void* x, int64_t m, const void* residual, void* y, int64_t n) const {
     const int64_t k = linear_.weight.size(1);
     return {.type = type_,
             .x = x,
             .packed = nullptr,
-            .bias = offset_ptr(data_of(linear_.bias), type_, from),
+            .bias = nullptr,
             .residual = residual,
             .y = y,
             .m = m,
@@ -132,8 +99,41 @@ class PackedLinear {
             .x_stride = k,
             .residual_stride = n,
             .y_stride = n,
-            .activation = 0,
-            .scale = linear_.scales(from)};
+            .activation = kIdentity};
+  }
+
+  // With rows [from, from + n) of W; `from` starts a panel.
+  void run(LinearArgs args, int64_t from = 0) const {
+    set_parameters(args, from);
+    if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
+    run_linear(args, panels_.from(from, args.k));
+  }
+  // Rows [begin, end) of the same with the first n rows of an 8-bit W, on this thread.
+  void run_rows(LinearArgs args, int64_t begin, int64_t end) const {
+    set_parameters(args, 0);
+    args.packed = panels_.data;
+    const LinearKernels& kernels = *panels_.kernels;
+    kernels.block(args, begin, end, 0, (args.n + kernels.panel - 1) / kernels.panel,
+                  bytes_of(kernel_scratch(), kernels.scratch(args)));
+  }
+  // The same as run() with an 8-bit W, on this thread. x is quantised into `quantized`; if that is
+  // not nullptr, it is the result of a call with the same x. Returns it.
+  char* run_quantized(LinearArgs args, char* quantized, int64_t from = 0) const {
+    set_parameters(args, from);
+    args.packed = panels_.from(from, args.k).data;
+    const LinearKernels& kernels = *panels_.kernels;
+    if (quantized == nullptr) {
+      quantized = bytes_of(kernel_scratch(), kernels.panels_scratch(args));
+      kernels.fill(args, quantized);
+    }
+    kernels.panels(args, 0, (args.n + kernels.panel - 1) / kernels.panel, quantized);
+    return quantized;
+  }
+
+ private:
+  void set_parameters(LinearArgs& args, int64_t from) const {
+    args.bias = offset_ptr(data_of(linear_.bias), type_, from);
+    args.scale = linear_.scales(from);
   }
 
   const LinearParameters& linear_;
@@ -141,13 +141,16 @@ class PackedLinear {
   Panels panels_;
 };
 
+// Instead of a NormKind: a sub-layer has no norm.
+constexpr int64_t kNoNorm = -1;
+
 // Norm over rows of `columns`.
 struct Norm {
   MaybeTensor weight, bias;
   double eps;
-  NormKind kind;
+  int64_t kind;  // a NormKind, or kNoNorm
 
-  Norm(const char* op, NormKind norm, const MaybeTensor& w, const MaybeTensor& b, double e,
+  Norm(const char* op, int64_t norm, const MaybeTensor& w, const MaybeTensor& b, double e,
        const Tensor& input, int64_t columns)
       : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e), kind(norm) {
     for (const MaybeTensor* parameter : {&w, &b})
@@ -174,46 +177,64 @@ struct Norm {
             .x_stride = columns,
             .eps = static_cast<float>(eps),
             .dropout_columns = columns,
-            .kind = kind};
+            .kind = static_cast<NormKind>(kind)};
   }
 };
 
 // Sub-layers of Transformer layers, as passed to the operators on whole stacks.
 
-// `queries_and_keys` is a part of the attention after it: the linear layers of queries and of keys
-// (width, width). The first linear layer of that attention is then the one of values.
+// `gated_feed_forward` is second(activation(gate(x)) * up(x)); the first weight has the rows of
+// gate, then those of up. Two kinds are parts of the sub-layer after them. `queries_and_keys`: the
+// linear layers of queries and of keys (width, width) of attention, whose first linear layer is
+// then the one of values. `gate`: that of a gated network, whose first linear layer is then `up`;
+// both weights are the gate's.
 enum class SublayerKind : int64_t {
   self_attention,
   cross_attention,
   feed_forward,
-  queries_and_keys
+  queries_and_keys,
+  gated_feed_forward,
+  gate
 };
+constexpr int64_t kSublayerKinds = 6;
+
+bool is_attention(SublayerKind kind) {
+  return kind == SublayerKind::self_attention || kind == SublayerKind::cross_attention;
+}
+
+bool is_part(SublayerKind kind) {
+  return kind == SublayerKind::queries_and_keys || kind == SublayerKind::gate;
+}
 
 // Two linear layers, with attention or an activation between them, and the norm around them.
 struct Sublayer {
   SublayerKind kind;
   LinearParameters first, second;
   Norm norm;
-  std::vector<LinearParameters> queries_and_keys{};  // empty: `first` has all projections
+  // Of queries and keys, or of the gate; empty: `first` has all.
+  std::vector<LinearParameters> parts{};
 };
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
 // six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
-// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales.
-// `norm_kind`: of all norms. `cross_parts`: how many of the query, key and value projections the
-// first weight of cross-attention contains.
+// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales. `norms`:
+// the kind of norm of each of `kinds`, or kNoNorm. `cross_parts`: how many of the query, key and
+// value projections the first weight of cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
                                      const std::vector<MaybeTensor>& scales,
-                                     const std::vector<double>& eps, NormKind norm_kind,
-                                     const Tensor& input, int64_t cross_parts) {
+                                     const std::vector<double>& eps,
+                                     const std::vector<int64_t>& norms, const Tensor& input,
+                                     int64_t cross_parts) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
                       parameters.size() == 6 * count && packed.size() == 2 * count &&
                       (scales.empty() || scales.size() == 2 * count),
                   op, ": there must be 6 parameters, 2 packed weights, an eps and 2 or no scales ",
                   "for each of ", count, " sub-layers, and ", kinds.size(), " sub-layers a layer");
+  STD_TORCH_CHECK(norms.size() == kinds.size(), op, ": there must be a kind of norm for each of ",
+                  kinds.size(), " kinds of sub-layers");
   const int64_t width = input.size(input.dim() - 1);
   std::vector<Sublayer> sublayers;
   sublayers.reserve(count);
@@ -225,29 +246,36 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
       return LinearParameters(op, name, own[0], packed[2 * at + which], own[1],
                               scales.empty() ? MaybeTensor() : scales[2 * at + which], input, n, k);
     };
-    if (kind == SublayerKind::queries_and_keys) {
+    if (is_part(kind)) {
       const size_t next = i % kinds.size() + 1;
-      STD_TORCH_CHECK(next < kinds.size() && (kinds[next] == SublayerKind::self_attention ||
-                                              kinds[next] == SublayerKind::cross_attention),
-                      op, ": projections of queries and keys must precede attention");
+      STD_TORCH_CHECK(next < kinds.size() && (kind == SublayerKind::gate
+                                                  ? kinds[next] == SublayerKind::gated_feed_forward
+                                                  : is_attention(kinds[next])),
+                      op, ": projections of queries and keys must precede attention, ",
+                      "and gates a gated network");
       continue;
     }
-    const Norm norm(op, norm_kind, p[4], p[5], eps[i], input, width);
-    if (kind == SublayerKind::feed_forward) {
-      const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
-      sublayers.push_back({kind, linear("weight1", 0, hidden, width, i),
+    const Norm norm(op, norms[i % kinds.size()], p[4], p[5], eps[i], input, width);
+    const bool has_part = i % kinds.size() > 0 && is_part(kinds[i % kinds.size() - 1]);
+    if (!is_attention(kind)) {
+      const int64_t rows = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
+      const bool joined = kind == SublayerKind::gated_feed_forward && !has_part;
+      STD_TORCH_CHECK(!joined || rows % (2 * panel_columns()) == 0, op,
+                      ": weight1 of a gated network must have a multiple of ", 2 * panel_columns(),
+                      " rows");
+      const int64_t hidden = joined ? rows / 2 : rows;
+      sublayers.push_back({kind, linear("weight1", 0, rows, width, i),
                            linear("weight2", 1, width, hidden, i), norm});
       STD_TORCH_CHECK(p[0]->scalar_type() == p[2]->scalar_type(), op,
                       ": weight1 and weight2 must have one dtype");
+      if (has_part) sublayers.back().parts = {linear("gate_weight", 0, hidden, width, i - 1)};
     } else {
-      const bool is_split =
-          i % kinds.size() > 0 && kinds[i % kinds.size() - 1] == SublayerKind::queries_and_keys;
-      const int64_t parts = is_split ? 1 : kind == SublayerKind::self_attention ? 3 : cross_parts;
+      const int64_t parts = has_part ? 1 : kind == SublayerKind::self_attention ? 3 : cross_parts;
       sublayers.push_back({kind, linear("in_weight", 0, parts * width, width, i),
                            linear("out_weight", 1, width, width, i), norm});
-      if (is_split)
-        sublayers.back().queries_and_keys = {linear("query_weight", 0, width, width, i - 1),
-                                             linear("key_weight", 1, width, width, i - 1)};
+      if (has_part)
+        sublayers.back().parts = {linear("query_weight", 0, width, width, i - 1),
+                                  linear("key_weight", 1, width, width, i - 1)};
     }
   }
   return sublayers;
@@ -256,7 +284,7 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
 // Whether all linear layers have 8-bit weights.
 bool is_quantized(const Sublayer& layer) {
   return layer.first.scale && layer.second.scale &&
-         std::all_of(layer.queries_and_keys.begin(), layer.queries_and_keys.end(),
+         std::all_of(layer.parts.begin(), layer.parts.end(),
                      [](const LinearParameters& linear) { return linear.scale.has_value(); });
 }
 
@@ -264,9 +292,8 @@ bool is_quantized(const Sublayer& layer) {
 // 8 bits, and the CPU multiplies bfloat16.
 bool attends_in_bf16(const std::vector<Sublayer>& sublayers) {
   return has_dot(current_isa(), Dot::bf16) &&
-         std::all_of(sublayers.begin(), sublayers.end(), [](const Sublayer& s) {
-           return s.kind == SublayerKind::feed_forward || is_quantized(s);
-         });
+         std::all_of(sublayers.begin(), sublayers.end(),
+                     [](const Sublayer& s) { return !is_attention(s.kind) || is_quantized(s); });
 }
 
 // Runs sub-layers on the rows of a tensor: y = norm(x + f(x)), or x + f(norm(x)) if norm_first.
@@ -293,11 +320,18 @@ class LayerRunner {
     void* other = count > 1 && blocks_ == 0 ? shared_bytes(kStreamSlot, stream_bytes()) : nullptr;
     if (norm_first_) normed_ = shared_bytes(kNormedSlot, stream_bytes());
     const int64_t attention_bytes = rows_ * width_ * element_bytes(attention_type_);
-    const auto attends = [](const Sublayer& s) { return s.kind != SublayerKind::feed_forward; };
-    if (std::any_of(sublayers.begin(), sublayers.end(), attends)) {
-      projected_ = shared_bytes(kProjectedSlot, 3 * attention_bytes);
-      attended_ = shared_bytes(kAttendedSlot, attention_bytes);
+    int64_t hidden_bytes = 0;
+    for (const Sublayer& layer : sublayers) {
+      if (is_attention(layer.kind)) {
+        projected_ = shared_bytes(kProjectedSlot, 3 * attention_bytes);
+        attended_ = shared_bytes(kAttendedSlot, attention_bytes);
+      } else if (layer.kind == SublayerKind::gated_feed_forward) {
+        const int64_t rows = blocks_ > 0 ? rows_ : std::min(rows_, kGatedRows);
+        hidden_bytes = std::max(
+            hidden_bytes, rows * layer.second.weight.size(1) * element_bytes(hidden_type(layer)));
+      }
     }
+    if (hidden_bytes > 0) hidden_ = shared_bytes(kHiddenSlot, hidden_bytes);
     const void* x = x_.const_data_ptr();
     std::vector<Work> works;  // until the next attention
     for (size_t i = 0; i < count; ++i) {
@@ -305,7 +339,7 @@ class LayerRunner {
       // In place in blocks of rows, else in alternating buffers, so that the last one writes the
       // result.
       void* y = blocks_ > 0 || (count - i) % 2 == 1 ? output.mutable_data_ptr() : other;
-      if (attends(layer)) {
+      if (is_attention(layer.kind)) {
         works.push_back({Work::project, layer, x, projected_});
         run(works);
         attend(layer, i, projected_, attended_);
@@ -325,6 +359,7 @@ class LayerRunner {
   const int64_t rows_, width_;
   const Element type_;
   Element attention_type_;  // of what attention reads and writes
+  RotationArgs rotation_;   // of the queries and keys of self-attention; positions 0: none
 
  private:
   // Work on each row of the stream x by itself.
@@ -373,29 +408,37 @@ class LayerRunner {
   void run_rows(const Work& work, int64_t begin, int64_t end) const {
     const Sublayer& layer = work.layer;
     const void* from = work.x;
-    if (norm_first_ && work.what != Work::output) {
+    const bool normalizes = layer.norm.kind != kNoNorm;
+    if (norm_first_ && normalizes && work.what != Work::output) {
       normalize(layer.norm, work.x, normed_, begin, end);
       from = normed_;
     }
     switch (work.what) {
       case Work::project: {
         const bool own = layer.kind == SublayerKind::self_attention;
-        const bool is_split = !layer.queries_and_keys.empty();
-        if (own && is_split) return project_each(layer, from, work.y, begin, end);
-        const PackedLinear first(is_split ? layer.queries_and_keys[0] : layer.first, type_, rows_,
-                                 0, type_, attention_type_);
-        linear(first, from, nullptr, work.y, own ? 3 * width_ : width_, begin, end);
+        if (own && !layer.parts.empty()) {
+          project_each(layer, from, work.y, begin, end);
+        } else {
+          const LinearParameters& queries = layer.parts.empty() ? layer.first : layer.parts[0];
+          const PackedLinear first(queries, type_, rows_, 0, type_, attention_type_);
+          linear(first, first.arguments(from, rows_, nullptr, work.y, own ? 3 * width_ : width_),
+                 begin, end);
+        }
+        if (own && rotation_.positions > 0) rotate(work.y, begin, end);
         return;
       }
       case Work::output: {
         const PackedLinear second(layer.second, type_, rows_, 1, attention_type_, type_);
-        linear(second, attended_, work.x, work.y, width_, begin, end);
+        linear(second, second.arguments(attended_, rows_, work.x, work.y, width_), begin, end);
         break;
       }
       case Work::network:
-        feed_forward(layer, from, work.x, work.y, begin, end);
+        if (layer.kind == SublayerKind::feed_forward)
+          feed_forward(layer, from, work.x, work.y, begin, end);
+        else
+          gated_feed_forward(layer, from, work.x, work.y, begin, end);
     }
-    if (!norm_first_) normalize(layer.norm, work.y, work.y, begin, end);
+    if (!norm_first_ && normalizes) normalize(layer.norm, work.y, work.y, begin, end);
   }
 
   void normalize(const Norm& norm, const void* x, void* y, int64_t begin, int64_t end) const {
@@ -404,27 +447,40 @@ class LayerRunner {
     run_layer_norm(args, end);
   }
 
-  void linear(const PackedLinear& linear, const void* x, const void* residual, void* y, int64_t n,
-              int64_t begin, int64_t end) const {
-    if (blocks_ > 0) return linear.run_rows(x, rows_, residual, y, n, begin, end);
-    linear.run(x, rows_, residual, y, 0, n);
+  void linear(const PackedLinear& linear, const LinearArgs& args, int64_t begin,
+              int64_t end) const {
+    if (blocks_ > 0) return linear.run_rows(args, begin, end);
+    linear.run(args);
+  }
+
+  // Rotates the queries and keys of each row of `projected`.
+  void rotate(void* projected, int64_t begin, int64_t end) const {
+    RotationArgs args = rotation_;
+    args.type = attention_type_;
+    args.x = projected;
+    args.x_stride = 3 * width_;
+    if (blocks_ > 0) return TF_DISPATCH(rotate_rows, args, begin, end);
+    torch::stable::parallel_for(
+        begin, end, std::max<int64_t>(1, 8192 / width_),
+        [&](int64_t first, int64_t last) { TF_DISPATCH(rotate_rows, args, first, last); });
   }
 
   // Writes queries, keys and values of each row next to each other, from separate weights.
   void project_each(const Sublayer& layer, const void* x, void* y, int64_t begin,
                     int64_t end) const {
-    const LinearParameters* each[] = {&layer.queries_and_keys[0], &layer.queries_and_keys[1],
-                                      &layer.first};
+    const LinearParameters* each[] = {&layer.parts[0], &layer.parts[1], &layer.first};
     const int64_t y_stride = 3 * width_;
     x = offset_ptr(x, type_, begin * width_);
     char* to = static_cast<char*>(y) + begin * y_stride * attention_element();
     char* quantized = nullptr;
     for (const LinearParameters* parameters : each) {
       const PackedLinear linear(*parameters, type_, rows_, 0, type_, attention_type_);
+      LinearArgs args = linear.arguments(x, end - begin, nullptr, to, width_);
+      args.y_stride = y_stride;
       if (blocks_ > 0)
-        quantized = linear.run_quantized(x, end - begin, to, width_, y_stride, quantized);
+        quantized = linear.run_quantized(args, quantized);
       else
-        linear.run(x, end - begin, nullptr, to, 0, width_, y_stride);
+        linear.run(args);
       to += width_ * attention_element();
     }
   }
@@ -459,10 +515,52 @@ class LayerRunner {
                   bytes_of(kernel_scratch(), kernels->scratch(args, end - begin)));
   }
 
+  // y = second(activation(gate(x)) * up(x)) + residual
+  void gated_feed_forward(const Sublayer& layer, const void* x, const void* residual, void* y,
+                          int64_t begin, int64_t end) const {
+    const int64_t f = layer.second.weight.size(1);
+    const Element type = hidden_type(layer);
+    const bool joined = layer.parts.empty();
+    const PackedLinear values(layer.first, type_, rows_, 0, type_, type);
+    const PackedLinear gates =
+        joined ? values : PackedLinear(layer.parts[0], type_, rows_, kGateSlot, type_, type);
+    const int64_t from = joined ? f : 0;
+    const PackedLinear second(layer.second, type_, rows_, 1, type, type_);
+    const int64_t step = blocks_ > 0 ? end - begin : kGatedRows;
+    for (; begin < end; begin += step) {
+      const int64_t rows = std::min(step, end - begin), place = begin * width_;
+      char* hidden = hidden_ + (blocks_ > 0 ? begin * f * element_bytes(type) : 0);
+      LinearArgs gate = gates.arguments(offset_ptr(x, type_, place), rows, nullptr, hidden, f);
+      LinearArgs up = gate;
+      // As in the network without gates.
+      gate.activation = layer.first.scale ? coarse(activation_) : activation_;
+      up.multiplies = true;
+      const LinearArgs down = second.arguments(hidden, rows, offset_ptr(residual, type_, place),
+                                               offset_ptr(y, type_, place), width_);
+      if (blocks_ > 0) {
+        values.run_quantized(up, gates.run_quantized(gate, nullptr), from);
+        second.run_rows(down, 0, rows);
+      } else {
+        gates.run(gate);
+        values.run(up, from);
+        second.run(down);
+      }
+    }
+  }
+
+  // Of what lies between the two linear layers of a gated network.
+  Element hidden_type(const Sublayer& layer) const {
+    return layer.first.scale && type_ == Element::float32 ? Element::bfloat16 : type_;
+  }
+
+  // Rows that pass through a gated network at a time, so that what lies between its linear layers
+  // is in the second-level cache, and the weights are read seldom.
+  static constexpr int64_t kGatedRows = 1024;
+
   bool norm_first_;
   int activation_;
   int64_t blocks_ = 0;  // 0: each work on all rows
-  char *normed_ = nullptr, *projected_ = nullptr, *attended_ = nullptr;
+  char *normed_ = nullptr, *projected_ = nullptr, *attended_ = nullptr, *hidden_ = nullptr;
 };
 
 constexpr const char *kOp = "layers", *kDecodeOp = "decode_stack";
@@ -510,6 +608,36 @@ class Layers : LayerRunner {
                  bool memory_is_causal) {
     set_attention_mask(own_, mask, is_causal);
     if (memory_) set_attention_mask(cross_, memory_mask, memory_is_causal);
+  }
+
+  // cos and sin: (1 or B, T, channels), or (rows, channels) if ragged.
+  void set_rotation(const MaybeTensor& cos, const MaybeTensor& sin) {
+    STD_TORCH_CHECK(cos.has_value() == sin.has_value(), kOp, ": cos and sin come in pairs");
+    if (!cos) return;
+    STD_TORCH_CHECK(batch_first_, kOp, ": a rotation requires batch_first");
+    cos_ = as_contiguous(cos);
+    sin_ = as_contiguous(sin);
+    const int64_t size = own_.args.size, rotated = cos_->size(cos_->dim() - 1);
+    for (const MaybeTensor* table : {&cos_, &sin_})
+      STD_TORCH_CHECK((*table)->is_cpu() && (*table)->dim() == x_.dim() &&
+                          ((*table)->scalar_type() == ScalarType::Float ||
+                           (*table)->scalar_type() == x_.scalar_type()) &&
+                          (*table)->scalar_type() == cos_->scalar_type() &&
+                          (*table)->sizes().equals(cos_->sizes()),
+                      kOp,
+                      ": cos and sin must be tables of float32 or input's dtype, of one shape");
+    STD_TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= size, kOp,
+                    ": cos must have an even number of columns, at most ", size);
+    const int64_t positions = row_count(*cos_);
+    STD_TORCH_CHECK(positions == rows_ || (!ragged_ && positions == own_.args.queries), kOp,
+                    ": cos must have a row for each token, or for each of a sequence");
+    rotation_ = {.table_type = element_of(*cos_),
+                 .heads = 2 * own_.args.heads,
+                 .size = size,
+                 .rotated = rotated,
+                 .cos = cos_->const_data_ptr(),
+                 .sin = sin_->const_data_ptr(),
+                 .positions = positions};
   }
 
   Tensor run(const std::vector<Sublayer>& sublayers) {
@@ -564,13 +692,15 @@ class Layers : LayerRunner {
   const char* keys_of_memory(const Sublayer& layer) const {
     char* keys = shared_bytes(kMemorySlot, 2 * memory_rows_ * width_ * attention_element());
     const auto project = [&](const LinearParameters& in, char* to, int64_t from, int64_t n) {
-      PackedLinear(in, type_, memory_rows_, 0, type_, attention_type_)
-          .run(memory_->const_data_ptr(), memory_rows_, nullptr, to, from, n, 2 * width_);
+      const PackedLinear linear(in, type_, memory_rows_, 0, type_, attention_type_);
+      LinearArgs args = linear.arguments(memory_->const_data_ptr(), memory_rows_, nullptr, to, n);
+      args.y_stride = 2 * width_;
+      linear.run(args, from);
     };
-    if (layer.queries_and_keys.empty()) {
+    if (layer.parts.empty()) {
       project(layer.first, keys, width_, 2 * width_);
     } else {
-      project(layer.queries_and_keys[1], keys, 0, width_);
+      project(layer.parts[1], keys, 0, width_);
       project(layer.first, keys + width_ * attention_element(), 0, width_);
     }
     return keys;
@@ -599,7 +729,7 @@ class Layers : LayerRunner {
     run_attention(args);
   }
 
-  MaybeTensor memory_;
+  MaybeTensor memory_, cos_, sin_;
   bool ragged_, batch_first_;
   int64_t memory_rows_ = 0;
   AttentionCall own_, cross_;
@@ -608,14 +738,16 @@ class Layers : LayerRunner {
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
               std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
-              int64_t norm, int64_t heads, int64_t activation, bool batch_first, MaybeTensor mask,
-              bool is_causal, MaybeTensor memory_mask, bool memory_is_causal, MaybeTensor starts,
-              MaybeTensor memory_starts) {
+              std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
+              MaybeTensor mask, bool is_causal, MaybeTensor memory_mask, bool memory_is_causal,
+              MaybeTensor starts, MaybeTensor memory_starts, MaybeTensor cos, MaybeTensor sin) {
   check_block_input(kOp, input);
-  STD_TORCH_CHECK(norm >= 0 && norm < kNormKinds, kOp, ": there is no norm of kind ", norm);
+  for (const int64_t norm : norms)
+    STD_TORCH_CHECK(norm >= kNoNorm && norm < kNormKinds, kOp, ": there is no norm of kind ", norm);
   std::vector<SublayerKind> each;
   for (const int64_t kind : kinds) {
-    STD_TORCH_CHECK(kind >= 0 && kind <= 3, kOp, ": there is no sub-layer of kind ", kind);
+    STD_TORCH_CHECK(kind >= 0 && kind < kSublayerKinds, kOp, ": there is no sub-layer of kind ",
+                    kind);
     each.push_back(static_cast<SublayerKind>(kind));
     STD_TORCH_CHECK(each.back() != SublayerKind::cross_attention || memory.has_value(), kOp,
                     ": attention to a memory needs one");
@@ -623,8 +755,9 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
              starts, memory_starts);
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
-  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, scales, eps,
-                                         static_cast<NormKind>(norm), input, 3));
+  run.set_rotation(cos, sin);
+  Tensor output =
+      run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, norms, input, 3));
   trim_shared_scratch();
   return output;
 }
@@ -765,8 +898,9 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   if (crossed) kinds.insert(kinds.begin() + 1, SublayerKind::cross_attention);
   STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
-  const std::vector<Sublayer> sublayers =
-      read_sublayers(kDecodeOp, kinds, parameters, packed, scales, eps, NormKind::layer, input, 1);
+  const std::vector<Sublayer> sublayers = read_sublayers(
+      kDecodeOp, kinds, parameters, packed, scales, eps,
+      std::vector<int64_t>(kinds.size(), static_cast<int64_t>(NormKind::layer)), input, 1);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
                   "bfloat16 dot products");
@@ -796,9 +930,10 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
-      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int norm, int heads, "
+      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int[] norms, int heads, "
       "int activation, bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
-      "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
+      "bool memory_is_causal, Tensor? starts, Tensor? memory_starts, Tensor? cos, "
+      "Tensor? sin) -> Tensor");
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
       "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "

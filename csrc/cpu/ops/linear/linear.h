@@ -23,6 +23,7 @@ struct LinearArgs {
   long weight_stride = 0;
   bool transposed = false;
   const float* scale = nullptr;  // of 8-bit weights: (n), factors of the columns
+  bool multiplies = false;       // by what is in y, before the residual is added
 };
 
 // Kernels for weights in one packed layout. Scratch sizes are in bytes, ranges half open.

@@ -70,7 +70,8 @@ class RowEpilogue {
         preactivation_(static_cast<T*>(call.preactivation)),
         n_(call.n),
         y_stride_(call.y_stride),
-        residual_stride_(call.residual_stride) {
+        residual_stride_(call.residual_stride),
+        multiplies_(call.multiplies) {
     if (residual_ != nullptr) residual_ += row * residual_stride_;
     if (preactivation_ != nullptr) preactivation_ += row * n_;
   }
@@ -98,8 +99,10 @@ class RowEpilogue {
     epilogue.add_bias(low, high);
     if (preactivation_ != nullptr) epilogue.write(preactivation_ + i * n_ + column, low, high);
     epilogue.activate(low, high);
+    Y* y = y_ + i * y_stride_ + column;
+    if (multiplies_) epilogue.multiply(y, low, high);
     if (residual_ != nullptr) epilogue.add(residual_ + i * residual_stride_ + column, low, high);
-    epilogue.write(y_ + i * y_stride_ + column, low, high);
+    epilogue.write(y, low, high);
   }
 
   // The last argument of P::multiply(): the place of the results, or the number of columns.
@@ -122,6 +125,7 @@ class RowEpilogue {
   T* preactivation_;
   // Copies stay in registers: a store could change args_, as far as a compiler knows.
   long n_, y_stride_, residual_stride_;
+  bool multiplies_;
 };
 
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).

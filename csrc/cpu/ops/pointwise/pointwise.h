@@ -31,4 +31,16 @@ TF_KERNEL(long dropout_scratch(const DropoutArgs& args))
 
 TF_KERNEL(void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch))
 
+// Rotary position embeddings, in place: x cos + rotate_half(x) sin in the first `rotated` channels
+// of each head, with rotate_half((a, b)) = (-b, a) for the two halves of these channels.
+struct RotationArgs {
+  Element type = {};        // of x
+  Element table_type = {};  // of cos and sin: the same, or float32
+  void* x = nullptr;        // rows x_stride apart, each with `heads` heads of `size` channels
+  long x_stride = 0, heads = 0, size = 0, rotated = 0;
+  const void *cos = nullptr, *sin = nullptr;  // (positions, rotated), contiguous
+  long positions = 0;                         // row i is at position i % positions
+};
+TF_KERNEL(void rotate_rows(const RotationArgs& args, long begin, long end))
+
 }  // namespace tf

@@ -56,10 +56,38 @@ void dropout_rows_of(const DropoutArgs& args, long begin, long end, float* facto
   }
 }
 
+template <class T, class Table>
+void rotate_rows_of(const RotationArgs& args, long begin, long end) {
+  const long half = args.rotated / 2;
+  for (long row = begin; row < end; ++row) {
+    T* x = static_cast<T*>(args.x) + row * args.x_stride;
+    const long place = row % args.positions * args.rotated;
+    const Table* cos = static_cast<const Table*>(args.cos) + place;
+    const Table* sin = static_cast<const Table*>(args.sin) + place;
+    for (long h = 0; h < args.heads; ++h, x += args.size) {
+      for (long j = 0; j < half; j += kLanes) {
+        const auto read = [&](const auto* from)
+                              __attribute__((always_inline)) { return load_some(from, half - j); };
+        const Vec a = read(x + j), b = read(x + half + j);
+        store_some(x + j, a * read(cos + j) - b * read(sin + j), half - j);
+        store_some(x + half + j, b * read(cos + half + j) + a * read(sin + half + j), half - j);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void argmax_rows(const ArgmaxArgs& args, long begin, long end) {
   dispatch_element(args.type, [&](auto type) { argmax_rows_of<decltype(type)>(args, begin, end); });
+}
+
+void rotate_rows(const RotationArgs& args, long begin, long end) {
+  dispatch_element(args.type, [&](auto type) {
+    using T = decltype(type);
+    (args.table_type == args.type ? rotate_rows_of<T, T> : rotate_rows_of<T, float>)(args, begin,
+                                                                                     end);
+  });
 }
 
 long dropout_scratch(const DropoutArgs& args) {
