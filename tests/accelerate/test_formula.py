@@ -378,6 +378,67 @@ def test_other_layers_keep_their_modules() -> None:
     assert "are not linear maps" in stack_of(accelerate(equal)).reason
 
 
+class _Rotation(torch.nn.Module):
+    """The rotary embeddings of a model, of which a parameter, or another form, is wanted."""
+
+    def __init__(self, theirs: Any, stacked: bool = False) -> None:
+        super().__init__()
+        self.theirs, self.stacked = theirs, stacked
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any) -> Any:
+        cos, sin = self.theirs(*args)
+        found = self.factor * cos, sin
+        return torch.stack(found) if self.stacked else found
+
+
+@pytest.mark.parametrize("batch", ["right", "no padding"])
+def test_rotations_with_gradients_and_of_another_form(batch: str) -> None:
+    inputs = inputs_of(*BATCHES[batch])
+    theirs = build("NomicBertModel").requires_grad_(False)
+    theirs.rotary_emb = _Rotation(theirs.rotary_emb)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    gradients = []
+    for model in (theirs, ours):
+        Real(model)(**inputs).sin().sum().backward()
+        gradients.append(model.rotary_emb.factor.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    check(Real(ours), Real(theirs), inputs)
+    for model in (theirs, ours):
+        model.rotary_emb.stacked = True
+    check(Real(ours), Real(theirs), inputs, 0)
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_gates_that_are_float_between_int8_weights(keep_weights: bool) -> None:
+    theirs = Real(build("NomicBertModel", hidden_size=64, intermediate_size=96))
+    ours = copy.deepcopy(theirs)
+    accelerate(
+        ours, quantize="int8", keep_weights=keep_weights,
+        filter_fn=lambda _, name: not name.endswith("gate_proj"),
+    )  # fmt: skip
+    with torch.no_grad():
+        got, count = run(ours, inputs_of(*MIXED))
+        assert error(got, theirs(**inputs_of(*MIXED))) < 0.1
+    assert count == 0
+
+
+def test_modules_under_two_names_keep_their_weights() -> None:
+    for name, one, other in (
+        ("NomicBertModel", "mlp.gate_proj", "mlp.up_proj"),
+        ("BertModel", "attention.self.query", "attention.self.key"),
+    ):
+        model = build(name)
+        for layer in model.layers if name == "NomicBertModel" else model.encoder.layer:
+            parent, _, last = other.rpartition(".")
+            setattr(layer.get_submodule(parent), last, layer.get_submodule(one))
+        theirs = Real(model)
+        ours = copy.deepcopy(theirs)
+        accelerate(ours)
+        check(ours, theirs, inputs_of(*MIXED), 0)
+
+
 def test_models_are_freed() -> None:
     model = build("BertModel")
     accelerate(model)

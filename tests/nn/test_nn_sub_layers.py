@@ -507,7 +507,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
     w3, w1 = torch.randn(24, 8).to(dtype), torch.randn(8, 8).to(dtype)
     w2, ones = w3.t().contiguous(), torch.ones(24)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    table, wide = torch.randn(1, 3, 4), torch.randn(1, 3, 6)
+    table, wide, turned_over = torch.randn(1, 3, 4), torch.randn(1, 3, 6), torch.randn(3, 2, 4)
 
     def call(
         kinds,
@@ -560,6 +560,17 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "an even number of columns", {"cos": table[..., :3], "sin": table[..., :3]}),
         (attention, "an even number of columns", {"cos": wide, "sin": wide}),
         (attention, "a row for each token", {"cos": table[:, :2], "sin": table[:, :2]}),
+        (attention, "a row for each token", {"cos": turned_over, "sin": turned_over}),
+        (attention, "with 3 dimensions", {"cos": torch.ones(()), "sin": torch.ones(())}),
+        (
+            call,
+            "gate_weight and weight1 must have one dtype",
+            {
+                "kinds": [5, 4],
+                "parameters": [w3, None, w3, *[None] * 3, w3.char(), None, w2.char(), *[None] * 3],
+                "scales": [None, None, ones, ones[:8]],
+            },
+        ),
         (attention, "a kind of norm for each", {"norms": [0, 0]}),
         (attention, "no norm of kind 4", {"kind_of_norm": 4}),
         (attention, "2 packed weights", {"packed": [None]}),

@@ -148,7 +148,7 @@ class Formula(NamedTuple):
             held = _held[layer] = self._hold(layer)
         if (
             held.parts is None
-            or not _is_rotation(rotation, self.rotates, x)
+            or (self.rotates and not _is_rotation(rotation, self.heads, x))
             or not are_plain_on_cpu((x, *rotation))
             or not is_ours(held.config)
             or is_patched(*held.kinds)
@@ -194,10 +194,8 @@ class Formula(NamedTuple):
         )
 
 
-def _is_rotation(found: Any, is_wanted: bool, x: Tensor) -> bool:
-    """True if these are the arguments of the kernel for x, or there are none and none are wanted."""
-    if not is_wanted:
-        return not found
+def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:
+    """True if these are the kernel's cosines and sines for x with this number of heads."""
     if not isinstance(found, tuple) or len(found) != 2:
         return False
     return all(
@@ -208,6 +206,8 @@ def _is_rotation(found: Any, is_wanted: bool, x: Tensor) -> bool:
         and table.dim() == 3
         and table.shape[0] in (1, x.shape[0])
         and table.shape[1] == x.shape[1]
+        and table.shape[2] % 2 == 0
+        and table.shape[2] * heads <= x.shape[2]
         for table in found
     )
 
@@ -344,14 +344,22 @@ def _in_float64(layer: torch.nn.Module) -> Callable[[torch.nn.Module], Callable[
 
     def of(module: torch.nn.Module) -> Callable[..., Any]:
         weights = {name: wide[x] for name, x in _tensors(module).items() if x in wide}
-        return lambda *args, **kwargs: torch.func.functional_call(module, weights, args, kwargs)
+        # With tie_weights a module under two names would be left with float64 weights.
+        return lambda *args, **kwargs: torch.func.functional_call(
+            module, weights, args, kwargs, tie_weights=False
+        )
 
     return of
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers in a module by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Returns the parameters and buffers in a module by name, each module's once."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): x
+        for prefix, inner in module.named_modules()
+        for name, x in (*inner._parameters.items(), *inner._buffers.items())
+        if x is not None
+    }
 
 
 class _Steps(NamedTuple):

@@ -76,7 +76,7 @@ class Padding:
     def starts(self) -> tuple[Tensor, int]:
         """Returns the row at which each sequence begins (B + 1,), and the length of the longest."""
         lengths = self.real.sum(1, dtype=torch.int32)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
         torch.cumsum(lengths, 0, out=starts[1:])
         return starts, int(lengths.max())
 
@@ -88,7 +88,7 @@ class Padding:
         """
         if not self._windows or not self.runs:
             return None
-        places = torch.arange(self.starts[1])
+        places = torch.arange(self.starts[1], device=self.real.device)
         seen = [torch.as_tensor(part(0, 0, places[:, None], places)) for part in self._windows]
         return functools.reduce(torch.logical_and, seen)[None, None]
 
@@ -182,6 +182,12 @@ class Rows:
         """True if the other rows are of the same tokens."""
         mine, theirs = self.padding.places, other.padding.places
         return mine is theirs or torch.equal(mine, theirs)
+
+    def has_tokens_of(self, x: Any) -> bool:
+        """True for a tensor (B, T, ...) or (1, T, ...)."""
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return False
+        return x.shape[0] in (1, self.batch) and x.shape[1] == self.length
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows (1, N, ...) of (B, T, ...), or of (1, T, ...) for all sequences."""
@@ -378,7 +384,8 @@ class _Loop:
                 or (other == _ROTATION and found.rotates)
             ):
                 return None
-        rotation = given.get(_ROTATION) or ()
+        rotation = given.get(_ROTATION)
+        rotation = () if rotation is None else rotation
         return found.run(layer, given.get(name), starts, band, rotation)
 
     def _is_plain(self) -> bool:
@@ -421,6 +428,10 @@ class _Loop:
             if value is rows.mask:
                 packed[name] = rows
             elif value is not None and name in (_ROTATION, "position_ids"):
+                if not all(
+                    map(rows.has_tokens_of, value if isinstance(value, tuple) else (value,))
+                ):
+                    return None
                 packed[name] = self._gathered(value, rows)
             elif self.stack._is_decoder and name in _CACHES and _is_growing(value):
                 packed[name] = _Cache(value, rows)

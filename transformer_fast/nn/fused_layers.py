@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from .._context import is_traced
+from .._context import is_traced, is_transformed
 from ..dispatch import Call, Explanation, Kernel
 from ..ops.arguments import LayerArguments
 from ..ops.autograd import wants_grad
@@ -136,11 +136,16 @@ def _prepare(
         p, gated = 0.0, 0
         for layer in layers:
             p = max(p, layer.dropout_p)
-            before = None
+            gate = None
             for kind, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
-                if kind is Kind.GATED_FEED_FORWARD and before is not Kind.GATE:
-                    gated = weight1.shape[0]
-                before = kind
+                if kind is Kind.GATED_FEED_FORWARD:
+                    if gate is None:
+                        gated = weight1.shape[0]
+                    elif gate.shape != weight1.shape:
+                        raise Unreadable("gate has other sizes than what it multiplies")
+                    elif isinstance(gate, Int8Weight) != isinstance(weight1, Int8Weight):
+                        raise Unreadable("weights are int8 in part")
+                gate = weight1 if kind is Kind.GATE else None
                 if norm.module is not None:
                     raise Unreadable("norm is hooked, replaced or of other sizes")
                 parameters += weight1, bias1, weight2, bias2, norm.weight, norm.bias
@@ -259,6 +264,8 @@ def try_run_layer(
         rotation: cosines and sines (1 or B, T, channels) of rotary position embeddings; empty: none.
     """
     if not dispatch.candidates("encoder_layer", x):
+        return None
+    if wants_grad(*rotation) or is_transformed(*rotation):
         return None
     try:
         ((call, layers),) = _prepare([layer], x, Masks(own[0]), memory, Masks(cross[0]))

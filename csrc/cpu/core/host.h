@@ -114,7 +114,7 @@ inline Scratch& kernel_scratch() {
   thread_local Scratch scratch;
   return scratch;
 }
-constexpr int kSharedSlots = 9;
+constexpr int kSharedSlots = 10;
 inline Scratch& shared_scratch(int slot) {
   thread_local Scratch scratch[kSharedSlots];
   return scratch[slot];

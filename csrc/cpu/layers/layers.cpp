@@ -26,7 +26,8 @@ enum Slot {
   kNormedSlot,
   kStreamSlot,
   kMemorySlot,
-  kGateSlot,  // a gate packed during the call
+  kGateSlot,         // a gate packed during the call
+  kGatedHiddenSlot,  // stays the same through a call, unlike kHiddenSlot
 };
 
 char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
@@ -268,7 +269,11 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
                            linear("weight2", 1, width, hidden, i), norm});
       STD_TORCH_CHECK(p[0]->scalar_type() == p[2]->scalar_type(), op,
                       ": weight1 and weight2 must have one dtype");
-      if (has_part) sublayers.back().parts = {linear("gate_weight", 0, hidden, width, i - 1)};
+      if (has_part) {
+        sublayers.back().parts = {linear("gate_weight", 0, hidden, width, i - 1)};
+        STD_TORCH_CHECK(parameters[6 * (i - 1)]->scalar_type() == p[0]->scalar_type(), op,
+                        ": gate_weight and weight1 must have one dtype");
+      }
     } else {
       const int64_t parts = has_part ? 1 : kind == SublayerKind::self_attention ? 3 : cross_parts;
       sublayers.push_back({kind, linear("in_weight", 0, parts * width, width, i),
@@ -331,7 +336,7 @@ class LayerRunner {
             hidden_bytes, rows * layer.second.weight.size(1) * element_bytes(hidden_type(layer)));
       }
     }
-    if (hidden_bytes > 0) hidden_ = shared_bytes(kHiddenSlot, hidden_bytes);
+    if (hidden_bytes > 0) hidden_ = shared_bytes(kGatedHiddenSlot, hidden_bytes);
     const void* x = x_.const_data_ptr();
     std::vector<Work> works;  // until the next attention
     for (size_t i = 0; i < count; ++i) {
@@ -617,20 +622,23 @@ class Layers : LayerRunner {
     STD_TORCH_CHECK(batch_first_, kOp, ": a rotation requires batch_first");
     cos_ = as_contiguous(cos);
     sin_ = as_contiguous(sin);
-    const int64_t size = own_.args.size, rotated = cos_->size(cos_->dim() - 1);
+    const int64_t dims = x_.dim();
     for (const MaybeTensor* table : {&cos_, &sin_})
-      STD_TORCH_CHECK((*table)->is_cpu() && (*table)->dim() == x_.dim() &&
-                          ((*table)->scalar_type() == ScalarType::Float ||
-                           (*table)->scalar_type() == x_.scalar_type()) &&
-                          (*table)->scalar_type() == cos_->scalar_type() &&
-                          (*table)->sizes().equals(cos_->sizes()),
-                      kOp,
-                      ": cos and sin must be tables of float32 or input's dtype, of one shape");
+      STD_TORCH_CHECK(
+          (*table)->is_cpu() && (*table)->dim() == dims &&
+              ((*table)->scalar_type() == ScalarType::Float ||
+               (*table)->scalar_type() == x_.scalar_type()) &&
+              (*table)->scalar_type() == cos_->scalar_type() &&
+              (*table)->sizes().equals(cos_->sizes()),
+          kOp, ": cos and sin must be tables of float32 or input's dtype, of one shape, with ",
+          dims, " dimensions");
+    const int64_t size = own_.args.size, rotated = cos_->size(dims - 1);
     STD_TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= size, kOp,
                     ": cos must have an even number of columns, at most ", size);
+    STD_TORCH_CHECK(cos_->size(dims - 2) == x_.size(dims - 2) &&
+                        (ragged_ || cos_->size(0) == 1 || cos_->size(0) == x_.size(0)),
+                    kOp, ": cos must have a row for each token, or for each of a sequence");
     const int64_t positions = row_count(*cos_);
-    STD_TORCH_CHECK(positions == rows_ || (!ragged_ && positions == own_.args.queries), kOp,
-                    ": cos must have a row for each token, or for each of a sequence");
     rotation_ = {.table_type = element_of(*cos_),
                  .heads = 2 * own_.args.heads,
                  .size = size,
