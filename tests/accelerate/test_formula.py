@@ -109,7 +109,8 @@ def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.Mon
         in_parts, none = run(ours, inputs)
     assert (count, none) == (calls_of(name, batch), 0)
     # The kernel for layers attends in bfloat16. Of one token, the two errors are single draws.
-    least = 0.05 if batch == "one token" else 0.02
+    of_one = 0.05 if name == "JinaEmbeddingsV3Model" else 0.03
+    least = of_one if batch == "one token" else 0.02
     assert 0 < error(got, exact) < max(least, 1.5 * error(in_parts, exact))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import threading
@@ -448,7 +449,10 @@ def test_gated_networks_and_rotated_heads(
         ]  # fmt: skip
     kinds = [0, 4] if joined else [0, 5, 4]
     norms = [-1 if norm_first else 0, *([] if joined else [-1]), 0]
-    owner = torch.nn.Module()
+    run = functools.partial(
+        cpu_blocks.layers, torch.nn.Module(), kinds, norm_first, norms, 4, True, "silu", parameters,
+        scales, [1e-5] * len(kinds),
+    )  # fmt: skip
     # Few rows, blocks of rows, and more rows than pass through a gated network at a time.
     for batch, length, per_batch, channels in (
         (1, 1, 1, 16),
@@ -464,21 +468,14 @@ def test_gated_networks_and_rotated_heads(
         exact = gated_layer(*cast(given, torch.float64), norm_first)
         expected = gated_layer(*given, norm_first)
         with torch.no_grad(), in_use(isa):
-            got = cpu_blocks.layers(
-                owner, kinds, norm_first, norms, 4, True, "silu", parameters, scales,
-                [1e-5] * len(kinds), x, mask, cos=table[0], sin=table[1],
-            )  # fmt: skip
+            got = run(x, mask, cos=table[0], sin=table[1])
             if int8:
                 assert (got - exact).norm() < 0.03 * exact.norm()
             else:
                 check_budget(got, expected, exact)
             starts = torch.arange(batch + 1) * length
-            packed = cpu_blocks.layers(
-                owner, kinds, norm_first, norms, 4, True, "silu", parameters, scales,
-                [1e-5] * len(kinds), x.flatten(0, 1), mask, starts=starts,
-                cos=table[0].expand(batch, -1, -1).flatten(0, 1),
-                sin=table[1].expand(batch, -1, -1).flatten(0, 1),
-            )  # fmt: skip
+            cos, sin = (each.expand(batch, -1, -1).flatten(0, 1) for each in table)
+            packed = run(x.flatten(0, 1), mask, starts=starts, cos=cos, sin=sin)
         torch.testing.assert_close(packed.view_as(x), got, rtol=0.0, atol=0.0)
 
 

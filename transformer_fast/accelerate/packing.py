@@ -463,8 +463,6 @@ _ROTATION = "position_embeddings"
 _CACHES = ("past_key_values", "layer_past")
 #: Arguments that only attention reads, by the places of tokens.
 _OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
-#: Arguments that many layers take and ignore, and a value of each.
-_IGNORED = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
 #: Types of arguments that are the same for all tokens.
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
@@ -869,7 +867,9 @@ def _formula_of(
         return formula.Trial(output, module, (query, key, value), options.get("scaling"))
 
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    others = {name: x for name, x in _IGNORED.items() if takes_all or name in parameters}
+    # Arguments that many layers take and ignore.
+    found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
+    others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
     with with_our_attention(config), _evaluating(layer):
         try:
             found = formula.prove(layer, config.hidden_size, call, others, rotation)
