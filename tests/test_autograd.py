@@ -294,6 +294,37 @@ def test_gradients_do_not_depend_on_which_are_requested(op, dtype):
                 torch.testing.assert_close(gradient, every[name])
 
 
+@pytest.mark.parametrize("op", CASES)
+def test_gradients_of_matrices_left_out_of_a_call_are_not_computed(op, monkeypatch):
+    """`torch.autograd.grad` with the input alone, as for attributions: the weights keep theirs."""
+    monkeypatch.setattr("transformer_fast.ops.autograd._WORTH_ASKING", 0)
+    arguments = arguments_of(op)
+    named = OPS[op].named(arguments)
+    names = [n for n in OPS[op].gradients_of if is_floating(named[n])]
+    matrices = [n for n in names if n.startswith("weight") and named[n].dim() == 2]
+    if not matrices:
+        pytest.skip("no gradient of a matrix")
+    loss = first(run_of(op)(*arguments)).sin().sum()
+    node, computed = loss.grad_fn, {}
+    while "Function" not in node.name():
+        node = node.next_functions[0][0]
+    tensors = [n for n, value in named.items() if isinstance(value, Tensor)]
+    positions = {n: tensors.index(n) for n in names}
+    node.register_hook(
+        lambda grads, _: computed.update({n: grads[i] is not None for n, i in positions.items()})
+    )
+
+    every = torch.autograd.grad(loss, [named[n] for n in names], retain_graph=True)
+    assert all(computed.values())
+    for name, expected in zip(names, every, strict=True):
+        (grad,) = torch.autograd.grad(loss, named[name], retain_graph=True)
+        torch.testing.assert_close(grad, expected)
+        assert computed[name]
+        assert not any(computed[other] for other in matrices if other != name)
+    loss.backward()
+    assert all(computed.values())
+
+
 def test_unsaved_weights_may_change_before_backward():
     """As in PyTorch: the gradients of a first layer do not depend on its weight."""
     x, b = torch.randn(50, 16), torch.randn(16, requires_grad=True)

@@ -67,6 +67,14 @@ unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 fp32_precision = torch._C._get_fp32_precision_getter
 
 
+def is_node_executed(node: Any) -> bool:
+    """For a running backward: True if autograd needs the gradient for a node of the graph."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+        return True
+
+
 def is_traced() -> bool:
     """True while torch.compile, torch.export or torch.jit.trace records a program."""
     return is_compiling() or is_jit_tracing()

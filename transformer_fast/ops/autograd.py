@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._context import in_forward_mode, unwrap_if_dead
+from .._context import in_forward_mode, is_node_executed, unwrap_if_dead
 
 _Function = TypeVar("_Function", bound="type[Any]")
 
@@ -68,6 +68,26 @@ def called_directly(function: _Function) -> _Function:
 def gradients_of(ctx: Any, *found: Any) -> tuple[Any, ...]:
     """Returns ``found``, followed by None for each further argument of ``forward``."""
     return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
+
+
+#: Multiply-adds of one gradient from which a backward asks whether it must be computed.
+_WORTH_ASKING = 1 << 22
+
+
+def wanted(ctx: Any, work: int) -> Sequence[bool]:
+    """Returns for which arguments of ``forward`` a backward must compute gradients.
+
+    ``needs_input_grad`` of a function in Python is also true for inputs that a call of
+    `torch.autograd.grad` leaves out, such as the weights when only the input's gradient is requested.
+
+    Args:
+        work: multiply-adds of the gradient of one matrix; small calls are not worth the time to ask.
+    """
+    needs: Sequence[bool] = ctx.needs_input_grad
+    if work < _WORTH_ASKING or torch.compiler.is_compiling():
+        return needs
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return [need and is_node_executed(next(nodes)) for need in needs]
 
 
 def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:

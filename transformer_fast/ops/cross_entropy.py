@@ -19,6 +19,7 @@ from .autograd import (
     gradients_of,
     mask_unwanted,
     vjp,
+    wanted,
 )
 from .chunked_loss import chunked_gradients, recomputed_losses
 from .operator import Operator, Rule
@@ -134,6 +135,8 @@ class LossFunction(Function):
             return gradients_of(ctx)
         input, weight, bias, target, statistics = ctx.saved_tensors
         wants, (backend, *options) = ctx.needs_input_grad[1:4], ctx.options
+        if weight is not None and wants[0] and wants[1]:
+            wants = wanted(ctx, input.numel() * weight.shape[0])[1:4]
         if differentiates_again():
 
             def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:

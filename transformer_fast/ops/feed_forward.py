@@ -21,6 +21,7 @@ from .autograd import (
     mask_unwanted,
     placeholder,
     vjp,
+    wanted,
 )
 from .linear import CODES, products, total
 from .operator import Operator, Rule
@@ -123,6 +124,8 @@ class FeedForwardFunction(Function):
         if grad is None and grad_kept is None:
             return gradients_of(ctx)
         wants = ctx.needs_input_grad[1:6]
+        if wants[0] and (wants[1] or wants[3]) and grad is not None:
+            wants = wanted(ctx, grad.numel() * ctx.saved_tensors[-1].shape[-1])[1:6]
         grads: Sequence[Tensor | None]
         if grad is None or grad_kept is not None or differentiates_again():
             grads = _by_formula(ctx, grad, grad_kept, wants)

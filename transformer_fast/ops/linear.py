@@ -18,6 +18,7 @@ from .autograd import (
     mask_unwanted,
     placeholder,
     vjp,
+    wanted,
 )
 from .operator import Operator, Rule
 
@@ -103,12 +104,14 @@ class LinearFunction(Function):
         """``grad_preactivation`` is None except in a second derivative: that result is internal."""
         if grad_preactivation is not None and torch.compiler.is_compiling():
             grad_preactivation = None  # always zeros here
-        wants = ctx.needs_input_grad[1:4]
         residual = grad if ctx.needs_input_grad[4] else None
+        wants = ctx.needs_input_grad[1:4]
         if (grad is None and grad_preactivation is None) or not any(wants):
             return None, None, None, None, residual
         backend, activation = ctx.options
         input, weight, preactivation = ctx.saved_tensors
+        if wants[0] and wants[1] and grad is not None:
+            wants = wanted(ctx, grad.numel() * input.shape[-1])[1:4]
         grads: Sequence[Tensor | None]
         if grad is None or grad_preactivation is not None or differentiates_again():
             if grad is not None and activation is not None:
