@@ -42,12 +42,13 @@ PRIVATE = "_is_private_to_transformer_fast"
 
 
 class Copies(NamedTuple):
-    """A backend's `cpu_packing.PackedWeights` (packed copies), `Snapshot` (a tensor's state), and
-    `all_unchanged`."""
+    """A backend's `cpu_packing.PackedWeights` (packed copies), `Snapshot` (a tensor's state),
+    `all_unchanged` and `is_read_in_place`."""
 
     packed: Callable[[], Any]
     snapshot: Callable[..., Any]
     all_unchanged: Callable[[Sequence[Any]], bool]
+    is_read_in_place: Callable[[torch.Tensor, int], bool]
 
 
 #: By backend.

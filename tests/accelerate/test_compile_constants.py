@@ -252,6 +252,56 @@ def test_empty_concatenations_and_casts_without_effect_are_removed(
     assert (report.others["cat"], report.others["to"], report.others["float"]) == (2, 0, 0)
 
 
+class Step(nn.Module):
+    """Writes to a cache between products; ``shares``: the cache is a part of their weight."""
+
+    def __init__(self, shares: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.last = nn.Linear(64, 32)
+        self.register_buffer("cache", self.weight.detach()[:5] if shares else torch.randn(5, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        self.cache.mul_(0.5)
+        self.cache[1:2].copy_(y[:1])
+        return self.last(F.gelu(x @ self.weight)) + self.cache.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("shares", [False, True])
+def test_weights_are_packed_beside_writes_to_other_memory(
+    rows: int, shares: bool, lifted: list[tuple[Any, ...]]
+) -> None:
+    model, same, x = Step(shares), Step(shares), torch.randn(rows, 64)
+    compiled = _compiled(model)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), same(x))
+        torch.testing.assert_close(model.cache, same.cache)
+    if shares:
+        assert not lifted
+        return
+    [(program, *_)] = lifted
+    products = [str(n.target) for n in program.graph.nodes if "linear" in str(n.target)]
+    assert products
+    assert all("linear_packed" in name for name in products)
+
+
+@torch.no_grad()
+def test_a_module_whose_cache_is_its_weight_may_share_a_program() -> None:
+    models, same = ([Step(), Step(shares=True)] for _ in range(2))
+    x = torch.randn(20, 64)
+    torch.compiler.reset()
+    for model in models:
+        model.compile(backend=compile_backend, options={"inner": inner.compile_rest})
+    for model, other in zip(models, same, strict=True):
+        for _ in range(4):
+            torch.testing.assert_close(model(x), other(x))
+            torch.testing.assert_close(model.cache, other.cache)
+
+
 class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -172,20 +172,23 @@ _clock = itertools.count(1)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+def is_read_in_place(weight: Tensor, rows: int) -> bool:
+    """True if products with so few rows are as fast with the weight as with its packed copy."""
+    assert _native.module is not None  # only CPU kernels call this
+    name = _NAMES.get(weight.dtype)  # int8 is always packed
+    return (
+        name is not None
+        and weight.stride(1) == 1
+        and rows <= _native.module.direct_rows(name, weight.numel())
+    )
+
+
 def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     """Returns the packed copy of a parameter for products with ``rows`` rows.
 
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    assert _native.module is not None  # only CPU kernels call this
-    # With so few rows the kernel is as fast with the unpacked weight.
-    if (
-        weight.dtype != torch.int8
-        and weight.stride(1) == 1
-        and rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
-    ):
-        return None
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if is_read_in_place(weight, rows) or (torch.is_grad_enabled() and weight.requires_grad):
         return None
     entry = _entry_of(weight, rows)
     return None if entry is None else entry.packed
@@ -357,10 +360,8 @@ class PackedWeights:
         recorded, even while a program is compiled; None: the weights.
         """
         assert _native.module is not None  # only CPU kernels call this
-        direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
-            name = _NAMES.get(weight.dtype)
-            if name is None or rows > direct_rows(name, weight.numel()):  # int8 is always packed
+            if not is_read_in_place(weight, rows):
                 break
         else:
             return [None] * len(weights)
@@ -415,4 +416,4 @@ def held_bytes() -> int:
 
 
 memory.packings.append((held_bytes, forget))
-memory.COPIES["cpu"] = memory.Copies(PackedWeights, Snapshot, all_unchanged)
+memory.COPIES["cpu"] = memory.Copies(PackedWeights, Snapshot, all_unchanged, is_read_in_place)

@@ -38,11 +38,25 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 
 
 class AliasAnalysis:
-    """The writes in place of a graph, found once: calls inserted later write to new memory only."""
+    """The writes in place of a graph, found once: calls inserted later write to new memory only.
 
-    def __init__(self, graph: Graph) -> None:
+    ``inputs``: the tensors that the graph was captured with. Those in separate storages share no
+    memory then, which a later call must check; None: any two inputs may.
+    """
+
+    def __init__(self, graph: Graph, inputs: Sequence[torch.Tensor] | None = None) -> None:
         self._graph = graph
         self._writes = [n for n in graph.nodes if mutates(n)]
+        #: The memory of the inputs, for `_roots`.
+        self._outside: dict[Node, frozenset[Any]] = {}
+        if inputs is not None and not any(
+            n.op == "get_attr" and isinstance(value(n), torch.Tensor) for n in graph.nodes
+        ):
+            given = (n for n in graph.nodes if n.op == "placeholder")
+            self._outside = {
+                node: frozenset({x.untyped_storage().data_ptr()})
+                for node, x in zip(given, inputs, strict=True)
+            }
 
     def may_replace(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> bool:
         """True if one call of ``inputs`` at ``point`` (default: ``last``) can compute ``last``.
@@ -57,7 +71,7 @@ class AliasAnalysis:
         cone = between(sources, last)
         if not cone:
             return True
-        roots: dict[Node, frozenset[Any]] = {}
+        roots = dict(self._outside)
         given = (n for n in sources if only_user(n) in cone and self.is_internal(n))
         own = frozenset(cone).union(*(_roots(n, roots) for n in given))
         if any(n in cone and not _touched(n, roots) <= own for n in self._writes):
@@ -106,7 +120,7 @@ class AliasAnalysis:
         self, nodes: Iterable[Node], cache: dict[Node, frozenset[Any]] | None = None
     ) -> frozenset[Any]:
         """Returns identifiers of the memory of the nodes' values; ``cache``: those of each node."""
-        roots = {} if cache is None else cache
+        roots = dict(self._outside) if cache is None else cache
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
     def _order(self) -> dict[Node, int]:
@@ -114,7 +128,7 @@ class AliasAnalysis:
 
     def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
         """Returns those of the writes that may change the values of the nodes."""
-        roots: dict[Node, frozenset[Any]] = {}
+        roots = dict(self._outside)
         read_memory = self.shared(_nodes(list(nodes)), roots)
         return [n for n in writes if _touched(n, roots) & read_memory]
 

@@ -46,8 +46,9 @@ class DerivedInputs:
     """Computes the additional inputs of a program: packed weights first, then expression values."""
 
     def __init__(
-        self, given: Sequence[Node], weights: Sequence[_Weight], values: Sequence[Node]
-    ) -> None:
+        self, given: Sequence[Node], weights: Sequence[_Weight], values: Sequence[Node],
+        written: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         by_rows: dict[int, list[int]] = {}
         for index, weight in enumerate(weights):
             by_rows.setdefault(weight.rows, []).append(index)
@@ -60,6 +61,9 @@ class DerivedInputs:
         self._values = _program(given, values)
         roots = _cone(values)
         self._roots = [index for index, node in enumerate(given) if node in roots]
+        #: Indices of the inputs that the program writes to, and of those that must not share their
+        #: memory.
+        self._written, self._read = written, {*self._owners, *self._roots}
         #: Key: addresses of the tensors that the values depend on. Entry: the states of those
         #: tensors, and the values. Modules that share a program have separate entries.
         self._kept: dict[tuple[int, ...], tuple[list[Any], Sequence[Tensor]]] = {}
@@ -67,7 +71,12 @@ class DerivedInputs:
             _all.add(self)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
-        """Returns the additional inputs for these inputs; None if a copy cannot be cached."""
+        """Returns the additional inputs for these inputs; None if a copy cannot be cached, or if the
+        program would change a value while it runs."""
+        if self._written and not _storages(inputs, self._written).isdisjoint(
+            _storages(inputs, self._read)
+        ):
+            return None
         owners = [inputs[index] for index in self._owners]
         weights = owners if self._views is None else self._views(*inputs)
         found: list[Any] = [None] * len(weights)
@@ -104,6 +113,10 @@ class DerivedInputs:
         self._kept.clear()
 
 
+def _storages(inputs: Sequence[Any], indices: Iterable[int]) -> set[int]:
+    return {inputs[index].untyped_storage().data_ptr() for index in indices}
+
+
 #: All instances that cache expression values.
 _all: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
 
@@ -118,13 +131,13 @@ memory.packings.append((lambda: sum(each.held_bytes() for each in list(_all)), _
 
 def lift(
     module: GraphModule, inputs: Sequence[Any]
-) -> tuple[GraphModule, DerivedInputs, list[Tensor]] | None:
-    """Returns the program with additional inputs, their computation, and their values for
-    ``inputs``.
+) -> tuple[GraphModule, DerivedInputs | None, list[Tensor]] | None:
+    """Returns the program with additional inputs, their computation (None: there are none), and their
+    values for ``inputs``.
 
-    ``inputs``: the tensors that the program was captured with. Returns None if nothing can be
-    precomputed, if sizes are known only at run time, or if an input is not a plain tensor in CPU
-    memory.
+    Products whose weights are packed, or read in place, call their operator without a look-up.
+    ``inputs``: the tensors that the program was captured with. Returns None if nothing is changed, if
+    sizes are known only at run time, or if an input is not a plain tensor in CPU memory.
     """
     if not are_plain_on_cpu(inputs):
         return None
@@ -135,20 +148,23 @@ def lift(
     has_autocast = editor.modes.any(lambda modes: modes.has_autocast)
     if has_autocast or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
-    constant_nodes = _constant_nodes(editor.aliases, given, inputs)
+    aliases = AliasAnalysis(graph, inputs)
+    constant_nodes = _constant_nodes(aliases, given, inputs)
     weights: list[_Weight] = []
     new: list[Node] = []
+    is_changed = False
     for node in list(graph.nodes):
         product = packed_call(node)
         if product is None:
             continue
         operator, arguments, rows = product
-        places = PLACES[operator.name]
+        places = [i for i in PLACES[operator.name] if not _is_read_in_place(arguments[i], rows)]
         if any(arguments[i] not in constant_nodes for i in places):
             continue
         packed = {i: _weight(arguments[i], given, inputs, rows) for i in places}
         if None in packed.values():
             continue
+        is_changed = True
         for i, one in packed.items():
             weights.append(one)  # type: ignore[arg-type]
             with graph.inserting_after([*given, *new][-1]):
@@ -156,22 +172,23 @@ def lift(
             arguments[i + 1] = new[-1]
         node.replace_all_uses_with(editor.call(node, operator.of["cpu"], *arguments, like=node))
         graph.erase_node(node)
-    returned = editor.aliases.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
+    returned = aliases.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
     values = [
         node
         for node in constant_nodes
         if any(user not in constant_nodes for user in node.users)
         and _is_small(node)
-        and not editor.aliases.is_written([node])
-        and not editor.aliases.shared([node]) & returned
+        and not aliases.is_written([node])
+        and not aliases.shared([node]) & returned
     ]
     # A view of an input costs nothing: it is not cached.
     own = {x.untyped_storage().data_ptr() for x in inputs}
     found = zip(values, _program(given, values)(*inputs), strict=True)
     values = [node for node, x in found if x.untyped_storage().data_ptr() not in own and x.numel()]
-    constants = DerivedInputs(given, weights, values)
+    written = [index for index, node in enumerate(given) if aliases.is_written([node])]
+    constants = DerivedInputs(given, weights, values, written)
     first = constants(inputs)
-    if not first:
+    if first is None or not (first or is_changed):
         return None
     for node in values:
         with graph.inserting_after([*given, *new][-1]):
@@ -182,7 +199,7 @@ def lift(
         if node.op != "placeholder" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    return GraphModule(module, graph), constants, first
+    return GraphModule(module, graph), constants if first else None, first
 
 
 def _constant_nodes(
@@ -247,6 +264,10 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results))
     return GraphModule({}, graph).forward  # type: ignore[return-value]
+
+
+def _is_read_in_place(node: Node, rows: int) -> bool:
+    return memory.COPIES["cpu"].is_read_in_place(value(node), rows)
 
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:

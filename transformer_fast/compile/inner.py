@@ -180,10 +180,11 @@ class _Checked:
             found, wanted = list(self._run_compiled(*copies)), list(expected)
             for index in self.written:
                 changed = inputs[index] != before[index]
-                if not torch.equal(copies[index][~changed], inputs[index][~changed]):
-                    return False
-                found.append(copies[index][changed])
-                wanted.append(inputs[index][changed])
+                # Apart, so that large values of one part do not hide errors of the other. Writing a
+                # value again, such as a cache's at the same place, leaves a rounding difference.
+                for part in (changed, ~changed):
+                    found.append(copies[index][part])
+                    wanted.append(inputs[index][part])
             if all(map(partial(_agree, least=self.least_tolerance), found, wanted)):
                 return True
         except Exception as error:
@@ -194,9 +195,7 @@ class _Checked:
 
     def _run_compiled(self, *inputs: Any) -> Any:
         found = () if self.constants is None else self.constants(inputs)
-        if (
-            found is None
-        ):  # the packed copies do not all fit in the cache; each product packs its own
+        if found is None:  # each product packs its own weight
             return self.module.forward(*inputs)
         viewed = (inputs[index] for index in self.viewed)
         memory.program.parameters = {x.untyped_storage().data_ptr(): x for x in viewed}
