@@ -65,12 +65,14 @@ class FeedForward(FusedLayer):
             or None in map(modules.get, (*net.starts, *net.ends))
         ):
             return super().forward(input)
-        first, second = _affine(modules.get(net.first), x), _affine(modules.get(net.second), x)
+        first = _affine(modules.get(net.first), x)
+        if first is None:
+            return super().forward(input)
+        second = _affine(modules.get(net.second), x)
         name = _activation(self, net)[1]
         active = [d.p for d in dropouts if d.training and dropout_p(d)]
         if (
-            first is None
-            or second is None
+            second is None
             or name is None
             or len(active) > 1
             or first[0].dtype != second[0].dtype
