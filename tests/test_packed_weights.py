@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_copies() -> Iterator[None]:
     gc.collect()
-    cpu_packing.forget()
+    memory.forget_packed()  # values of programs that earlier tests compiled, too
     cpu_packing._refused.clear()
     yield
     cpu_packing.forget()

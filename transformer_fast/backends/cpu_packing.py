@@ -188,7 +188,14 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    if is_read_in_place(weight, rows) or (torch.is_grad_enabled() and weight.requires_grad):
+    assert _native.module is not None  # only CPU kernels call this
+    if (  # inlined, as below: a call takes longer
+        weight.dtype != torch.int8
+        and weight.stride(1) == 1
+        and rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
+    ):
+        return None
+    if torch.is_grad_enabled() and weight.requires_grad:
         return None
     entry = _entry_of(weight, rows)
     return None if entry is None else entry.packed
@@ -360,8 +367,10 @@ class PackedWeights:
         recorded, even while a program is compiled; None: the weights.
         """
         assert _native.module is not None  # only CPU kernels call this
+        direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
-            if not is_read_in_place(weight, rows):
+            name = _NAMES.get(weight.dtype)
+            if name is None or weight.stride(1) != 1 or rows > direct_rows(name, weight.numel()):
                 break
         else:
             return [None] * len(weights)
