@@ -109,13 +109,20 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         path = findings.FOLDER / f"{machine.slug(about)}{options.kind}.json"
     failed = 0
     suffix = "" if options.dtype == "float32" else f", {options.dtype}"
-    for name in options.suite:
-        full = not scope.quick
-        work = [
+    cases = {
+        name: [
             (label, make)
             for label, make in options.suites[name](scope)
             if all(word in label for word in options.words)
         ]
+        for name in options.suite
+    }
+    if options.words and not any(cases.values()):
+        parser.error(
+            f"no case of {', '.join(cases)} contains {' and '.join(map(repr, options.words))}"
+        )
+    for name, work in cases.items():
+        full = not scope.quick
         rows, remarks = run(work, scope.plan, probe_before=full, memory=full)
         if not rows:
             continue
