@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from transformer_fast import _native, compile_backend, compile_reports, memory
 from transformer_fast.backends import cpu_packing
@@ -299,6 +300,56 @@ def test_a_module_whose_cache_is_its_weight_may_share_a_program() -> None:
         for _ in range(4):
             torch.testing.assert_close(model(x), other(x))
             torch.testing.assert_close(model.cache, other.cache)
+
+
+@torch.library.custom_op("transformer_fast_tests::double_", mutates_args=("second",))
+def _double(first: Tensor, second: Tensor) -> None:
+    second.mul_(2.0)
+
+
+def _set_one(x: Tensor, weight: Tensor) -> None:
+    weight[3, 5] = x[0, 0]
+
+
+#: Functions of (input, weight) that write to the weight.
+_WRITES: dict[str, Callable[..., Any]] = {
+    "one element": _set_one,
+    "a view": lambda x, weight: weight.detach().t().select(0, 5).neg_(),
+    "an activation": lambda x, weight: F.leaky_relu(weight, 0.5, True),
+    "an embedding": lambda x, weight: F.embedding(torch.arange(9), weight, None, 0.5),
+    "a custom operator": _double,
+    "an overload": lambda x, weight: torch.ops.aten.mul_.Scalar(weight, 2.0),
+    "a checkpoint": lambda x, weight: checkpoint(weight.mul_, 2.0, use_reentrant=False),
+}
+
+
+class Writing(nn.Module):
+    """Writes to a weight between two products; ``derived``: to a buffer that a value depends on."""
+
+    def __init__(self, write: Callable[..., Any], derived: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write, self.map = write, nn.Linear(64, 256)
+        self.buffer = nn.Buffer(torch.rand(64, 64)) if derived else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.map(x)
+        self.write(x, self.map.weight if self.buffer is None else self.buffer)
+        return y + self.map(x) + (0.0 if self.buffer is None else (self.buffer * 3).cos().sum())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("derived", [False, True], ids=["weight", "buffer"])
+@pytest.mark.parametrize("write", _WRITES)
+def test_writes_of_a_program_are_seen(write: str, derived: bool) -> None:
+    model, same = (Writing(_WRITES[write], derived) for _ in range(2))
+    compiled = _compiled(model)
+    for call in range(6):
+        x = torch.randn(20, 64)
+        torch.testing.assert_close(compiled(x), same(x), rtol=1e-4, atol=1e-3)
+        if call == 3:
+            for each in (*model.state_dict().values(), *same.state_dict().values()):
+                each.mul_(-0.7)
 
 
 class Windows(nn.Module):

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ..ops.layer_norm import NORMS
 from .nodes import only_user, value
-from .ops import is_view, mutates, read
+from .ops import is_view, mutates, read, written
 
 #: Represents all memory from outside the graph: any two such tensors may alias.
 _OUTSIDE = "outside"
@@ -40,22 +40,27 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 class AliasAnalysis:
     """The writes in place of a graph, found once: calls inserted later write to new memory only.
 
-    ``inputs``: the tensors that the graph was captured with. Those in separate storages share no
+    ``inputs``: the values that the graph was captured with. Those in separate storages share no
     memory then, which a later call must check; None: any two inputs may.
     """
 
-    def __init__(self, graph: Graph, inputs: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, graph: Graph, inputs: Sequence[Any] | None = None) -> None:
         self._graph = graph
         self._writes = [n for n in graph.nodes if mutates(n)]
         #: The memory of the inputs, for `_roots`.
         self._outside: dict[Node, frozenset[Any]] = {}
-        if inputs is not None and not any(
-            n.op == "get_attr" and isinstance(value(n), torch.Tensor) for n in graph.nodes
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        if (
+            inputs is not None
+            and len(inputs) == len(given)
+            and not any(
+                n.op == "get_attr" and isinstance(value(n), torch.Tensor) for n in graph.nodes
+            )
         ):
-            given = (n for n in graph.nodes if n.op == "placeholder")
             self._outside = {
                 node: frozenset({x.untyped_storage().data_ptr()})
                 for node, x in zip(given, inputs, strict=True)
+                if isinstance(x, torch.Tensor)
             }
 
     def may_replace(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> bool:
@@ -135,8 +140,8 @@ class AliasAnalysis:
 
 def _touched(write: Node, roots: dict[Node, frozenset[Any]]) -> frozenset[Any]:
     """Returns the memory that a write in place may change."""
-    targets = _nodes([write.kwargs.get("out"), write.args[:1], write.kwargs.get("input")])
-    return frozenset().union(*(_roots(n, roots) for n in targets or write.all_input_nodes))
+    targets = _nodes(written(write)) or write.all_input_nodes
+    return frozenset().union(*(_roots(n, roots) for n in targets))
 
 
 def _nodes(tree: Any) -> list[Node]:

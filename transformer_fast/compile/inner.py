@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .. import memory
 from .._context import are_plain_on_cpu, dispatch_modes
@@ -96,6 +96,8 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
     with_gradients = GraphModes(module.graph).any(lambda modes: modes.grad)
     if with_gradients and any(x.requires_grad for x in tensors):
         return "inductor is not used in training"
+    if _writes_parameters(module.graph, example_inputs):
+        return "inductor is not used in programs that write to parameters"
     if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
     stacked = sum(len(m.body.graph.nodes) for m in module.children() if isinstance(m, Sublayers))
@@ -104,6 +106,19 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "inductor needs a C++ compiler, and none was found"
     return None
+
+
+def _writes_parameters(graph: Graph, inputs: Sequence[Any]) -> bool:
+    """True if a call writes to the memory of a parameter.
+
+    PyTorch records the write when an inductor program ends, too late for packed copies.
+    """
+    plain = are_plain_on_cpu(x for x in inputs if isinstance(x, Tensor))
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    parameters = [
+        node for node, x in zip(given, inputs, strict=False) if isinstance(x, torch.nn.Parameter)
+    ]
+    return AliasAnalysis(graph, inputs if plain else None).is_written(parameters)
 
 
 class _Checked:
@@ -177,6 +192,8 @@ class _Checked:
         ``before``: the values of the written inputs before the run.
         """
         try:
+            if self.constants is not None and self.constants(copies) is None:
+                return False  # the run would be eager
             found, wanted = list(self._run_compiled(*copies)), list(expected)
             for index in self.written:
                 changed = inputs[index] != before[index]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..ops.layer_norm import NORMS
-from .nodes import is_number, rank
+from .nodes import is_number, rank, value
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def read(node: Any) -> Op | None:
     if len(node.args) > len(parameters):
         return None
     args = dict(zip(parameters, node.args, strict=False))
-    for key, value in node.kwargs.items():
-        args[_ALIASES.get(key, key)] = value
+    for key, given in node.kwargs.items():
+        args[_ALIASES.get(key, key)] = given
     return _checked(name, args)
 
 
@@ -282,25 +283,85 @@ def is_copy(node: Node) -> bool:
 
 def mutates(node: Node) -> bool:
     """True if the call writes to one of its arguments."""
+    return written(node) is not None
+
+
+def written(node: Node) -> list[Any] | None:
+    """Returns the arguments whose memory the call may change, or None if it writes to none."""
     if node.op == "call_method":
         name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
+        writes = name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
+        return list(node.args[:1]) if writes else None
     if node.op != "call_function":
-        return False
-    if node.kwargs.get("inplace") is True or "out" in node.kwargs:
-        return True
+        return None
+    if any(each.op == "get_attr" and _body_writes(each) for each in node.all_input_nodes):
+        return list(node.all_input_nodes)
+    schemas = _schemas(node.target)
+    if schemas:
+        places = {
+            (index, argument.name)
+            for schema in schemas
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        given = [_given(node, index, name) for index, name in places]
+        return [each for each in given if each is not None] or None
+    first = [node.kwargs.get("out"), *node.args[:1], node.kwargs.get("input")]
     name = getattr(node.target, "__name__", "")
-    if node.target in _IN_PLACE:
-        return True
+    if node.target in _IN_PLACE or "out" in node.kwargs:
+        return first
     if name.endswith("_") and not name.endswith("__") and node.target not in _NOT_IN_PLACE:
-        return True
+        return first
+    parameters = _positions(node.target)
+    if _given(node, parameters.get("inplace"), "inplace") is True:
+        return first
+    # Embeddings shorten the rows of their weight.
+    if _given(node, parameters.get("max_norm"), "max_norm") is not None and "weight" in parameters:
+        return [_given(node, parameters["weight"], "weight"), *node.args[:1]]
     op = read(node)
-    return op is not None and op["inplace"] is True
+    return first if op is not None and op["inplace"] is True else None
+
+
+def _given(node: Node, index: int | None, name: str) -> Any:
+    """Returns an argument by its name or position; None if it is absent."""
+    if index is not None and index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name)
+
+
+def _schemas(target: Any) -> list[Any]:
+    """Returns the schemas of an operator; none for other functions."""
+    target = getattr(target, "_opoverload", target)  # of a definition by torch.library.custom_op
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return []
+
+
+@functools.cache
+def _positions(target: Any) -> Mapping[str, int]:
+    """Returns the positions of the parameters of a function by their names."""
+    try:
+        return {name: i for i, name in enumerate(inspect.signature(target).parameters)}
+    except (TypeError, ValueError):  # a builtin function
+        return {}
+
+
+def _body_writes(node: Node) -> bool:
+    """True if the node may be the body of a branch or a checkpoint that writes to its arguments."""
+    owner = node.graph.owning_module
+    if owner is None:  # the graph is a copy
+        return not isinstance(value(node), torch.Tensor)
+    body = operator.attrgetter(str(node.target))(owner)
+    return isinstance(body, GraphModule) and any(mutates(each) for each in body.graph.nodes)
 
 
 _IN_PLACE = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem,
-     operator.ipow, operator.iand, operator.ior, operator.imatmul}
+     operator.ipow, operator.iand, operator.ior, operator.imatmul, operator.ifloordiv,
+     operator.imod, operator.ixor, operator.ilshift, operator.irshift}
 )  # fmt: skip
+_IN_PLACE_METHODS = frozenset({f"__{each.__name__}__" for each in _IN_PLACE})
 #: Their names end with "_" because Python has a keyword of the same name.
 _NOT_IN_PLACE = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})

@@ -124,8 +124,6 @@ class FeedForwardFunction(Function):
         if grad is None and grad_kept is None:
             return gradients_of(ctx)
         wants = ctx.needs_input_grad[1:6]
-        if wants[0] and (wants[1] or wants[3]) and grad is not None:
-            wants = wanted(ctx, grad.numel() * ctx.saved_tensors[-1].shape[-1])[1:6]
         grads: Sequence[Tensor | None]
         if grad is None or grad_kept is not None or differentiates_again():
             grads = _by_formula(ctx, grad, grad_kept, wants)
@@ -133,6 +131,8 @@ class FeedForwardFunction(Function):
             backend, activation, dropout_p = ctx.options
             input, weight1, _, weight2, seed, kept = ctx.saved_tensors
             hidden, lead = kept.shape[-1], grad.shape[:-1]
+            if wants[0] and (wants[1] or wants[3]):
+                wants = wanted(ctx, grad.numel() * hidden)[1:6]
             if input is None:
                 input = placeholder(grad, *lead, 1 if weight1 is None else weight1.shape[1])
             if weight1 is None:
