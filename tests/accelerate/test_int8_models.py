@@ -243,6 +243,30 @@ def test_models_without_float_weights(make):
     assert error(run(model, x().bfloat16()).float(), expected) < ERROR
 
 
+@pytest.mark.parametrize("family", ["Bert", "GPT2"])
+def test_save_pretrained_stores_floats(family, tmp_path):
+    """`from_pretrained` would read 8-bit values as floats. Quantised again, they are the same."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kind = getattr(transformers, f"{family}Model")
+    model = kind(getattr(transformers, f"{family}Config")(**sizes)).eval()
+    ids = torch.randint(50, (2, 9))
+    accelerate(model, quantize="int8")
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+    accelerate(model, quantize="int8", keep_weights=False)
+    for index, each in enumerate((model, copy.deepcopy(model), saved(model))):
+        each.save_pretrained(tmp_path / str(index))
+        again = kind.from_pretrained(tmp_path / str(index)).eval()
+        assert again.dtype == torch.float32
+        for run_in_8_bits in (False, True):
+            if run_in_8_bits:
+                accelerate(again, quantize="int8")
+            with torch.no_grad():
+                found = error(again(ids).last_hidden_state, expected)
+            assert found < (ROUNDING if run_in_8_bits else ERROR)
+
+
 def test_float_weights_are_freed():
     layer = nn.Linear(64, 32)
     weight = weakref.ref(layer.weight)

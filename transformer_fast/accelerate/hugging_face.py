@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..nn.drop_in import functions_of, is_of_others
+from ..nn.int8 import INT8
 from . import classes, packing
 from .classes import Change, ClassChange
 from .hugging_face_layers import CLASSES, METHODS, Attention, attention
@@ -324,6 +325,48 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_function)
+
+
+def save_as_float(model: torch.nn.Module) -> None:
+    """Lets `save_pretrained` store float weights of models whose modules have 8-bit weights only.
+
+    `from_pretrained` would read the 8-bit values as floats.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    for module in () if library is None else model.modules():
+        if isinstance(module, library.PreTrainedModel) and not hasattr(module, "hf_quantizer"):  # type: ignore[union-attr]
+            module.hf_quantizer = _quantizer()
+
+
+def _quantizer() -> Any:
+    return _quantizer_class()()
+
+
+@functools.cache
+def _quantizer_class() -> Any:
+    from transformers.quantizers.base import HfQuantizer
+
+    class Int8OfTransformerFast(HfQuantizer):  # type: ignore[misc]
+        is_trainable = False
+
+        def __init__(self) -> None:
+            method = SimpleNamespace(quant_method="int8 of transformer_fast")
+            self.quantization_config = method  # type: ignore[assignment]
+
+        def __reduce__(self) -> Any:
+            return _quantizer, ()
+
+        def is_serializable(self) -> bool:
+            return True
+
+        def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            state = model.state_dict()
+            for name, module in model.named_modules():
+                if INT8 in module.__dict__:
+                    module.__dict__[INT8].to_float(state, f"{name}." if name else "")
+            return state, {}
+
+    return Int8OfTransformerFast
 
 
 def mask_function(**given: Any) -> Tensor | None:

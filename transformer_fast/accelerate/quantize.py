@@ -16,7 +16,7 @@ from .._explain import explain
 from ..models.embedding import OutputProjection
 from ..nn.drop_in import warn_user
 from ..nn.int8 import INT8, Int8Weights, why_float
-from . import classes
+from . import classes, hugging_face
 from .classes import Change, ClassChange, undone
 from .hugging_face_layers import Conv1D
 from .parts import FACTORS
@@ -193,6 +193,7 @@ def finish(model: torch.nn.Module, report: Report, keep_weights: bool) -> None:
         for module in quantised:
             if module.__dict__[INT8].freed is None:
                 module.__dict__[INT8].free(module)
+        hugging_face.save_as_float(model)
 
 
 def _float_bytes(model: torch.nn.Module, quantised: Sequence[torch.nn.Module]) -> Counter[str]:

@@ -192,6 +192,14 @@ class Int8Weights:
             dtype = weight.dtype
         self.freed = dtype
 
+    def to_float(self, state: dict[str, Any], prefix: str) -> None:
+        """Replaces 8-bit weights in a state_dict by floats; they are the same 8-bit values again."""
+        for name in self.names if self.freed is not None else ():
+            scale = state.pop(prefix + SCALE_OF.format(name))
+            values = state[prefix + name].float()
+            scaled = values * (scale if self.transposed else scale[:, None])
+            state[prefix + name] = scaled.to(self.freed)
+
     def before_load(self, state: dict[str, Any], prefix: str) -> None:
         """Quantises the float weights in a state_dict that a module without them loads."""
         for name in self.names if self.freed is not None else ():
