@@ -94,6 +94,8 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
 
 def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a result of ours is outside its error budget, else 0."""
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
     scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)

@@ -53,6 +53,19 @@ def test_both_polarities_give_the_same_result() -> None:
 
 
 def test_invalid_arguments_raise() -> None:
+    for length in (-1, 2.0, "a"):
+        with pytest.raises(ValueError, match=r"length must be a whole number, 0 or more, not"):
+            functional.causal_mask(length)
+    with pytest.raises(TypeError, match=r"'tokens' \(position 1\) must be Tensor, not list"):
+        functional.padding_mask([[1]], 0)
+    with pytest.raises(TypeError, match=r"'pad_token' \(position 2\) must be int, not NoneType"):
+        functional.padding_mask(TOKENS, None)
+    assert torch.equal(
+        functional.padding_mask(TOKENS, torch.tensor(0)), functional.padding_mask(TOKENS, 0)
+    )
+    for given in ((None, TOKENS), (TOKENS, None)):
+        with pytest.raises(TypeError, match=r"'(key|value)' \(position [23]\) must be Tensor"):
+            functional.scaled_dot_product_attention(TOKENS, *given)
     with pytest.raises(ValueError, match=r'true_means must be "visible" or "hidden", not .keep.'):
         functional.causal_mask(3, true_means="keep")
     with pytest.raises(ValueError, match="true_means"):

@@ -116,6 +116,10 @@ def test_cached_memory_stays_within_the_limit() -> None:
 def test_negative_limits_raise() -> None:
     with pytest.raises(ValueError, match="size"):
         memory.set_limit(-1)
+    with pytest.raises(
+        ValueError, match=r"size must be a whole number of bytes, 0 or more, not '1G'"
+    ):
+        memory.set_limit("1G")
 
 
 def test_threads_do_not_share_memory() -> None:

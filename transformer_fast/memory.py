@@ -85,10 +85,10 @@ def set_limit(size: int) -> None:
     """Set the limit of unused memory that is kept, in bytes; 0: keep none. Frees the excess at once.
 
     Raises:
-        ValueError: ``size`` is negative.
+        ValueError: ``size`` is negative, or no whole number.
     """
-    if size < 0:
-        raise ValueError(f"size must be a number of bytes, 0 or more, not {size}")
+    if not hasattr(size, "__index__") or size < 0:
+        raise ValueError(f"size must be a whole number of bytes, 0 or more, not {size!r}")
     if _native.module is not None:
         _native.module.set_kept_limit(size)
 

@@ -296,6 +296,12 @@ def test_import_loads_no_modules_and_accelerate_is_a_function() -> None:
 
 @pytest.mark.parametrize("wrong", [None, {}, torch.nn.LayerNorm, torch.zeros(2)])
 def test_other_types_than_modules_raise(wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"filter_fn must be a function of \(module, name\), not str"
+    ):
+        accelerate(nn.Linear(2, 2), filter_fn="layers")
+    with pytest.raises(TypeError, match=r"calibration must be a tuple"):
+        accelerate(nn.Linear(2, 2), quantize="int8", calibration="text")
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
         accelerate(wrong)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):

@@ -80,7 +80,10 @@ def smooth(model: torch.nn.Module, changes: Sequence[Any], calibration: Any) -> 
     ``changes``: the `QuantizeChange` of each quantised module.
     """
     given = calibration if isinstance(calibration, list) else [calibration]
-    inputs, was = [*map(parse_inputs, given)], [(m, m.training) for m in model.modules()]
+    inputs, was = (
+        [parse_inputs(one, "calibration") for one in given],
+        [(m, m.training) for m in model.modules()],
+    )
     model.eval()
     try:
         groups: dict[str, list[SmoothChange]] = {}

@@ -42,7 +42,8 @@ def accelerate(
     Parameters, buffers, hooks, names, ``state_dict`` and references to them are preserved. Results
     stay the same up to rounding, with the exceptions of `transformer_fast.nn`: a query whose keys
     are all masked gives 0, outputs at padded positions may be 0, and dropout drops other elements.
-    `restore` undoes the change. A second call changes nothing.
+    `restore` undoes the change. A second call with the same options changes nothing; one with
+    ``quantize="int8"`` adds 8-bit weights.
 
     A subclass of yours is replaced by a class that inherits from it and ours, unless it overrides
     methods that the replacement needs. The same holds for subclasses of transformers' layers.
@@ -85,7 +86,7 @@ def accelerate(
         A `Report`; print it.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or another argument has a wrong type.
         ValueError: quantize is unknown, or keep_weights=False comes without it or for a
             DistributedDataParallel.
         Exception: what the model raises during ``verify``; the model is then unchanged.
@@ -97,6 +98,10 @@ def accelerate(
     from .smooth import smooth
 
     _require_module(model)
+    given: Any = filter_fn
+    if given is not None and not callable(given):
+        kind = type(given).__name__
+        raise TypeError(f"filter_fn must be a function of (module, name), not {kind}")
     check_options(model, quantize, keep_weights, calibration)
     report = Report()
     changes = make_plan(model, filter_fn, report)

@@ -75,7 +75,8 @@ _ADVICE = (
 )
 
 
-def parse_inputs(example: Any) -> Inputs:
+def parse_inputs(example: Any, argument: str = "verify") -> Inputs:
+    """Returns the inputs that a user passed as ``argument`` of `accelerate`."""
     if isinstance(example, tuple):
         return Inputs(example, {})
     if isinstance(example, dict):
@@ -83,7 +84,7 @@ def parse_inputs(example: Any) -> Inputs:
     if isinstance(example, Tensor):
         return Inputs((example,), {})
     raise TypeError(
-        "verify must be a tuple of positional arguments, a dict of keyword arguments or a tensor, "
+        f"{argument} must be a tuple of positional arguments, a dict of keyword arguments or a tensor, "
         f"not {type(example).__name__}"
     )
 

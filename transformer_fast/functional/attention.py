@@ -258,6 +258,8 @@ def scaled_dot_product_attention(
         and type(dropout_p) is float
         and dropout_p == 0.0
         and (scale is None or type(scale) is float)
+        and key is not None
+        and value is not None
         and (grad := is_plain_eager(query, key, value, attn_mask)) is not None
     ):
         sizes, keys, mask = query.shape, key.shape, attn_mask

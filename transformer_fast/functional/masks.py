@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._context import no_active_modes, values_are_known
+from ._check import require_tensor, wrong_type
 
 __all__ = ["causal_mask", "padding_mask"]
 
@@ -35,9 +36,11 @@ def causal_mask(
         device: device of the mask; None: PyTorch's default.
 
     Raises:
-        ValueError: true_means has another value.
+        ValueError: true_means has another value, or length is no length.
     """
     visible = _true_is_visible(true_means)
+    if isinstance(length, (int, float, str)) and (not isinstance(length, int) or length < 0):
+        raise ValueError(f"length must be a whole number, 0 or more, not {length!r}")
     ones = torch.ones((length, length), dtype=torch.bool, device=device)
     return ones.tril_() if visible else ones.triu_(1)
 
@@ -55,9 +58,13 @@ def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible")
             `transformer_fast.models`.
 
     Raises:
-        ValueError: true_means has another value, or tokens are not (B, S).
+        TypeError: tokens is no tensor, or pad_token no int. ValueError: true_means has another value, or
+            tokens are not (B, S).
     """
     visible = _true_is_visible(true_means)
+    require_tensor("padding_mask", "tokens", 1, tokens)
+    if not hasattr(pad_token, "__index__"):
+        raise wrong_type("padding_mask", "pad_token", 2, "int", pad_token)
     if tokens.dim() != 2:
         raise ValueError(f"tokens must have shape (batch, length), not {list(tokens.shape)}")
     return (tokens != pad_token)[:, None, None, :] if visible else tokens == pad_token

@@ -169,9 +169,14 @@ def load_weights(
 
     Raises:
         ValueError: a name is not recognised, two names belong to one parameter, or a shared parameter
-            has two values. RuntimeError: a parameter is missing or has another shape, as in
-            ``load_state_dict``.
+            has two values. TypeError: state_dict is no dict. RuntimeError: a parameter is missing or has
+            another shape, as in ``load_state_dict``.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict must be a dict of tensors, not {type(state_dict).__name__}: call "
+            "torch.load(path) or module.state_dict() first"
+        )
     wanted = model.state_dict(keep_vars=True)
     # For each parameter its parts, by their order: (0, 1, 2 for q, k, v; head).
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
