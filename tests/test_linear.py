@@ -329,6 +329,17 @@ def test_gradients_of_extreme_values(target, value):
         check_gradients(target.op, target.kernel.run, arguments)
 
 
+@pytest.mark.parametrize("columns", [512, 516])
+@pytest.mark.parametrize("target", [p for p in FLOAT32 if p.values[0].op == "linear"])
+def test_large_gradients_of_few_rows(target: Target, columns: int) -> None:
+    """Those of 16 MiB and more are stored past the caches if their rows are whole cache lines."""
+    x, weight = torch.randn(7, columns), torch.randn(8200, columns).requires_grad_()
+    grad = torch.randn(7, 8200)
+    with in_use(target.isa):
+        (found,) = torch.autograd.grad(functional.linear(x, weight, backend="cpu"), weight, grad)
+    torch.testing.assert_close(found, grad.t() @ x)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("target", [p for p in PRODUCTS if p.values[0].op == "feed_forward"])
 def test_infinity_and_nan_reach_gradients_as_in_pytorch(target: Target, value: float) -> None:

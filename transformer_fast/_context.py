@@ -62,17 +62,11 @@ _is_grad_enabled = torch.is_grad_enabled
 #: Wrappers of torch.func's transforms, and of ``is_grads_batched=True``.
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+#: For a running backward: whether autograd executes a node; raises for leaves whose gradients it returns.
+is_node_executed = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 #: ``fp32_precision(device, op)``: "ieee", "tf32", ...
 fp32_precision = torch._C._get_fp32_precision_getter
-
-
-def is_node_executed(node: Any) -> bool:
-    """For a running backward: True if autograd needs the gradient for a node of the graph."""
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
-    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
-        return True
 
 
 def is_traced() -> bool:

@@ -86,8 +86,21 @@ def wanted(ctx: Any, work: int) -> Sequence[bool]:
     needs: Sequence[bool] = ctx.needs_input_grad
     if work < _WORTH_ASKING or torch.compiler.is_compiling():
         return needs
-    nodes = (node for node, _ in ctx.next_functions if node is not None)
-    return [need and is_node_executed(next(nodes)) for need in needs]
+    wants = list(needs)
+    edges = (
+        ctx.next_functions
+    )  # of the tensors among the arguments; (None, 0) if one needs no gradient
+    place = 0
+    for index, need in enumerate(needs):
+        if need:
+            while edges[place][0] is None:
+                place += 1
+            try:  # noqa: SIM105 - `suppress` is two further calls
+                wants[index] = is_node_executed(edges[place][0])
+            except RuntimeError:  # a leaf whose gradient the call returns
+                pass
+            place += 1
+    return wants
 
 
 def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:

@@ -21,6 +21,10 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int kRootHalf = 0x3f3504f3;  // the bits of sqrt(0.5)
 
+// After the last store_uncached(), whose address must be aligned: orders these stores before later
+// ones.
+TF_INLINE void finish_uncached_stores() { _mm_sfence(); }
+
 #if defined(__AVX512F__)
 
 using Vec = __m512;
@@ -30,6 +34,7 @@ constexpr int kLanes = 16;
 TF_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+TF_INLINE void store_uncached(float* p, Vec x) { _mm512_stream_ps(p, x); }
 TF_INLINE Mask first_lanes(long n) { return static_cast<Mask>((1u << n) - 1u); }
 // The first n < kLanes floats; the other lanes are 0.
 TF_INLINE Vec load_n(const float* p, long n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
@@ -75,6 +80,7 @@ constexpr int kLanes = 8;
 TF_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+TF_INLINE void store_uncached(float* p, Vec x) { _mm256_stream_ps(p, x); }
 TF_INLINE __m256i first_lanes(long n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -126,6 +132,7 @@ constexpr int kLanes = 4;
 TF_INLINE Vec set1(float x) { return _mm_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm_storeu_ps(p, x); }
+TF_INLINE void store_uncached(float* p, Vec x) { _mm_stream_ps(p, x); }
 TF_INLINE Vec load_n(const float* p, long n) {
   float buffer[kLanes] = {0, 0, 0, 0};
   for (long i = 0; i < n; ++i) buffer[i] = p[i];
