@@ -13,7 +13,15 @@ from transformer_fast import _native
 from transformer_fast._console import output, until_interrupted
 from transformer_fast._version import __version__
 from transformer_fast.cli import form
-from transformer_fast.cli.compare import DTYPES, OneOrMore, add_work, device_of, run, show
+from transformer_fast.cli.compare import (
+    DTYPES,
+    OneOrMore,
+    add_work,
+    device_of,
+    require_folder,
+    run,
+    show,
+)
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
@@ -94,8 +102,7 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
 
 def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a result of ours is outside its error budget, else 0."""
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
+    require_folder(parser, options)
     scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)

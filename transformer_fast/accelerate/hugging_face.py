@@ -339,6 +339,7 @@ def save_as_float(model: torch.nn.Module) -> None:
 
 
 def _quantizer() -> Any:
+    """Returns what `save_pretrained` asks for the state of a quantised model; pickles call it, too."""
     return _quantizer_class()()
 
 

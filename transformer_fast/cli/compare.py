@@ -110,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
 
+def require_folder(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exits with an error if the folder of ``--json`` does not exist."""
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
+
+
 def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     """Returns the device of ``--device`` and sets ``--threads``; exits if one of them is invalid."""
     if options.threads is not None:
@@ -210,8 +216,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 0 if all selected results were checked and are right, and nothing crashed; else 1."""
     on_gpu = gpu_ops(options)
     options.device = options.device or "cpu"
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
+    require_folder(parser, options)
     device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
     plan = QUICK if options.quick else _PLAN

@@ -318,8 +318,7 @@ def written(node: Node) -> list[Any] | None:
     # Embeddings shorten the rows of their weight.
     if _given(node, parameters.get("max_norm"), "max_norm") is not None and "weight" in parameters:
         return [_given(node, parameters["weight"], "weight"), *node.args[:1]]
-    op = read(node)
-    return first if op is not None and op["inplace"] is True else None
+    return None
 
 
 def _given(node: Node, index: int | None, name: str) -> Any:

@@ -87,10 +87,8 @@ def wanted(ctx: Any, work: int) -> Sequence[bool]:
     if work < _WORTH_ASKING or torch.compiler.is_compiling():
         return needs
     wants = list(needs)
-    edges = (
-        ctx.next_functions
-    )  # of the tensors among the arguments; (None, 0) if one needs no gradient
-    place = 0
+    # Of the tensors among the arguments; (None, 0) if one needs no gradient.
+    edges, place = ctx.next_functions, 0
     for index, need in enumerate(needs):
         if need:
             while edges[place][0] is None:

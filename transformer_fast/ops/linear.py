@@ -104,8 +104,8 @@ class LinearFunction(Function):
         """``grad_preactivation`` is None except in a second derivative: that result is internal."""
         if grad_preactivation is not None and torch.compiler.is_compiling():
             grad_preactivation = None  # always zeros here
-        residual = grad if ctx.needs_input_grad[4] else None
         wants = ctx.needs_input_grad[1:4]
+        residual = grad if ctx.needs_input_grad[4] else None
         if (grad is None and grad_preactivation is None) or not any(wants):
             return None, None, None, None, residual
         backend, activation = ctx.options
