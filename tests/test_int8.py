@@ -255,7 +255,7 @@ def fused(
 def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, kinds):
     """In few rows, whose products the threads share, and in blocks of rows that threads take."""
     parameters, scales = sublayers(kinds)
-    plain = [p if p is None else p.detach() for p in parameters]  # of which no copies are kept
+    plain = [p if p is None else p.detach() for p in parameters]  # no Parameters: no packed copies
     lowp = torch.bfloat16 if "bf16" in _native.module.dot_types() else torch.float32
     rest = kinds, parameters, scales, norm_first
     for batch, length in ((1, 3), (3, 37)):

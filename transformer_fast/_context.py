@@ -34,7 +34,7 @@ class Settings:
 
 settings = Settings()
 
-#: Types whose instances are described by their memory alone: no override, no subclass.
+#: Exact tensor types without overrides of ``__torch_function__`` or ``__torch_dispatch__``.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 #: Subclasses that support operators through their schema, fake implementation or sharding rules.
@@ -75,7 +75,7 @@ def is_traced() -> bool:
 
 
 def is_recorded() -> bool:
-    """True if operators that are called now may become a program: `is_traced`, or a dispatch mode."""
+    """True if calls of operators may be recorded: while tracing, or under a dispatch mode."""
     return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
 
 
@@ -239,5 +239,5 @@ def vmap_size() -> int:
 
 
 def autograd_below_modes() -> Any:
-    """Context manager that enables autograd in code that dispatch modes call, which is below it."""
+    """Context manager: enables autograd in ``__torch_dispatch__``, where PyTorch excludes its keys."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

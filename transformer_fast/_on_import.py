@@ -1,5 +1,5 @@
 """Import hooks: deferred registration with parts of PyTorch that are slow to import (DTensor, FLOP
-counter), and modules under a second name, such as the one they had before they moved."""
+counter), and modules under a second name."""
 
 from __future__ import annotations
 
@@ -60,30 +60,3 @@ class SameModule(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
-
-
-#: Modules that have moved, by the names that pickles of whole models hold. Never remove an entry.
-MOVED = {
-    f"{__package__}.{old}": f"{__package__}.{new}"
-    for new, names in {
-        "models.embedding": "models.positions",
-        "models.transformer": """
-            models.annotated_layer_norm models.encoder_decoder models.halves models.language_model
-        """,
-        "nn.ops": "nn.embedding nn.layer_norm nn.linear nn.loss",
-        "training.batches": "training.pairs",
-    }.items()
-    for old in names.split()
-}
-
-
-class _Moved(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in MOVED:
-            return None
-        return importlib.machinery.ModuleSpec(name, SameModule(MOVED[name]))
-
-
-sys.meta_path.append(_Moved())

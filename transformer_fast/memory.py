@@ -58,8 +58,8 @@ COPIES: dict[str, Copies] = {}
 class _Program(threading.local):
     """The compiled program that runs on this thread."""
 
-    #: Address of a storage -> parameter, for those that it reads through views, because inductor's
-    #: views do not record their base.
+    #: Address of a storage -> the parameter that the program reads through a view of it. Needed
+    #: because inductor's views do not record their base.
     parameters: Mapping[int, torch.Tensor] = {}
 
 
@@ -138,7 +138,7 @@ def _memory(root: Path = Path("/")) -> int:
                 continue
             mount, name = mount / "memory", "memory.limit_in_bytes"
         group = mount / path.lstrip("/")
-        # In a container the path may be the host's, of which only the mount's root exists.
+        # In a container the path may be the host's. Only the root of the mount exists then.
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
                 sizes.append(int((folder / name).read_text()))

@@ -302,8 +302,8 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
         results = as_results(reference(*wide))
     defined = oracle(op, wide)
     pairs = list(zip(OPS[op].results, results, defined, strict=True))
-    # If everything cancels (the loss of a certain target), fp64 has a rounding error of its own:
-    # some hundreds of units, if the scores are some hundreds.
+    # Where all terms cancel (the loss of a target with probability 1), fp64 itself is off by
+    # hundreds of eps if the scores are in the hundreds.
     rounding = 4 * torch.finfo(torch.float64).eps * (1.0 + ROWS[op].terms(arguments, defined))
     if names:
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)

@@ -20,7 +20,7 @@ from module_checks import OURS, error_of, to_ours
 from torch.overrides import TorchFunctionMode
 
 import transformer_fast
-from transformer_fast import functional, models, nn
+from transformer_fast import functional, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
@@ -454,43 +454,6 @@ def test_wrong_calls_raise_pytorchs_errors(name: str) -> None:
     model = make()
     theirs, ours = (m.get_submodule(path) for m in (model, to_ours(model)))
     assert error_of(lambda: ours(*args, **kwargs)) == error_of(lambda: theirs(*args, **kwargs))
-
-
-#: Modules that pickles of whole models and of data refer to, including those of earlier versions, and
-#: their classes.
-PICKLED = {
-    "models.annotated_layer_norm": "AnnotatedLayerNorm",
-    "models.embedding": "LearnedPositions OutputProjection SinusoidalPositions TokenEmbedding",
-    "models.encoder_decoder": "Decoder Encoder",
-    "models.halves": "Decoder Encoder",
-    "models.hand_written": "HandWritten",
-    "models.language_model": "LanguageModel",
-    "models.positions": "LearnedPositions SinusoidalPositions",
-    "models.transformer": "AnnotatedLayerNorm Decoder Encoder LanguageModel Transformer",
-    "nn.embedding": "Embedding",
-    "nn.layer_norm": "LayerNorm RMSNorm",
-    "nn.linear": "Linear",
-    "nn.loss": "CrossEntropyLoss",
-    "nn.multihead_attention": "MultiheadAttention",
-    "nn.ops": "CrossEntropyLoss Embedding LayerNorm Linear RMSNorm",
-    "nn.transformer": "Transformer TransformerDecoder TransformerEncoder",
-    "nn.transformer_layers": "TransformerDecoderLayer TransformerEncoderLayer",
-    "training.batches": "PairBatch PairCollator TokenBatches",
-    "training.pairs": "PairBatch PairCollator",
-}
-
-
-def test_pickles_of_earlier_versions_find_their_classes() -> None:
-    """A class that moves to another module needs an entry in `_on_import.MOVED`."""
-    known = {(f"transformer_fast.{m}", c) for m, names in PICKLED.items() for c in names.split()}
-    for module, name in known:
-        found = pickle.loads(f"c{module}\n{name}\n.".encode())  # a class in pickle protocol 0
-        assert found is getattr(getattr(transformer_fast, module.split(".")[1]), name)
-    public = [*vars(models).values(), *(getattr(nn, name) for name in nn._OURS)]
-    classes = [c for c in public if isinstance(c, type) and issubclass(c, torch.nn.Module)]
-    assert {(c.__module__, c.__name__) for c in classes} <= known
-    with pytest.raises(ModuleNotFoundError, match=r"transformer_fast\.nn\.no_such_module"):
-        pickle.loads(b"ctransformer_fast.nn.no_such_module\nLinear\n.")
 
 
 #: Classes of torch.nn whose ``forward`` other libraries replace, to change every instance.

@@ -61,8 +61,8 @@ class Row:
     #: If true, second derivatives on PyTorch's samples are compared with PyTorch's. gradgradcheck
     #: covers all ops.
     second_derivatives: bool = True
-    #: Magnitude of the terms whose differences the results, and the gradients, are: the unit of
-    #: their rounding in fp64. Takes the arguments, and for results the exact results.
+    #: Magnitude of the terms that cancel in the results and in the gradients: rounding errors of
+    #: fp64 are relative to it. Takes the arguments, and for results the exact results.
     terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
     gradient_terms: Callable[[Arguments], float] = _no_terms
 

@@ -239,7 +239,7 @@ def _overrides(
     # A user's attribute with the name of a method that our class adds would hide that method.
     for name in vars(ours):
         if not hasattr(base, name) and hasattr(module, name):
-            return f"its own attribute {name} would hide the method that the replacement needs"
+            return f"its attribute {name} has the name of a method of the replacement class"
     return None
 
 

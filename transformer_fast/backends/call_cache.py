@@ -101,8 +101,8 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
     device = -1
     try:
         for value in arguments:
-            # The most frequent values. They need no type in the key: no other part of it equals
-            # them.
+            # The most frequent values. The key omits their type, since no other part of it
+            # compares equal to them.
             if value is None or value is False or value is True:
                 add(value)
                 continue

@@ -38,7 +38,9 @@ def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
     # The size depends on the instruction set. Traced programs never contain this operator.
-    raise NotImplementedError("weights are packed outside traced programs")
+    raise NotImplementedError(
+        "pack_weight cannot be traced: pack the weight before the program is traced"
+    )
 
 
 def _refuse_attention(call: Call) -> str | None:
@@ -105,9 +107,10 @@ def _is_intel() -> bool:
 
 
 def _few_floats(first: int) -> tuple[PreferLater, ...]:
-    """Returns the limits in float32 from ``first`` rows on; kernels read weights unpacked for fewer.
+    """Returns the preference of PyTorch's op for ``first`` to 128 rows in float32 on Intel's CPUs.
 
-    MKL has AVX-512 on Intel's CPUs only; on others it takes up to five times as long as the kernels.
+    With fewer rows the kernels read the unpacked weight and are faster. MKL uses AVX-512 on Intel's
+    CPUs only; on others it takes up to five times as long as the kernels.
     """
     return (_few(torch.float32, range(first, 129), 1),) if _is_intel() else ()
 

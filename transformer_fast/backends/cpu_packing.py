@@ -98,7 +98,7 @@ class Snapshot:
         caller computes. With ``later``, its memory is not read: the snapshot is appended for
         `all_unchanged`.
         """
-        assert _native.module is not None  # only CPU kernels call this
+        assert _native.module is not None
         if self.storage() is None or not self.is_of(tensor, tensor):
             return False
         if self.fingerprint is None:
@@ -111,7 +111,7 @@ class Snapshot:
 
 def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
     """Reads the memory of all at once, divided among the threads; False: all are stale now."""
-    assert _native.module is not None  # only CPU kernels call this
+    assert _native.module is not None
     if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
         return True
     _drop_all(snapshots)
@@ -140,7 +140,7 @@ class _Entry(Snapshot):
 
 
 def _fingerprint(tensor: Tensor) -> Any:
-    assert _native.module is not None  # only CPU kernels call this
+    assert _native.module is not None
     matrix = tensor
     if tensor.dim() != 2:
         # At least 256 rows if there are as many: each call reads a part of every row.
@@ -153,7 +153,8 @@ def _fingerprint(tensor: Tensor) -> Any:
     elif tensor.stride(1) != 1:
         matrix = tensor.t()
     elif tensor.dtype == torch.int8 and tensor.is_contiguous() and len(tensor) % 4 == 0:
-        # As many bytes a row as float32: in decoding, a part of each row would be a third of the work.
+        # Four rows of int8 count as one, which then has as many bytes as in float32. Otherwise the
+        # check of a slice of each row would be a third of a decoding step.
         matrix = tensor.view(len(tensor) // 4, -1)
     size = tensor.element_size()
     return _native.module.Fingerprint(
@@ -173,8 +174,8 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def is_read_in_place(weight: Tensor, rows: int) -> bool:
-    """True if products with so few rows are as fast with the weight as with its packed copy."""
-    assert _native.module is not None  # only CPU kernels call this
+    """True if, for this few rows, reading the unpacked weight is as fast as reading a packed copy."""
+    assert _native.module is not None
     name = _NAMES.get(weight.dtype)  # int8 is always packed
     return (
         name is not None
@@ -188,7 +189,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    assert _native.module is not None  # only CPU kernels call this
+    assert _native.module is not None
     if (  # inlined, as below: a call takes longer
         weight.dtype != torch.int8
         and weight.stride(1) == 1
@@ -269,7 +270,7 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
-    assert _native.module is not None  # only CPU kernels call this
+    assert _native.module is not None
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
@@ -316,7 +317,7 @@ def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> boo
     """Reserves cache space for a packed copy, evicting older ones; False if it does not fit."""
     # An upper bound for all instruction sets: whole panels, and the padding after the last.
     n, k = (-(-size // 64) * 64 for size in weight.shape)
-    # Without 8-bit dot products int8 takes 16 bits.
+    # CPUs without 8-bit dot products store packed int8 weights in 16 bits.
     element = 2 if weight.dtype == torch.int8 else weight.element_size()
     size = (n * k + 64) * (6 if _in_pieces(weight, rows) else element)
     if size > _limit:
@@ -366,7 +367,7 @@ class PackedWeights:
         ``owners``: the parameters that the weights are, or are views of, for calls that are not
         recorded, even while a program is compiled; None: the weights.
         """
-        assert _native.module is not None  # only CPU kernels call this
+        assert _native.module is not None
         direct_rows = _native.module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
             name = _NAMES.get(weight.dtype)

@@ -289,7 +289,7 @@ def fold(
     """
     first = query, key, value
     if max(x.dim() for x in first) <= 3 and not enable_gqa:
-        # One leading dimension is the batch, as for `key_lengths`; there is one head.
+        # Three dimensions are (batch, length, head size): insert a dimension of one head.
         query, key, value = (x.unsqueeze(-3) for x in first)
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(-3)

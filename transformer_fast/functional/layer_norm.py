@@ -160,7 +160,7 @@ def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -
 
 
 def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
-    """Returns the call of an annotated norm, alone or behind a sum; its caller checks the arguments."""
+    """Returns the call of the Annotated Transformer's norm, with or without a residual, unchecked."""
     return make_call(given, wants_grad(*given.tensors()))
 
 

@@ -191,7 +191,9 @@ def load_weights(
             value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[arg-type]
         if found in wanted:
             if place in parts.setdefault(found, {}):
-                raise ValueError(f"{name!r} is the second parameter for {found!r}")
+                raise ValueError(
+                    f"{name!r} is the second entry for {found!r}: distinguish them by names="
+                )
             parts[found][place] = value
         elif found:
             unknown[name] = found

@@ -90,7 +90,7 @@ def attention_on(
         ) = arguments  # fmt: skip
         if scale is None:
             scale = 1.0 / math.sqrt(query.shape[-1] or 1)
-        if torch.is_grad_enabled() and softcap is None:  # calls with gradients have none
+        if torch.is_grad_enabled() and softcap is None:  # operators have no backward for a soft cap
             result = AttentionFunction.recorded(
                 (backend, is_causal, scale, p, need_weights, longest, contiguous),
                 (query, key, value, mask, lengths, seed, query_lengths),

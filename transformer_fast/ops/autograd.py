@@ -59,8 +59,7 @@ class Function(torch.autograd.Function):
 
 
 def called_directly(function: _Function) -> _Function:
-    """Makes the node of a `Function` call ``backward``; PyTorch's node looks up each time which
-    method the class defines."""
+    """Binds the autograd node to ``backward``. PyTorch's node looks up the method in every call."""
     function._backward_cls.apply = function.backward
     return function
 

@@ -92,7 +92,7 @@ def _are_few(input: Tensor, rows: int) -> bool:
 
 
 def recomputed_losses(arguments: LinearCrossEntropyArguments) -> Tensor:
-    """Returns the reference's losses; all derivatives, too, hold one chunk of logits at a time."""
+    """Returns the reference's losses; they and all derivatives keep one chunk of logits in memory."""
     losses = _backends["reference"].losses
     input, weight, bias, target, *_ = arguments
     rows = _part_rows(weight)

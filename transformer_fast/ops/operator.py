@@ -53,7 +53,7 @@ class Rule(NamedTuple):
     products: str = ""
     #: The letters of ``by`` that also allow dropout, whose pattern depends on the position.
     despite_dropout: str = ""
-    #: The letters of ``by`` that require a call without activation.
+    #: The letters of ``by`` that require a call without activation, which would read partial sums.
     if_linear: str = ""
 
 
@@ -71,7 +71,7 @@ def _is_packed(given: dict[str, Any]) -> bool:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a rule: each dimension's letter, or None."""
+    """The letters of a tensor's dimensions in a sharding rule; None: it cannot be sharded."""
 
     letters: tuple[str | None, ...]
     partial: str = ""

@@ -275,7 +275,7 @@ class Position:
     def _check_order(self, order: dict[str, Any] | None) -> None:
         if self.batch and order != self.order:
             raise CheckpointError(
-                f"the run stands inside of an epoch whose batches are made by {self.order}; "
-                f"these are made by {order}"
+                f"cannot resume in the middle of an epoch: the checkpoint used batches of {self.order}, "
+                f"this run uses {order}"
             )
         self.order = order

@@ -16,7 +16,7 @@ struct FingerprintArgs {
 
   static constexpr long kLineBytes = 64;
   long lines() const { return (row_bytes + kLineBytes - 1) / kLineBytes; }
-  // 1 if the matrix has at least as many rows as lines.
+  // Slices of each row that a check reads, so that it touches every line of 64 bytes.
   long step() const { return (lines() + rows - 1) / rows; }
 };
 

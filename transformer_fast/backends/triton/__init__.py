@@ -184,7 +184,9 @@ def _ahead(architecture: int) -> list[tuple[str, Callable[[], Any]]]:
     if (why_not := _why_not_installed()) is not None:
         raise NotImplementedError(why_not)
     if _INTERPRETED:
-        raise NotImplementedError("with TRITON_INTERPRET set, kernels are interpreted")
+        raise NotImplementedError(
+            "kernels cannot be compiled while TRITON_INTERPRET is set: unset it"
+        )
     from .compile_ahead import cases, compile_launch, launches
 
     return [

@@ -123,7 +123,8 @@ class _Row(NamedTuple):
     float: AttentionTile
 
 
-#: By kernel and architecture; a tile is queries x keys w warps s stages.
+#: Rows: compute capability and largest head size. Columns: the tiles of low precision, heavy and
+#: float. A tile is (queries)x(keys) w(warps) s(stages).
 _TABLES = """
 attention_forward
    80  64: 128x64 w8 s3 |  64x64 w4 s3 | 32x32 w8 s2

@@ -54,7 +54,7 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
     def call(*arguments: Any) -> Any:
         if _is_compiling():
             return overload(*arguments)
-        # PyTorch, too, omits trailing defaults, and plans are keyed by the arguments that it passes.
+        # PyTorch's dispatcher omits trailing defaults, and keys of plans must match on both paths.
         while len(arguments) > required and arguments[-1] is None:
             arguments = arguments[:-1]
         if no_active_modes():

@@ -429,14 +429,14 @@ class Reordering:
     def __init__(self, cache: Tensor | None = None, beams: int = 1) -> None:
         self.beams = beams
         self.spare: Tensor | None = None
-        #: Numbers of first positions that all sequences of a source share, now and before the last
-        #: move. Both buffers have equal values at the latter.
+        #: ``shared``: number of leading positions that all beams of a source have in common.
+        #: ``equal``: the same before the last reordering; both buffers have equal values there.
         self.shared = self.equal = 0
         #: (R, positions): id of the sequence that wrote each position. Equal ids: the position is shared.
         self.writers: Tensor | None = None
         if cache is not None and beams > 1 and cache.device.type == "cpu":
             self.rows = torch.arange(cache.shape[2])
-            # Sequences of a new cache may differ anywhere: distinct writers.
+            # At first each beam is the writer of all its positions: nothing is shared.
             self.writers = self.rows[:, None].repeat(1, cache.shape[4])
 
     def wrote(self, place: int) -> None:

@@ -140,7 +140,7 @@ def _pick(values: Tensor, draws: Tensor) -> Tensor:
     """Returns indices (R,) drawn in proportion to values (R, n) >= 0, by uniform draws (R,) in [0, 1)."""
     sums = values.cumsum(dim=-1)
     total = sums[:, -1]
-    # Below the total even after rounding, so that a value of 0 is never picked.
+    # Limited below the total: rounding could otherwise select a trailing value of 0.
     place = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(sums, place[:, None], right=True).squeeze(1)
     return found.clamp_(max=values.shape[1] - 1)  # comparisons with NaN are false
