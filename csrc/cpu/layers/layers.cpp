@@ -10,7 +10,7 @@
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/int8_linear/int8_linear.h"
-#include "cpu/ops/norm/layer_norm.h"
+#include "cpu/ops/layer_norm/layer_norm.h"
 #include "cpu/ops/pointwise/pointwise.h"
 
 namespace tf {

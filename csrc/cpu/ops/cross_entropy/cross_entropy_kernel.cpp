@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "cpu/gemm/gemm.h"
-#include "cpu/ops/loss/cross_entropy.h"
+#include "cpu/ops/cross_entropy/cross_entropy.h"
 #include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {

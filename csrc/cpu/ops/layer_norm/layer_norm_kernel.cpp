@@ -1,6 +1,6 @@
 // Norms. The row is in cache after the first pass, so memory is read once; the variance is computed
 // around the mean, never as E[x^2] - E[x]^2.
-#include "cpu/ops/norm/layer_norm.h"
+#include "cpu/ops/layer_norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
 

@@ -1,5 +1,5 @@
 // Operators of the cross entropy of logits, and of that of a linear layer's results.
-#include "cpu/ops/loss/cross_entropy.h"
+#include "cpu/ops/cross_entropy/cross_entropy.h"
 
 #include <tuple>
 #include <vector>

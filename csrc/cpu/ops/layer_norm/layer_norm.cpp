@@ -1,6 +1,6 @@
 // Operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, for all kinds
 // of norms.
-#include "cpu/ops/norm/layer_norm.h"
+#include "cpu/ops/layer_norm/layer_norm.h"
 
 #include <algorithm>
 #include <tuple>

@@ -8,7 +8,7 @@
 // Each row is read from memory once. Each block of rows accumulates its partial dweight and dbias,
 // and a second pass sums them; blocks do not depend on the number of threads, so neither do
 // results.
-#include "cpu/ops/norm/layer_norm.h"
+#include "cpu/ops/layer_norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
 
