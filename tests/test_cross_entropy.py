@@ -15,6 +15,7 @@ import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
 from harness import DTYPES, Operators, Watch, kernel_of
 from module_checks import assert_same_numbers, check_budget, error_of, tensors
+from module_checks import gradients as gradients_of
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -26,6 +27,7 @@ from transformer_fast import functional as F
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
+    GRADIENT_FACTOR,
     Truth,
     check,
     check_gradients,
@@ -92,6 +94,29 @@ def test_results_have_the_dtype_of_the_logits(dtype):
     assert (loss.double() - true).abs() <= torch.finfo(dtype).eps * true
     with torch.autocast("cpu", torch.bfloat16):
         assert F.cross_entropy(x, target).dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_losses_of_few_rows_are_added_in_float32(dtype, reduction, weighted, small_calls):
+    """On the CPU PyTorch's op rounds the log-probabilities, and adds up the losses, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(9, generator=generator).to(dtype) + 0.5 if weighted else None
+    sure = torch.zeros(9)
+    sure[2] = 8.0  # losses of 0.003
+    for rows in (65, 500, 1000):
+        for x in (torch.randn(rows, 9, generator=generator), sure.expand(rows, 9)):
+            x = x.to(dtype, copy=True)
+            target = torch.randint(0, 9, (rows,), generator=generator)
+            target = torch.where(x[:, 2] == 8.0, 2, target)
+            leaf, wide = x.requires_grad_(), x.detach().double().requires_grad_()
+            wide_weight = None if weight is None else weight.double()
+            found = F.cross_entropy(leaf, target, weight, reduction=reduction)
+            true = TF.cross_entropy(wide, target, wide_weight, reduction=reduction)
+            check_budget(found, None, true)
+            [gradient], [exact] = gradients_of(found, [leaf]), gradients_of(true, [wide])
+            check_budget(gradient, None, exact, GRADIENT_FACTOR)
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce")

@@ -195,18 +195,6 @@ def logits_size(input: Tensor) -> int:
     return 32 * count if input.dim() == 2 and input.shape[1] < 16 else count
 
 
-def widens_logits(input: Tensor, label_smoothing: float) -> bool:
-    """True if logits of a small call are converted to float32 before PyTorch's op.
-
-    PyTorch's op sums losses in their dtype, and float16 overflows at 65504; bfloat16 stays within
-    the error budget without label smoothing, whose gradients are differences of rounded values.
-    Rows of 16 to 31 values are too short for its vectors in bfloat16, but not in float32.
-    """
-    if input.dtype is torch.bfloat16:
-        return label_smoothing != 0.0 or (input.dim() == 2 and 16 <= input.shape[1] < 32)
-    return input.dtype is torch.float16
-
-
 def _of_feed_forward(call: Any) -> int:
     x, first, _, second, _ = call.tensors
     return x.numel() // max(1, x.shape[-1]) * (first.numel() + second.numel())  # type: ignore[no-any-return]

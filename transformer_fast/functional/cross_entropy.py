@@ -91,6 +91,29 @@ def _result_dtype(input: Tensor) -> torch.dtype:
     return input.dtype
 
 
+def _run_pytorchs(input: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+    """Runs PyTorch's op, on CPUs in float32 for logits of low precision.
+
+    There it rounds each log-probability to their dtype, and adds the losses in it: in bfloat16 a sum
+    beyond 256 no longer grows by losses below 1, and in float16 it overflows at 65504.
+    """
+    tensors = input, target, weight
+    if (
+        isinstance(input, Tensor)
+        and input.is_cpu
+        and input.dtype in (torch.bfloat16, torch.float16)
+        and not any(
+            isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not input.dtype
+            for x in tensors
+        )
+    ):
+        wide = (
+            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors
+        )
+        return F.cross_entropy(*wide, *options).to(_result_dtype(input))  # type: ignore[arg-type]
+    return F.cross_entropy(*tensors, *options)
+
+
 def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Reshapes (C,), (N, C) or (N, C, d1, ...) to (N, C) or (N, d1 * ..., C); flattens the target.
 
@@ -163,19 +186,16 @@ def cross_entropy(
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
     ):
-        widens = fast_path.widens_logits(input, label_smoothing)
-        loss = F.cross_entropy(
-            input.float() if widens else input,
-            target, None, None, ignore_index, None, reduction, label_smoothing,
-        )  # fmt: skip
-        return loss.to(_result_dtype(input)) if widens else loss
+        return _run_pytorchs(
+            input, target, None, None, ignore_index, None, reduction, label_smoothing
+        )
     probable = _is_floating(target)
-    if defers_to_torch("cross_entropy", backend, input, target):
-        others = True
-    if others or probable:
+    deferred = defers_to_torch("cross_entropy", backend, input, target)
+    if deferred or others or probable:
         if backend is not None:
             raise NotImplementedError(_PYTORCHS)
-        return F.cross_entropy(
+        function = F.cross_entropy if deferred else _run_pytorchs
+        return function(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     call = check_cross_entropy(
