@@ -27,6 +27,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+#: The first two numbers of PyTorch's version.
+TORCH_VERSION = _numbers(torch.__version__)
+
+
 def _build_record() -> ModuleType | None:
     """The file that setup.py writes beside this one, if the package was ever built."""
     try:
@@ -57,7 +61,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     if not any(Path(__file__).with_name(f"_C{suffix}").is_file() for suffix in suffixes):
         return None, _why_absent()
-    if _numbers(torch.__version__) < OLDEST_TORCH:
+    if TORCH_VERSION < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return None, f"the native module needs torch {oldest} or later; this is {torch.__version__}"
     try:
@@ -97,7 +101,7 @@ def _load_cuda() -> str | None:
     if not CUDA_LIBRARY.is_file():
         reason = getattr(record, "CUDA_REASON", "")
         return f"the CUDA kernels were not built{': ' + reason if reason else ''}"
-    if _numbers(torch.__version__) < OLDEST_TORCH:
+    if TORCH_VERSION < OLDEST_TORCH:
         return why_not
     built, driver = getattr(record, "CUDA_VERSION", ""), driver_version()
     # A CUDA runtime runs on all drivers of its major version.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -376,7 +376,18 @@ def test_tracers_see_the_replaced_nodes() -> None:
         torch.testing.assert_close(ours(x), model(x))
 
 
-def test_scores_with_a_bias_are_one_call() -> None:
+@pytest.mark.parametrize(
+    "transposed",
+    [
+        lambda k: k.mT,
+        lambda k: k.mH,
+        # What Dynamo writes for them from torch 2.14 on.
+        torch.ops.aten.mT,
+        torch.ops.aten.mH,
+    ],
+    ids=["mT", "mH", "aten.mT", "aten.mH"],
+)
+def test_scores_with_a_bias_are_one_call(transposed: Callable[[Tensor], Tensor]) -> None:
     class Biased(Attention):
         def __init__(self) -> None:
             super().__init__(lambda q, k, v, mask, drop: None)  # type: ignore[arg-type, return-value]
@@ -387,7 +398,7 @@ def test_scores_with_a_bias_are_one_call() -> None:
             q, k, v = (
                 f(x).view(B, T, H, D).transpose(1, 2) for f in (self.query, self.key, self.value)
             )
-            weights = (q @ k.mT / math.sqrt(D) + self.bias).softmax(-1)
+            weights = (q @ transposed(k) / math.sqrt(D) + self.bias).softmax(-1)
             y = (weights @ v).transpose(1, 2).reshape(B, T, M)
             return self.norm(x + self.out(y))
 

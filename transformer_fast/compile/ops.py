@@ -192,9 +192,21 @@ def _without_dots(equation: str, operands: list[Any]) -> str:
 
 
 def _read_getattr(node: Node) -> Op | None:
-    if node.args[1] in ("mT", "mH"):
-        return Op("transpose", {"input": node.args[0], "dim0": -2, "dim1": -1})
-    return None
+    name = node.args[1]
+    return _read_transposed(node) if isinstance(name, str) and name in _TRANSPOSED else None
+
+
+def _read_transposed(node: Node) -> Op | None:
+    """Reads ``x.mT``, and ``x.T``, ``x.mH`` and ``x.H`` where they are the same."""
+    x = node.args[0]
+    name = node.args[1] if node.target is builtins.getattr else node.target.__name__
+    if name != "mT":
+        found = value(x)
+        if not isinstance(found, torch.Tensor) or (name != "mH" and found.dim() != 2):
+            return None
+        if name in ("mH", "H", "matrix_H") and found.is_complex():
+            return None
+    return Op("transpose", {"input": x, "dim0": -2, "dim1": -1})
 
 
 def _read_permute(node: Node) -> Op | None:
@@ -202,10 +214,19 @@ def _read_permute(node: Node) -> Op | None:
     return Op("permute", {"input": node.args[0], "dims": node.kwargs.get("dims", dims)})
 
 
+#: Attributes of a tensor that transpose it -> the operators that Dynamo writes for them, from torch
+#: 2.14 on for mT and mH, too.
+_TRANSPOSED: dict[str, Any] = {
+    "mT": torch.ops.aten.mT,
+    "mH": torch.ops.aten.mH,
+    "T": torch.ops.aten.numpy_T,
+    "H": torch.ops.aten.matrix_H,
+}
 _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
     torch.einsum: _read_einsum,
     builtins.getattr: _read_getattr,
     torch.permute: _read_permute,
+    **dict.fromkeys(_TRANSPOSED.values(), _read_transposed),
 }
 
 

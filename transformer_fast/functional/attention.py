@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._context import is_plain_eager
+from .._native import TORCH_VERSION
 from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import ATTENTION, FLOAT, direct_kernel
 from ..ops.arguments import AttentionArguments
@@ -77,6 +78,10 @@ def check_attention(given: AttentionArguments, backend: str | None = None) -> Ca
     return make_call(arguments, wants_grad(*arguments[:4]))
 
 
+#: The first PyTorch whose fused attention on CPUs takes (B, L, D).
+FUSES_3D = (2, 14)
+
+
 def _check(
     given: AttentionArguments, like_query: bool
 ) -> tuple[AttentionArguments, torch.Size | None]:
@@ -117,6 +122,11 @@ def _check(
         "query", query, attn_mask=attn_mask, key_lengths=key_lengths, query_lengths=query_lengths
     )
     lead = None
+    fused_3d = (
+        TORCH_VERSION >= FUSES_3D
+        and query.is_cpu
+        and query.dim() == key.dim() == value.dim() == 3
+    )
     if is_folded(query, key, value, enable_gqa):
         batch = query.shape[:1]
     else:
@@ -128,7 +138,7 @@ def _check(
         check_lengths("key_lengths", key_lengths, query.shape[0], key.shape[2])
     if longest is None and query_lengths is not None:
         check_lengths("query_lengths", query_lengths, query.shape[0], query.shape[2])
-    if lead is not None:
+    if lead is not None and not fused_3d:
         contiguous: bool | None = True
     else:
         contiguous = None if like_query else _is_unfused(query, value, attn_mask, p)
