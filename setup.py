@@ -304,6 +304,8 @@ class CMakeBuild(build_ext):
             '"""Written by setup.py: how the native module was built, or why it was not."""',
             "",
             f"REASON = {reason!r}",
+            # Without kernels on purpose, of which `_native` does not warn.
+            f"PURE = {mode == '0'}",
             f"CUDA_REASON = {built.cuda_reason!r}",
             # What `_native` asks of the driver, and of a GPU.
             f"CUDA_VERSION = {cuda_version() if not built.cuda_reason else ''!r}",

@@ -182,7 +182,6 @@ def test_rms_norms_are_bitwise_equal_on_the_fast_path(
             call()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):

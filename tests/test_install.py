@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -220,6 +221,55 @@ def test_commands_run_without_kernels(without_kernels, checkout, command):
         assert "no native module" in done.stdout
         assert "cpu: no C++ compiler was found" in done.stdout
         assert done.stdout.count("no C++ compiler was found") == 2
+
+
+# On Linux on x86-64 the first use warns, unless the package was built without kernels on purpose.
+FIRST_USE = """
+import sys, warnings
+import torch
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as found:
+    import transformer_fast
+    from transformer_fast import functional as F, nn
+    x, weight = torch.randn(64, 512), torch.randn(2048, 512)
+    assert not found, found
+    for _ in range(2):
+        {use}
+        F.linear(x, weight, activation="relu")
+        nn.Linear(512, 16)(x)
+        transformer_fast.accelerate(torch.nn.Linear(2, 2))
+print([(one.category.__name__, str(one.message)) for one in found])
+"""
+USES = {
+    "accelerate": "transformer_fast.accelerate(torch.nn.Linear(2, 2))",
+    "a module": "nn.Linear(512, 16)(x)",
+    "an op": "F.linear(x, weight)",
+    "a loss": "F.cross_entropy(torch.randn(5000, 99), torch.zeros(5000).long())",
+    "compile": "torch.compile(torch.sin, backend='transformer_fast', options={'inner': None})(x)",
+}
+
+
+@pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() != "x86_64",
+    reason="kernels are for Linux on x86-64",
+)
+@pytest.mark.parametrize("use", USES)
+def test_the_first_use_without_kernels_warns_once(without_kernels, checkout, tmp_path, use):
+    code = FIRST_USE.format(use=USES[use])
+    (line,) = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(checkout))
+    [(kind, message)] = ast.literal_eval(line)
+    assert kind == "RuntimeWarning"
+    assert (
+        "without its CPU kernels: no C++ compiler was found. To build them, run `TRANS" in message
+    )
+
+
+def test_a_build_without_kernels_on_purpose_does_not_warn(checkout, tmp_path):
+    done = build_ext(checkout, TRANSFORMER_FAST_BUILD="0")
+    assert done.returncode == 0, done.stdout
+    code = FIRST_USE.format(use=USES["an op"])
+    (line,) = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(checkout))
+    assert line == "[]"
 
 
 @pytest.mark.thorough

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
+from . import _native
 from ._console import until_interrupted
 from ._version import __version__
 from .cli import compare, info, prove
@@ -49,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         print(_START, end="")
         return 0
+    if _native.unannounced:  # the commands themselves show the reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _native.warn_of_absence()
     return until_interrupted(options.run, options.parser, options)
 
 

@@ -12,6 +12,7 @@ import importlib.machinery
 import platform
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -79,6 +80,35 @@ module: ModuleType | None
 #: The reason why `module` is None, as a sentence; None if it is loaded.
 why_not: str | None
 module, why_not = _load()
+
+
+def _is_for_kernels() -> bool:
+    """True if this machine could have kernels, and the package was not built without on purpose."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return platform.system() == "Linux" and is_x86 and not getattr(_build_record(), "PURE", False)
+
+
+#: True until `warn_of_absence` has warned; False with kernels, and where none are expected.
+unannounced: bool = module is None and _is_for_kernels()
+
+
+def warn_of_absence() -> None:
+    """Warns that the kernels are missing, once: callers test `unannounced` first."""
+    global unannounced
+    if torch.compiler.is_compiling():
+        return
+    unannounced = False
+    from . import fast_path  # imports this module
+
+    fast_path.apply_limits()  # which compared sizes until now, so that large calls came here
+    warnings.warn(
+        f"transformer_fast runs on PyTorch's own ops, without its CPU kernels: {why_not}. To build "
+        "them, run `TRANSFORMER_FAST_BUILD=require pip install --no-deps --force-reinstall .` in a "
+        "clone, in the environment that has torch; docs/guides/install.md has more.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
 
 CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _switches, proof
+from . import _native, _switches, proof
 from ._context import (
     PLAIN,
     function_mode_is_active,
@@ -491,6 +491,8 @@ def run(
     ``insert``: of `lookup`. ``finish``: a function that is applied to the kernel's result.
     """
     kernel, arguments = select(call, backend), call.arguments
+    if _native.unannounced and call.tensors[0].is_cpu:
+        _native.warn_of_absence()
     if 0.0 < getattr(arguments, "dropout_p", 0.0) < 1.0 and not (
         kernel.drops_as_torch is not None and kernel.drops_as_torch(call)
     ):

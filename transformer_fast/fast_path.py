@@ -59,7 +59,7 @@ class Limit:
     def switch(self, on: bool) -> None:
         #: (inference, training), indexed by whether a call needs gradients.
         self.below = (self.inference, self.training) if on else (0, 0)
-        if on and _native.module is None:
+        if on and _native.module is None and not _native.unannounced:
             self.below = 1 << 62, 1 << 62
 
 
@@ -283,8 +283,12 @@ def small_size_fallback(on: bool | None = None, short: bool | None = None) -> It
 def _switch(on: bool, short: bool) -> None:
     global _on
     _on, settings.bypass = on, short
+    apply_limits()
+
+
+def apply_limits() -> None:
     for limit in LIMITS:
-        limit.switch(on)
+        limit.switch(_on)
 
 
 @contextmanager

@@ -976,7 +976,14 @@ def _whole_numbers(x: Tensor, mask: Tensor) -> Tensor:
 def test_calls_that_only_pytorch_supports_are_left(call: Any, mask: Any, dynamic: bool) -> None:
     x = _x()
     ours, reports = compiled(call, dynamic=dynamic)
-    torch.testing.assert_close(ours(x, mask), call(x, mask))
+    try:
+        expected = call(x, mask)
+    except RuntimeError as refusal:  # from torch 2.14 on, of a mask together with is_causal
+        assert "is_causal" in str(refusal)
+        with pytest.raises(RuntimeError, match="is_causal"):
+            ours(x, mask)
+        return
+    torch.testing.assert_close(ours(x, mask), expected)
     [left] = {str(found) for found in reports[0].left}
     assert "does not support it" in left
 

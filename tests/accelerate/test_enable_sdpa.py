@@ -32,7 +32,9 @@ from transformer_fast import (
     enable_sdpa,
     use_backend,
 )
+from transformer_fast._native import TORCH_VERSION
 from transformer_fast.backends import triton as triton_backend
+from transformer_fast.functional.attention import FUSES_3D
 from transformer_fast.ops.attention import TRAINING
 from transformer_fast.reference.attention import empty_output
 from transformer_fast.testing import GRADIENT_FACTOR
@@ -172,11 +174,10 @@ def test_log_sum_exp_and_strides_match_pytorch(name: str, calls: list[Any]) -> N
     [
         (_qkv(), {"dropout_p": 0.5}),
         (tuple(x.double() for x in _qkv()), {}),
-        (tuple(x[0] for x in _qkv()), {}),
         (_qkv(), {"attn_mask": torch.zeros(T, S, requires_grad=True)}),
         ((*_qkv()[:2], torch.randn(B, H, S, 3)), {}),
     ],
-    ids=["dropout", "fp64", "3-D", "mask with gradient", "other value size"],
+    ids=["dropout", "fp64", "mask with gradient", "other value size"],
 )
 @EITHER
 def test_unsupported_calls_run_on_pytorch(
@@ -188,6 +189,15 @@ def test_unsupported_calls_run_on_pytorch(
     disable_sdpa()
     torch.manual_seed(0)
     torch.testing.assert_close(ours, _run(args, kwargs), rtol=0, atol=0)
+
+
+def test_calls_of_three_dimensions(calls: list[Any]) -> None:
+    """They reach PyTorch's fused operator for CPUs, which `enable_sdpa` overrides, from 2.14 on."""
+    args = tuple(x[0] for x in _qkv())
+    ours = _run(args, {})
+    assert len(calls) == (TORCH_VERSION >= FUSES_3D)
+    disable_sdpa()
+    torch.testing.assert_close(ours, _run(args, {}))
 
 
 def test_use_backend_and_strict_are_respected(calls: list[Any]) -> None:
@@ -511,8 +521,9 @@ def test_unknown_backend_names_raise() -> None:
 
 @without_gpu
 def test_without_a_gpu_naming_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(
-        RuntimeError, match=r"backend 'triton' runs on cuda tensors, and torch \S+ "
+        RuntimeError, match=r"backend 'triton' runs on cuda tensors, and torch \S+ has no CUDA"
     ):
         enable_sdpa(backend="triton")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -538,6 +549,7 @@ def test_with_a_gpu_both_devices_are_registered(
     monkeypatch.setattr(torch.library, "get_kernel", get_kernel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     name = f"aten::{EFFICIENT}"
+    before = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")  # PyTorch's own
     enable_sdpa(backend="triton")
     try:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
@@ -551,7 +563,7 @@ def test_with_a_gpu_both_devices_are_registered(
             assert [part.named for part in parts] == [None, None]
     finally:
         disable_sdpa()
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") == before
     monkeypatch.setattr(_native, "why_not", "no compiler was found")
     with pytest.raises(RuntimeError, match='for CUDA tensors name one, enable_sdpa\\(backend="tri'):
         enable_sdpa()
@@ -561,6 +573,14 @@ def test_with_a_gpu_both_devices_are_registered(
 @without_gpu
 def test_a_failed_enable_leaves_nothing_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """If PyTorch lacks the kernels of one device, the other device is disabled again."""
+    right = torch.library.get_kernel
+
+    def get_kernel(op: str, key: Any, *args: Any) -> Any:
+        if key == "CUDA":
+            raise RuntimeError(f"no kernel for CUDA of {op}")
+        return right(op, key, *args)
+
+    monkeypatch.setattr(torch.library, "get_kernel", get_kernel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="no kernel for CUDA"):
         enable_sdpa()

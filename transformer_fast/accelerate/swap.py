@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _native
 from .report import Report
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def accelerate(
         kind = type(given).__name__
         raise TypeError(f"filter_fn must be a function of (module, name), not {kind}")
     check_options(model, quantize, keep_weights, calibration)
+    if _native.unannounced:
+        _native.warn_of_absence()
     report = Report()
     changes = make_plan(model, filter_fn, report)
     apply_all(changes)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .. import functional
+from .. import _native, functional
 from . import run_time
 from .attention import rewrite_attention, rewrite_softmax, share_heads
 from .canonicalize import canonicalize
@@ -36,6 +36,11 @@ from .sublayers import Sublayers, dissolve, rewrite_sublayers
 
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
+
+# The functions that run a whole module of torch.nn. They are private in PyTorch: None where they are
+# gone, which is no node's target.
+_ONE_ATTENTION = getattr(torch, "_native_multi_head_attention", None)
+_ONE_LAYER = getattr(torch, "_transformer_encoder_layer_fwd", None)
 
 #: Default of the option ``inner``.
 INNER: Callable[..., Any] | None = compile_rest
@@ -75,6 +80,8 @@ def compile_backend(
         ValueError: if an option is unknown, or a mode is given.
     """
     inner, on_report, steps = _options(options, mode)
+    if _native.unannounced:
+        _native.warn_of_absence()
     report = rewrite(module, steps=steps)
     if inner is compile_rest:
         reason = why_not(module, example_inputs)
@@ -166,7 +173,7 @@ def rewrite(
 def _report_unsupported_calls(editor: Editor) -> None:
     """Reports calls that have an equivalent op in this library but cannot be replaced."""
     for node in editor.graph.nodes:
-        if node.target is torch._native_multi_head_attention:
+        if node.target is _ONE_ATTENTION:
             reason = "it is a torch.nn module, which transformer_fast.accelerate(model) replaces"
             editor.report_left("attention", node, reason)
         op = read(node)
@@ -205,7 +212,7 @@ def rewrite_pytorch_calls(editor: Editor) -> None:
             args, kwargs = (), bound.arguments
             if kwargs.pop("static_k") is not None or kwargs.pop("static_v") is not None:
                 continue
-        elif node.target is torch._transformer_encoder_layer_fwd:
+        elif node.target is _ONE_LAYER:
             op, function = "encoder_layer", run_time.encoder_layer
             schema = torch.ops.aten._transformer_encoder_layer_fwd.default._schema
             names = [argument.name for argument in schema.arguments]

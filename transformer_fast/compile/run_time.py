@@ -240,7 +240,7 @@ def encoder_layer(
     int8: bool = False,
     **given: Any,
 ) -> Tensor:
-    """`torch._transformer_encoder_layer_fwd` by keyword; an inference-only function."""
+    """`torch._transformer_encoder_layer_fwd` (private) by keyword; an inference-only function."""
     layer = _filled(
         # eps may be symbolic during a capture.
         _encoder_layer(

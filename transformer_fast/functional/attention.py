@@ -123,9 +123,7 @@ def _check(
     )
     lead = None
     fused_3d = (
-        TORCH_VERSION >= FUSES_3D
-        and query.is_cpu
-        and query.dim() == key.dim() == value.dim() == 3
+        TORCH_VERSION >= FUSES_3D and query.is_cpu and query.dim() == key.dim() == value.dim() == 3
     )
     if is_folded(query, key, value, enable_gqa):
         batch = query.shape[:1]

@@ -291,4 +291,6 @@ def by_torch(
     if isinstance(args[0], Proxy):
         tracer: Any = args[0].tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+    if _native.unannounced:
+        _native.warn_of_absence()
     return forward(*args, **kwargs)

@@ -17,7 +17,8 @@ from . import fusion, masks
 from .drop_in import DropIn, by_torch, runs_torch_forward
 from .int8 import INT8, run_linear
 
-_in_one_call: Any = torch._native_multi_head_attention
+#: Private in PyTorch; None where it is gone.
+_in_one_call: Any = getattr(torch, "_native_multi_head_attention", None)
 
 
 class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
@@ -170,7 +171,8 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         """Returns the projections' parameters if PyTorch's single operator is faster, else None."""
         out = self.out_proj
         if not (
-            self.batch_first
+            _in_one_call is not None
+            and self.batch_first
             and self.num_heads % 2 == 0
             and query.numel() < fast_path.MULTIHEAD_ATTENTION.below[0]
             and query.dtype is fast_path.FLOAT
