@@ -288,3 +288,6 @@ def test_module_has_no_machine_paths():
     content = Path(_C.__file__).read_bytes()
     assert str(ROOT).encode() not in content
     assert sys.prefix.encode() not in content
+    paths = re.findall(rb"[ -~]*/[ -~]*\.(?:h|hpp|cpp)\b", content)
+    known = rb"(csrc|torch/include)/|.*<pybind11/"  # pybind11's messages recommend headers
+    assert [path for path in paths if not re.match(known, path)] == []

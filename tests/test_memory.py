@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -198,24 +197,3 @@ for mebibytes in (700, 1):
     expected = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes"
     for mebibytes in (700, 1):
         assert expected.format(mebibytes * MIB) in output
-
-
-def test_the_default_limit_respects_cgroups(tmp_path: Path) -> None:
-    def group(path: str, limit: str) -> None:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(limit + "\n")
-
-    machine = memory._memory(tmp_path)
-    assert machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group("proc/self/cgroup", "0::/a/b")
-    assert memory._memory(tmp_path) == machine
-    group("sys/fs/cgroup/a/b/memory.max", "max")
-    assert memory._memory(tmp_path) == machine
-    group("sys/fs/cgroup/a/memory.max", str(200 * MIB))
-    assert memory._memory(tmp_path) == 200 * MIB
-    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # a container sees its own group as the root
-    assert memory._memory(tmp_path) == 100 * MIB
-    group("proc/self/cgroup", "5:cpu:/c\n4:memory:/c/d\n1:name=systemd:/e")
-    assert memory._memory(tmp_path) == machine
-    group("sys/fs/cgroup/memory/memory.limit_in_bytes", str(50 * MIB))
-    assert memory._memory(tmp_path) == 50 * MIB

@@ -14,16 +14,14 @@ changes. `forget_packed` drops the copies after writes that cannot be detected.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _native
+from ._cgroup import memory_limit
 
 __all__ = [
     "forget_calls", "forget_packed", "kept", "limit", "packed", "release", "set_limit",
@@ -123,32 +121,8 @@ def forget_calls() -> None:
         forget()
 
 
-def _memory(root: Path = Path("/")) -> int:
-    """Returns the memory limit of the process in bytes: the machine's, or its control group's."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        mount, name = root / "sys/fs/cgroup", "memory.max"  # version 2
-        if controllers:  # version 1
-            if "memory" not in controllers.split(","):
-                continue
-            mount, name = mount / "memory", "memory.limit_in_bytes"
-        group = mount / path.lstrip("/")
-        # In a container the path may be the host's. Only the root of the mount exists then.
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-                sizes.append(int((folder / name).read_text()))
-            if folder == mount:
-                break
-    return min(sizes)
-
-
 if _native.module is not None:
-    set_limit(min(_MOST, _memory() // 16))
+    set_limit(min(_MOST, memory_limit() // 16))
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from .._cgroup import thread_advice
 from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
 from . import classes, hugging_face, mlp, packing, quantize, smooth
 from .classes import Change, ClassChange, class_of_ours
@@ -151,6 +152,8 @@ def complete(model: torch.nn.Module, report: Report) -> None:
     except Exception as error:
         failed.setdefault(f"{type(error).__name__}: {error}", "the model as a whole")
     report.notes += [f"No details of {name} ({error})." for error, name in failed.items()]
+    if (advice := thread_advice()) is not None and any(x.is_cpu for x in model.parameters()):
+        report.notes.append(advice)
 
 
 #: Modules whose weights are not operands of a matrix multiplication with the tokens.

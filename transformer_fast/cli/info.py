@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import _native, _switches, proof, specs
+from .. import _cgroup, _native, _switches, proof, specs
 from .._console import bullets, columns, output, progress
 from ..dispatch import AHEAD, BACKENDS, OPS, STATES, Kernel, kernels, why_unproven
 from ..measure import machine
@@ -89,6 +89,7 @@ def _facts() -> Table:
         ("torch", about["torch"]),
         ("CPU", machine.cpu(about)),
         ("threads", f"{about['threads']} of {form.count(about['logical_cpus'] or 1, 'CPU')}"),
+        *(("", line) for line in [_cgroup.thread_advice()] if line is not None),
         *_native_lines(),
         ("GPU", gpu_state()),
         ("proof", proof_state()),
