@@ -66,8 +66,8 @@ def thread_advice() -> str | None:
     quota, threads = cpu_quota(), torch.get_num_threads()
     if quota is None or threads <= quota:
         return None
-    best = max(1, int(quota))
+    best, plural = max(1, int(quota)), "s" * (quota != 1)
     return (
-        f"PyTorch uses {threads} threads, and this container's quota is {quota:.3g} CPU{'s' * (quota != 1)}: set "
+        f"PyTorch uses {threads} threads, and this container's quota is {quota:.3g} CPU{plural}: set "
         f"torch.set_num_threads({best}) or OMP_NUM_THREADS={best}."
     )
