@@ -5,6 +5,7 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import math
 
@@ -297,6 +298,15 @@ def test_linear_cross_entropy_matches_pytorch(reduction, bias):
         return TF.cross_entropy(TF.linear(*given), target, reduction=reduction)
 
     assert_same_numbers(ours, theirs, given, {}, grad=True)
+
+
+@pytest.mark.skipif(not hasattr(TF, "linear_cross_entropy"), reason="PyTorch has it from 2.13 on")
+def test_linear_cross_entropy_has_pytorchs_arguments():
+    theirs = inspect.signature(TF.linear_cross_entropy).parameters
+    ours = dict(inspect.signature(F.linear_cross_entropy).parameters)
+    assert ours.pop("backend").default is None
+    assert [*ours] == [*theirs]
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
 
 
 def test_linear_cross_entropy_without_a_batch():

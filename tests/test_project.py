@@ -179,7 +179,7 @@ def test_workflows_run_the_targets_of_make_ci():
 def test_changes_of_documents_start_no_build(path):
     workflow = load(path)
     compiles = workflow.get("env", {}).get("TRANSFORMER_FAST_BUILD") == "require"
-    for event in ("pull_request", "push") if compiles else ():
+    for event in {"pull_request", "push"} & set(workflow["on"]) if compiles else ():
         assert {"**.md", "docs/**"} <= set(workflow["on"][event]["paths-ignore"])
     without = path.stem in ("docs", "lint", "release")  # release runs on tags only
     # wheels.yml lists the paths that start it, gpu.yml the label.
@@ -193,6 +193,22 @@ def test_the_matrix_covers_the_supported_versions():
     oldest = Version(matrix["torch"][0]["torch"])
     assert f'"torch>={oldest.major}.{oldest.minor}"' in project
     assert matrix["torch"][1] == {}  # the pinned version
+
+
+def test_the_newest_versions_are_tested_weekly(tmp_path):
+    workflow = load(ROOT / ".github/workflows/newest.yml")
+    assert workflow["on"]["schedule"]
+    steps = [step.get("run", "") for step in workflow["jobs"]["newest"]["steps"]]
+    unpin, test = steps.index(next(s for s in steps if "sed" in s)), steps.index("make test")
+    assert unpin < test
+    (tmp_path / "requirements.txt").write_text(text_of("requirements.txt"))
+    subprocess.run(["bash", "-c", steps[unpin]], cwd=tmp_path, check=True)
+    before = set(text_of("requirements.txt").splitlines())
+    after = set((tmp_path / "requirements.txt").read_text().splitlines())
+    gone = {line.partition("==")[0] for line in before - after}
+    assert {"torch", "triton", "transformers"} <= gone
+    assert gone <= {Requirement(line).name for line in before if "==" in line}
+    assert after <= before
 
 
 def test_pre_commit_has_the_pinned_versions():

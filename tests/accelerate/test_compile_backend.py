@@ -43,7 +43,7 @@ from module_checks import assert_same_numbers, cast, check_budget
 from torch import Tensor
 from torch.fx import GraphModule
 
-from transformer_fast import accelerate, compile_backend, compile_reports
+from transformer_fast import _native, accelerate, compile_backend, compile_reports
 from transformer_fast.compile import inner, run_time
 from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 from transformer_fast.ops.layer_norm import TRAINING
@@ -987,6 +987,43 @@ def test_calls_that_only_pytorch_supports_are_left(call: Any, mask: Any, dynamic
     torch.testing.assert_close(ours(x, mask), expected)
     [left] = {str(found) for found in reports[0].left}
     assert "does not support it" in left
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_default_backend"), reason="PyTorch has it from 2.13 on"
+)
+@torch.no_grad()
+def test_it_can_be_the_default_backend() -> None:
+    model = Attention(divided).eval()
+    compile_reports(clear=True)
+    torch.compiler.set_default_backend("transformer_fast")
+    try:
+        x = _x()
+        torch.testing.assert_close(torch.compile(model)(x, x, None), model(x, x, None))
+    finally:
+        torch.compiler.set_default_backend(None)
+    assert compile_reports()[-1].counts["attention"] == 1
+
+
+WITHOUT_PRIVATE = """
+import torch
+for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
+    delattr(torch, name)
+from transformer_fast import nn
+
+layer, x = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True).eval(), torch.randn(2, 3, 16)
+expected = layer(x)
+with torch.no_grad():
+    found = layer.self_attn(x, x, x)[0]
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(torch.compile(layer, backend="transformer_fast")(x), expected)
+torch.testing.assert_close(found, layer.self_attn(x, x, x)[0])
+"""
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+def test_private_functions_of_pytorch_may_be_missing() -> None:
+    python("-c", WITHOUT_PRIVATE)
 
 
 @torch.no_grad()
