@@ -27,7 +27,7 @@ def _values(root: Path, controller: str, file: str, file_1: str) -> Iterator[tup
                 continue
             mount, name = mount / controller, file_1
         group = mount / path.lstrip("/")
-        # In a container the path may be the host's, of which only the mount's root exists.
+        # In a container the path may be the host's. Only the root of the mount exists then.
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError):
                 yield folder, (folder / name).read_text()
