@@ -13,6 +13,7 @@
 
 #include "build_config.h"
 #include "cpu/core/allocator.h"
+#include "cpu/core/host.h"
 #include "cpu/core/isa.h"
 #include "cpu/gemm/fingerprint.h"
 #include "cpu/probe/probe.h"
@@ -104,7 +105,28 @@ std::pair<int64_t, std::optional<int64_t>> count_targets(uintptr_t address, int6
           })};
 }
 
+// A function without arguments; never freed, since operators may outlive the interpreter.
+PyObject* batch_invariant_function = nullptr;
+
+// Operators run without the GIL; a thread that released it keeps its context.
+bool context_is_batch_invariant() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject* const found = PyObject_CallNoArgs(batch_invariant_function);
+  const bool on = found == Py_True;
+  if (found == nullptr) PyErr_WriteUnraisable(batch_invariant_function);
+  Py_XDECREF(found);
+  PyGILState_Release(state);
+  return on;
+}
+
+void read_batch_invariant_from(const py::function& function) {
+  if (batch_invariant_function != nullptr) return;
+  batch_invariant_function = function.inc_ref().ptr();
+  tf::batch_invariant_source.store(&context_is_batch_invariant, std::memory_order_release);
+}
+
 long direct_rows(const std::string& element, long elements) {
+  const tf::RunningOperator running;
   if (element == "float32") return tf::direct_rows(tf::Element::float32, elements);
   if (element == "bfloat16") return tf::direct_rows(tf::Element::bfloat16, elements);
   if (element == "float16") return tf::direct_rows(tf::Element::float16, elements);
@@ -134,8 +156,9 @@ PYBIND11_MODULE(_C, m) {
       "Chooses the instruction set for the whole process, for tests, once no thread is inside an "
       "operator. Raises ValueError, and RuntimeError if operators run for 10 s without a gap.");
 
-  m.def("set_batch_invariant", &tf::set_batch_invariant, py::arg("on"),
-        "Whether a row of a result has the same bits whatever the number of rows.");
+  m.def("read_batch_invariant_from", &read_batch_invariant_from, py::arg("function"),
+        "From now on every operator calls `function`, in its caller's context: True if a row of a "
+        "result must have the same bits whatever the number of rows. Later calls do nothing.");
   m.def("fill_fresh", &tf::fill_empty, py::arg("fill"),
         "Fills results of operators with NaN before they are written, for tests; returns the "
         "previous "

@@ -154,14 +154,14 @@ def process_left_alone() -> Iterator[None]:
     """
 
     def flags() -> tuple[object, ...]:
-        state = _context.settings.backend, _context.settings.strict
+        state = _context.settings.current.backend, _context.settings.current.strict
         torchs = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
         return *state, *torchs, torch.get_num_threads(), open_autocast_blocks()
 
     before = flags()
-    registered = dict(dispatch._state.kernels), dict(dispatch._state.usable)
+    registered = dict(dispatch.registry.kernels), dict(dispatch.registry.usable)
     yield
-    dispatch._state.kernels, dispatch._state.usable = registered
+    dispatch.registry.kernels, dispatch.registry.usable = registered
     assert flags() == before
 
 

@@ -83,7 +83,7 @@ def test_wrong_kernels_fail_the_run(capsys, monkeypatch):
         right, backend="cpu", function=lambda arguments: right.function(arguments) + 1e-3
     )
     before = dispatch.kernels("layer_norm")
-    monkeypatch.setitem(dispatch._state.kernels, "layer_norm", before)
+    monkeypatch.setitem(dispatch.registry.kernels, "layer_norm", before)
     dispatch.register(wrong)
     assert run("--op", "layer_norm") == 1
     shown = capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_missing_and_failed_rows_are_listed():
 def test_fallbacks_give_the_reason_of_the_devices_backend(monkeypatch):
     """For an op that runs on PyTorch, and for the ops inside a module."""
     for op in ("layer_norm", "linear"):
-        monkeypatch.setitem(dispatch._state.kernels, op, dispatch.kernels(op))
+        monkeypatch.setitem(dispatch.registry.kernels, op, dispatch.kernels(op))
         for backend, devices in (("cpu", ("cpu",)), ("triton", ("cuda",))):
             dispatch.register(
                 dataclasses.replace(

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from transformer_fast import (
     strict,
     use_backend,
 )
-from transformer_fast._context import settings
 from transformer_fast.dispatch import (
     Call,
     Kernel,
@@ -72,7 +70,7 @@ def runs_as(name):
 @pytest.fixture
 def table(monkeypatch):
     """Installs an empty table of kernels; returns a function that adds a kernel for linear."""
-    monkeypatch.setattr(dispatch, "_state", dispatch._State(kernels={"linear": ()}))
+    monkeypatch.setattr(dispatch, "registry", dispatch.Registry(kernels={"linear": ()}))
 
     def add(backend, op="linear", **limits):
         register(Kernel(op, backend, runs_as(backend), **limits))
@@ -191,7 +189,7 @@ def test_changes_of_the_table_take_effect(table, monkeypatch):
     table("cpu")
     assert select(CALL).backend == "cpu"
     [_, reference] = dispatch.kernels("linear")
-    monkeypatch.setitem(dispatch._state.kernels, "linear", (reference,))
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", (reference,))
     assert select(CALL).backend == "reference"
     assert select(linear(X.to("meta"))).backend == "reference"
 
@@ -358,28 +356,11 @@ def test_use_backend_nests_and_ends(table):
     assert select(CALL).backend == "cpu"
 
 
-@pytest.mark.parametrize("context", [lambda: use_backend("reference"), strict])
-def test_contexts_end_after_an_error(context):
-    before = settings.backend, settings.strict
-    with pytest.raises(ZeroDivisionError), context():
-        assert 1 / ((settings.backend, settings.strict) == before)
-    assert (settings.backend, settings.strict) == before
-
-
 def test_use_backend_does_not_fall_back(table):
     table("reference")
     table("cpu", unavailable="it was not built")
     with use_backend("cpu"), pytest.raises(NotImplementedError, match="it was not built"):
         select(CALL)
-
-
-def test_use_backend_holds_in_every_thread():
-    seen = []
-    with use_backend("reference"):
-        worker = threading.Thread(target=lambda: seen.append(select(CALL).backend))
-        worker.start()
-        worker.join()
-    assert seen == ["reference"]
 
 
 def test_use_backend_as_a_decorator():
@@ -388,7 +369,7 @@ def test_use_backend_as_a_decorator():
         return select(CALL).backend
 
     assert decorated() == "reference"
-    assert settings.backend is None
+    assert dispatch.named_backend() is None
 
 
 def test_strict_refuses_the_reference_with_the_reasons(table):
@@ -570,28 +551,6 @@ def test_explain_bad_call_raises_like_the_function():
 # Environment -------------------------------------------------------------------------------------
 
 
-def test_environment_variables_set_backend_and_strict(monkeypatch):
-    for name in ("backend", "strict", "export_operators"):
-        monkeypatch.setattr(settings, name, getattr(settings, name))  # restored after the test
-    for backend in dispatch.BACKENDS:
-        monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend)
-        dispatch._read_environment()
-        assert settings.backend == backend
-        monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend.upper())
-        dispatch._read_environment()
-        assert settings.backend == backend
-    for value, meant in (("", False), ("0", False), ("1", True), ("yes", True), ("OFF", False)):
-        monkeypatch.setenv("TRANSFORMER_FAST_STRICT", value)
-        dispatch._read_environment()
-        assert settings.strict is meant
-    monkeypatch.setenv("TRANSFORMER_FAST_STRICT", "maybe")
-    with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_STRICT must be .*, not 'maybe'$"):
-        dispatch._read_environment()
-    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "fastest")
-    with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_BACKEND must be .*'fast"):
-        dispatch._read_environment()
-
-
 def test_environment_variables_apply_to_a_new_process():
     code = (
         "import torch, transformer_fast as t\n"
@@ -717,13 +676,13 @@ def accepted(kernel: Kernel, **wanted: Any) -> Call:
 def check_refusal(kernel: Kernel, call: Call, sentence: str) -> None:
     """Checks that the sentence is a reason, and that the named backend raises with it."""
     assert sentence in why_not(kernel, call)
-    state = dispatch._State(kernels={kernel.op: (kernel,)})
-    before, dispatch._state = dispatch._state, state
+    state = dispatch.Registry(kernels={kernel.op: (kernel,)})
+    before, dispatch.registry = dispatch.registry, state
     try:
         with pytest.raises(NotImplementedError) as error:
             select(call, kernel.backend)
     finally:
-        dispatch._state = before
+        dispatch.registry = before
     assert sentence in str(error.value)
 
 

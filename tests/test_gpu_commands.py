@@ -173,7 +173,7 @@ def kernels_of(op, monkeypatch):
         dispatch.Kernel(op, "torch", run, gradients=True),
         dispatch.Kernel(op, "reference", run, gradients=True),
     )
-    monkeypatch.setitem(dispatch._state.kernels, op, kernels)
+    monkeypatch.setitem(dispatch.registry.kernels, op, kernels)
     return kernels[1]
 
 
@@ -249,9 +249,9 @@ def test_the_fastest_backend_is_selected(triton, monkeypatch):
     assert select(call(), "cuda").backend == "cuda"
     refusing = dataclasses.replace(triton, refuses=lambda call: "not this")
     kernels = dispatch.kernels("linear")
-    monkeypatch.setitem(dispatch._state.kernels, "linear", (kernels[0], refusing, *kernels[2:]))
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", (kernels[0], refusing, *kernels[2:]))
     assert select(call()).backend == "cuda"
-    monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", kernels)
     write_record(verdict(torch_device=3e-5), verdict(backend="cuda", torch_device=9e-5))
     assert select(call()).backend == "cuda"
 
@@ -267,7 +267,7 @@ def test_without_a_record_the_reason_names_the_command(triton):
 def test_committed_results_apply_without_a_record(triton, monkeypatch):
     proven = dataclasses.replace(triton, proven=frozenset({90}))
     kernels = dispatch.kernels("linear")
-    monkeypatch.setitem(dispatch._state.kernels, "linear", (kernels[0], proven, *kernels[2:]))
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", (kernels[0], proven, *kernels[2:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert select(call()).backend == "triton"
 
@@ -447,7 +447,7 @@ def test_an_ops_process_reports_each_trial(capsys, monkeypatch, a_gpu):
 
     asked = []
     kernel = dispatch.Kernel("linear", "triton", too_large, proven=frozenset())
-    monkeypatch.setitem(dispatch._state.kernels, "linear", (kernel,))
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", (kernel,))
     trial = SMALL, torch.float32, False
     monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [trial] * 2)
     monkeypatch.setattr(torch, "device", lambda *place: CPU)
@@ -905,13 +905,13 @@ def small(monkeypatch):
         dispatch.Kernel("linear", "triton", dispatch.unpacked(reference.linear), gradients=True),
         dispatch.Kernel("linear", "torch", dispatch.unpacked(reference.linear)),
     )
-    monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", kernels)
     return kernels
 
 
 def change_triton(monkeypatch, small, run):
     changed = (dataclasses.replace(small[0], function=dispatch.unpacked(run)), small[1])
-    monkeypatch.setitem(dispatch._state.kernels, "linear", changed)
+    monkeypatch.setitem(dispatch.registry.kernels, "linear", changed)
 
 
 def item(op="linear", **rest):

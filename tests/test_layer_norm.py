@@ -382,7 +382,7 @@ def test_strict_mode_refuses_the_annotated_norm_on_the_reference(monkeypatch) ->
         for kernel in dispatch.kernels("annotated_layer_norm")
         if kernel.backend == "reference"
     )
-    monkeypatch.setitem(dispatch._state.kernels, "annotated_layer_norm", kernels)
+    monkeypatch.setitem(dispatch.registry.kernels, "annotated_layer_norm", kernels)
     norm, x = annotated(3, 8, torch.float32)
     with strict(), pytest.raises(NotImplementedError, match="strict mode"):
         norm(x)

@@ -20,8 +20,14 @@ from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .backends import warm
 from .compile.graph_report import compile_reports
-from .dispatch import Explanation, export_operators, strict, use_backend
-from .fast_path import batch_invariant
+from .dispatch import (
+    Explanation,
+    batch_invariant,
+    export_operators,
+    set_defaults,
+    strict,
+    use_backend,
+)
 
 if TYPE_CHECKING:
     from . import models, nn, training
@@ -46,6 +52,7 @@ __all__ = [
     "models",
     "nn",
     "restore",
+    "set_defaults",
     "strict",
     "training",
     "use_backend",

@@ -8,31 +8,134 @@ native module are elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _native
 
-@dataclass
+_own: ContextVar[Any] = ContextVar("transformer_fast settings")
+
+
+@dataclass(eq=False)
 class Settings:
-    """The package's settings, which apply to all threads; `dispatch` and `fast_path` set them."""
+    """The package's settings in one context (`contextvars`), or the process's: ``settings``."""
 
-    #: Backend set by `use_backend` or the environment, or None.
+    #: Backend set by `use_backend`, or None.
     backend: str | None = None
     strict: bool = False
     #: True if exported programs keep the package's operators.
     export_operators: bool = False
     #: True if the result of a row must not depend on the number of rows.
     batch_invariant: bool = False
+    #: False if `falls_back` is False whatever `batch_invariant` is.
+    small_size_fallback: bool = True
     #: True if plain eager calls may bypass the dispatcher.
     bypass: bool = True
+    #: Hashable values on which kernels of tools and tests depend: parts of the call cache's keys.
+    key_scope: tuple[Any, ...] = ()
+    #: The GPU architecture whose tables are read, instead of the device's.
+    architecture: int | None = None
+    #: Receives the launches of Triton kernels, which then do not run.
+    take_launch: Callable[[Any], None] | None = None
+    #: The changes of the blocks that the context is in, in order of entry.
+    blocks: tuple[dict[str, Any], ...] = ()
+    #: Of the fields above: whether plain eager calls bypass the dispatcher, and whether small calls run
+    #: on PyTorch's op.
+    is_direct: bool = True
+    falls_back: bool = True
+
+    #: Of ``settings`` only: those of the innermost block in the code that Dynamo traces. It simulates
+    #: the assignment, so that in running code this is None.
+    traced: Settings | None = None
+
+    #: The context's settings: its blocks', else those of the process. A property whose getter is a
+    #: builtin, since Dynamo reads such properties while it traces and guards on them; it cannot trace
+    #: `ContextVar.get`.
+    current = property(_own.get)
+
+    def change(self, changes: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.is_direct = self.bypass and self.backend is None
+        self.falls_back = self.small_size_fallback and not self.batch_invariant
+        if self.batch_invariant and _native.module is not None:
+            # From the first time on, the operators ask: they run without Python's context.
+            _native.module.read_batch_invariant_from(_is_batch_invariant)
 
 
+#: The settings of contexts that are in no block: defaults of the process, see `set_defaults`.
 settings = Settings()
+
+
+def current_settings() -> Settings:
+    """Returns ``settings.current``, which hot paths read, or while a program is traced those of its own
+    blocks."""
+    return settings.traced or settings.current
+
+
+def _is_batch_invariant() -> bool:
+    return bool(settings.current.batch_invariant)
+
+
+#: The settings of contexts that are in blocks.
+_in_blocks: weakref.WeakSet[Settings] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def change_defaults(changes: dict[str, Any]) -> None:
+    """Changes the settings of the process, also in blocks that do not change the same."""
+    with _lock:
+        settings.change(changes)
+        for each in _in_blocks:
+            own = {name for block in each.blocks for name in block}
+            each.change({name: value for name, value in changes.items() if name not in own})
+
+
+def _set_blocks(blocks: tuple[dict[str, Any], ...]) -> None:
+    with _lock:
+        found = _with_blocks(blocks) if blocks else settings
+        if blocks:
+            _in_blocks.add(found)
+    _own.set(found)
+
+
+def _with_blocks(blocks: tuple[dict[str, Any], ...]) -> Settings:
+    found = replace(settings, blocks=blocks)
+    for changes in blocks:
+        found.change(changes)
+    return found
+
+
+@contextmanager
+def changed(**changes: Any) -> Iterator[None]:
+    """Context manager that changes settings of the context.
+
+    At its end it removes its own changes only, so blocks that overlap, as those of suspended generators
+    do, may end in any order.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        before = settings.traced
+        settings.traced = _with_blocks((*current_settings().blocks, changes))
+        try:
+            yield
+        finally:
+            settings.traced = before
+        return
+    _set_blocks((*settings.current.blocks, changes))
+    try:
+        yield
+    finally:
+        _set_blocks(tuple(one for one in settings.current.blocks if one is not changes))
+
 
 #: Exact tensor types without overrides of ``__torch_function__`` or ``__torch_dispatch__``.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -86,7 +189,7 @@ def is_exporting() -> bool:
     `export_operators` is on, and all programs of torch.jit.trace.
     """
     if is_compiling():
-        return torch.compiler.is_exporting() and not settings.export_operators
+        return torch.compiler.is_exporting() and not current_settings().export_operators
     return is_jit_tracing()
 
 
@@ -99,7 +202,7 @@ def is_observed() -> bool:
     """
     if not function_mode_is_active() or is_compiling():
         return False
-    if settings.backend is not None or settings.strict:
+    if settings.current.backend is not None or settings.current.strict:
         return False
     modes = torch.overrides._get_current_function_mode_stack()
     return any(not type(mode).__module__.startswith("torch.") for mode in modes)
@@ -205,12 +308,11 @@ def is_plain_eager(first: Any, *others: Any) -> bool | None:
     count: they see PyTorch's operators and the kernels'.
     """
     if (
-        not settings.bypass
+        not settings.current.is_direct
         or type(first) is not Tensor
         or (function_mode_is_active() and is_observed())
         or not first.is_cpu
         or first.is_nested
-        or settings.backend is not None
         or is_compiling()
         or is_jit_tracing()
         or in_torch_func()

@@ -9,7 +9,7 @@ are `PreferLater` records. Of several GPU kernels that are validated it takes th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,13 +19,15 @@ from torch import Tensor
 from . import _native, _switches, proof
 from ._context import (
     PLAIN,
+    change_defaults,
+    changed,
+    current_settings,
     function_mode_is_active,
     has_transforms,
     is_compiling,
     is_exporting,
     is_jit_tracing,
     is_transformed,
-    settings,
 )
 from .ops.arguments import RECORDS, LayerArguments
 from .reference import ANNOTATED as ANNOTATED
@@ -180,7 +182,7 @@ def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
 
 
 @dataclass
-class _State:
+class Registry:
     kernels: dict[str, tuple[Kernel, ...]] = field(default_factory=dict)
     #: By op, its kernels and, by type of device, those that `_usable` returns.
     usable: dict[str, tuple[tuple[Kernel, ...], dict[str, tuple[Kernel, ...]]]] = field(
@@ -188,32 +190,32 @@ class _State:
     )
 
 
-_state = _State()
+registry = Registry()
 
 
 def register(kernel: Kernel) -> None:
     """Adds a kernel; a second one for the same (op, backend) replaces the first."""
     if kernel.op not in (*OPS, *ANNOTATED, *FUSED) or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
-    others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
+    others = [k for k in registry.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
     found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))
-    _state.kernels[kernel.op] = found
-    _state.usable[kernel.op] = found, {kind: _usable(found, kind) for kind in ("cpu", "cuda")}
+    registry.kernels[kernel.op] = found
+    registry.usable[kernel.op] = found, {kind: _usable(found, kind) for kind in ("cpu", "cuda")}
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:
     """Returns the kernels of an op, in the order in which `select` tries them."""
-    return _state.kernels.get(op, ())
+    return registry.kernels.get(op, ())
 
 
 def named_backend() -> str | None:
     """Returns the backend set by `use_backend` or the environment, or None."""
-    return settings.backend
+    return current_settings().backend
 
 
 def is_strict() -> bool:
     """True if `strict` is on."""
-    return settings.strict
+    return current_settings().strict
 
 
 def compute_capability(device: torch.device | int | None = None) -> int:
@@ -335,9 +337,9 @@ def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[
     """Returns the kernels of an op for the device of ``first``, in order of preference."""
     assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # reading `device.type` is slower
-    kernels = _state.kernels[op]
+    kernels = registry.kernels[op]
     if not compiling:  # Dynamo cannot compare the tuples, and need not be fast
-        known = _state.usable.get(op)
+        known = registry.usable.get(op)
         if known is not None and known[0] is kernels and kind in known[1]:
             return known[1][kind]
     return _usable(kernels, kind)
@@ -346,7 +348,7 @@ def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[
 def only_pytorch_runs(op: str, first: Tensor) -> bool:
     """True if only PyTorch's ops can be chosen on the device of ``first``, whatever the call: no kernel
     is validated or built there, or none supports the device."""
-    if settings.backend is not None or settings.strict:
+    if current_settings().backend is not None or current_settings().strict:
         return False
     for kernel in candidates(op, first, is_compiling()):
         if kernel.backend in ("torch", "reference"):
@@ -358,7 +360,7 @@ def only_pytorch_runs(op: str, first: Tensor) -> bool:
 
 def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     """Returns the reason why a later backend is preferred for a supported call, or None."""
-    if is_compiling() or settings.batch_invariant:
+    if is_compiling() or current_settings().batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype
     for limit in kernel.prefers_later:
@@ -388,7 +390,7 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
 def _reasons(call: Call) -> dict[str, list[str]]:
     """Returns for each backend the reasons why it is not chosen; those of other devices last."""
     kind = call.tensors[0].device.type
-    kernels = sorted(_state.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, kind))
+    kernels = sorted(registry.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, kind))
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
 
 
@@ -421,14 +423,15 @@ def select(call: Call, backend: Any = None) -> Kernel:
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     backend does not support the call, or in strict mode if only the reference does.
     """
+    now = current_settings()
     if backend is None:
-        backend = settings.backend
+        backend = now.backend
     if has_transforms() and _is_transformed(call):
         if backend is not None:
             check_name(backend)
-        if settings.strict:
+        if now.strict:
             raise _strict_refusal(call)
-        return _state.kernels[call.op][-1]
+        return registry.kernels[call.op][-1]
     if backend is None:
         compiling = is_compiling()
         if (compiling or is_jit_tracing()) and is_exporting():
@@ -445,7 +448,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
             if proven is not None:
                 return proven
             if _supports(kernel, call):
-                if kernel.backend == "reference" and (settings.strict or preferring is not None):
+                if kernel.backend == "reference" and (now.strict or preferring is not None):
                     break
                 if kernel.prefers_later and why_prefers_later(kernel, call) is not None:
                     preferring = preferring or kernel
@@ -454,7 +457,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
         if (found := proven or preferring) is not None:
             return found
         raise _strict_refusal(call)
-    for kernel in _state.kernels[call.op]:
+    for kernel in registry.kernels[call.op]:
         if kernel.backend == backend:
             reasons = why_not(kernel, call)
             if not reasons:
@@ -524,19 +527,19 @@ def find(call: Call) -> Kernel | None:
     A named backend runs its own kernel for it, or its own ops.
     """
     for kernel in candidates(call.op, call.tensors[0]):
-        if settings.backend in (None, kernel.backend) and _supports(kernel, call):
+        if current_settings().backend in (None, kernel.backend) and _supports(kernel, call):
             return None if is_transformed(*call.tensors) else kernel
     return None
 
 
 def _pytorchs(call: Call) -> Kernel:
     """Returns the first of `torch` and `reference`, which use PyTorch operators only, that fits."""
-    for kernel in _state.kernels[call.op]:
+    for kernel in registry.kernels[call.op]:
         if kernel.backend == "torch" and not why_not(kernel, call):
             return kernel
-    if settings.strict:
+    if current_settings().strict:
         raise _strict_refusal(call)
-    return _state.kernels[call.op][-1]
+    return registry.kernels[call.op][-1]
 
 
 def check_name(backend: str) -> None:
@@ -581,7 +584,7 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
 
 def _explain(call: Call, backend: str | None) -> Explanation:
     reasons = _reasons(call)
-    named = backend or settings.backend
+    named = backend or current_settings().backend
     for name in reasons:
         if named not in (None, name):
             reasons[name] = [f"backend {named!r} is named"]
@@ -599,7 +602,7 @@ def _explain(call: Call, backend: str | None) -> Explanation:
                 call.op, None, first | {**reasons, **first}, f"cannot run on {named!r}"
             )
         return Explanation(call.op, None, reasons | {"reference": ["strict mode excludes it"]})
-    for kernel in _state.kernels[call.op]:
+    for kernel in registry.kernels[call.op]:
         if kernel is not chosen and chosen.proven is not None and not reasons[kernel.backend]:
             own, best = (_gain(one, call) for one in (kernel, chosen))
             if own:
@@ -611,21 +614,11 @@ def _explain(call: Call, backend: str | None) -> Explanation:
     return Explanation(call.op, chosen.backend, reasons, remark)
 
 
-@contextmanager
-def _within(name: str, value: Any) -> Iterator[None]:
-    """Context manager that changes a setting."""
-    before = getattr(settings, name)
-    setattr(settings, name, value)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)
-
-
 def use_backend(backend: str | None) -> AbstractContextManager[None]:
-    """Context manager that runs every call on ``backend``, in all threads of the process.
+    """Context manager that runs every call on ``backend``.
 
-    ``TRANSFORMER_FAST_BACKEND`` sets it for the process.
+    It applies to its context (`contextvars`): this thread or asyncio task, no other. `set_defaults` and
+    ``TRANSFORMER_FAST_BACKEND`` set it for the process. A backward runs on the backend of its forward.
 
     Args:
         backend: "cuda", "triton", "cpu", "torch" or "reference"; None: the dispatcher chooses.
@@ -636,18 +629,19 @@ def use_backend(backend: str | None) -> AbstractContextManager[None]:
     """
     if backend is not None:
         check_name(backend)
-    return _within("backend", backend)
+    return changed(backend=backend)
 
 
 def strict(enabled: bool = True) -> AbstractContextManager[None]:
     """Context manager in which calls raise NotImplementedError instead of running on the reference.
 
-    It applies to all threads. ``TRANSFORMER_FAST_STRICT=1`` sets it for the process.
+    It applies to its context, like `use_backend`. `set_defaults` and ``TRANSFORMER_FAST_STRICT=1`` set it
+    for the process.
 
     Args:
         enabled: False turns it off inside the block.
     """
-    return _within("strict", enabled)
+    return changed(strict=enabled)
 
 
 def export_operators(enabled: bool = True) -> AbstractContextManager[None]:
@@ -656,15 +650,70 @@ def export_operators(enabled: bool = True) -> AbstractContextManager[None]:
     Without it an exported program contains only PyTorch operators and runs where this package is not
     installed. With it the program is as fast as a compiled one; import ``transformer_fast`` before
     loading it. ONNX lacks these operators, and programs of `torch.jit.trace` never keep them. It applies
-    to all threads. ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` sets it for the process.
+    to its context, like `use_backend`. `set_defaults` and ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` set it
+    for the process.
     """
-    return _within("export_operators", enabled)
+    return changed(export_operators=enabled)
+
+
+def batch_invariant(enabled: bool = True) -> AbstractContextManager[None]:
+    """Context manager in which a row's result does not depend on the number of rows in the call.
+
+    Otherwise the number of rows selects between CPU kernels that sum in different orders, and between
+    those and PyTorch's ops, so that the last bits of a sequence depend on its batch. Covers the forward
+    of the CPU kernels in float32, bfloat16 and float16, but not gradients of weights, which are sums over
+    the rows, nor the backends `torch` and `reference`. It is slower for few rows. It applies to its
+    context, like `use_backend`. `set_defaults` and ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` set it for the
+    process.
+
+    Args:
+        enabled: False turns it off inside the block.
+    """
+    return changed(batch_invariant=enabled)
+
+
+_UNCHANGED: Any = object()
+
+
+def set_defaults(
+    *,
+    backend: str | None = _UNCHANGED,
+    strict: bool = _UNCHANGED,
+    export_operators: bool = _UNCHANGED,
+    batch_invariant: bool = _UNCHANGED,
+) -> None:
+    """Sets what holds in all threads and tasks of the process outside the blocks of context managers.
+
+    Arguments that are not given stay as they are. The environment variables ``TRANSFORMER_FAST_BACKEND``,
+    ``_STRICT``, ``_EXPORT_OPERATORS`` and ``_BATCH_INVARIANT`` are the defaults at the start.
+
+    Args:
+        backend: see `use_backend`; None: the dispatcher chooses.
+        strict: see `strict`.
+        export_operators: see `export_operators`.
+        batch_invariant: see `batch_invariant`.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if backend is not None and backend is not _UNCHANGED:
+        check_name(backend)
+    given = {
+        "backend": backend,
+        "strict": strict,
+        "export_operators": export_operators,
+        "batch_invariant": batch_invariant,
+    }
+    change_defaults({name: value for name, value in given.items() if value is not _UNCHANGED})
 
 
 def _read_environment() -> None:
-    settings.backend = _switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS)
-    settings.strict = _switches.flag("TRANSFORMER_FAST_STRICT")
-    settings.export_operators = _switches.flag("TRANSFORMER_FAST_EXPORT_OPERATORS")
+    set_defaults(
+        backend=_switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS),
+        strict=_switches.flag("TRANSFORMER_FAST_STRICT"),
+        export_operators=_switches.flag("TRANSFORMER_FAST_EXPORT_OPERATORS"),
+        batch_invariant=_switches.flag("TRANSFORMER_FAST_BATCH_INVARIANT"),
+    )
 
 
 _read_environment()

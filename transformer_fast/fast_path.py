@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _native, _switches
-from ._context import settings, values_are_known
-from .dispatch import Call, PreferLater, _state, mixes_dtypes, why_prefers_later
+from . import _native
+from ._context import changed, settings, values_are_known
+from .dispatch import Call, PreferLater, mixes_dtypes, registry, why_prefers_later
 from .ops.arguments import RECORDS, LayerArguments
 
 _is_autocast_enabled = torch.is_autocast_enabled
 _STRIDED = torch.strided
 FLOAT = torch.float32
-
-#: True if small calls run on PyTorch's op.
-_on = True
 
 
 @dataclass
@@ -54,12 +51,9 @@ class Limit:
     dtypes: frozenset[torch.dtype] = frozenset({FLOAT})
 
     def __post_init__(self) -> None:
-        self.switch(True)
-
-    def switch(self, on: bool) -> None:
         #: (inference, training), indexed by whether a call needs gradients.
-        self.below = (self.inference, self.training) if on else (0, 0)
-        if on and _native.module is None and not _native.unannounced:
+        self.below = self.inference, self.training
+        if _native.module is None and not _native.unannounced:
             self.below = 1 << 62, 1 << 62
 
 
@@ -119,9 +113,9 @@ def direct_kernel(
     be dispatched: there is no kernel, autocast is on, or the tensors are not all of one floating dtype,
     strided and in CPU memory.
     """
-    kernels, usable = _state.usable[op]
+    kernels, usable = registry.usable[op]
     found = usable["cpu"][0]
-    if found.backend != "cpu" or kernels is not _state.kernels[op] or _is_autocast_enabled("cpu"):
+    if found.backend != "cpu" or kernels is not registry.kernels[op] or _is_autocast_enabled("cpu"):
         return None
     dtype = tensors[0].dtype
     if dtype not in found.dtypes:
@@ -231,7 +225,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
 
     def when(call: Call) -> bool:
         # With dropout PyTorch's op needs further operators.
-        if not _on or (drops and call.arguments.dropout_p != 0.0):
+        if not settings.current.falls_back or (drops and call.arguments.dropout_p != 0.0):
             return False
         if call.needs_grad and limit.rows < 1 << 62:
             return rows(call.tensors[0], call.tensors[-2]) <= limit.rows
@@ -262,60 +256,23 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     )
 
 
-@contextmanager
-def small_size_fallback(on: bool | None = None, short: bool | None = None) -> Iterator[None]:
+def small_size_fallback(
+    on: bool | None = None, short: bool | None = None
+) -> AbstractContextManager[None]:
     """Context manager that switches the small-size fallback and the dispatcher bypass.
 
-    For tests of kernels, and for commands that record what the dispatcher chose.
+    For tests of kernels, and for commands that record what the dispatcher chose. It applies to its
+    context, like `use_backend`.
 
     Args:
         on: whether small calls run on PyTorch's op; None: unchanged.
         short: whether calls may bypass the dispatcher; None: unchanged.
     """
-    before = _on, settings.bypass
-    _switch(*(was if now is None else now for was, now in zip(before, (on, short), strict=True)))
-    try:
-        yield
-    finally:
-        _switch(*before)
-
-
-def _switch(on: bool, short: bool) -> None:
-    global _on
-    _on, settings.bypass = on, short
-    apply_limits()
+    given = {"small_size_fallback": on, "bypass": short}
+    return changed(**{name: value for name, value in given.items() if value is not None})
 
 
 def apply_limits() -> None:
+    """Sets the limits again, after a change of `_native.unannounced`."""
     for limit in LIMITS:
-        limit.switch(_on)
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
-    """Context manager in which a row's result does not depend on the number of rows in the call.
-
-    Otherwise the number of rows selects between CPU kernels that sum in different orders, and between
-    those and PyTorch's ops, so that the last bits of a sequence depend on its batch. Covers the forward
-    of the CPU kernels in float32, bfloat16 and float16, but not gradients of weights, which are sums over
-    the rows, nor the backends `torch` and `reference`. It is slower for few rows. It applies to all
-    threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
-    """
-    before = settings.batch_invariant
-    with small_size_fallback(on=False):
-        _set_batch_invariant(True)
-        try:
-            yield
-        finally:
-            _set_batch_invariant(before)
-
-
-def _set_batch_invariant(on: bool) -> None:
-    settings.batch_invariant = on
-    if _native.module is not None:
-        _native.module.set_batch_invariant(on)
-
-
-if _switches.flag("TRANSFORMER_FAST_BATCH_INVARIANT"):
-    _switch(False, True)
-    _set_batch_invariant(True)
+        limit.__post_init__()

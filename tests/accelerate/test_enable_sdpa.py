@@ -531,7 +531,7 @@ def test_without_a_gpu_naming_triton_raises(monkeypatch: pytest.MonkeyPatch) -> 
         enable_sdpa(backend="triton")
     kernel = kernel_of("attention", "triton")
     missing = dataclasses.replace(kernel, unavailable="Triton is not installed")
-    monkeypatch.setitem(dispatch._state.kernels, "attention", (missing,))
+    monkeypatch.setitem(dispatch.registry.kernels, "attention", (missing,))
     with pytest.raises(RuntimeError, match="cannot run here: Triton is not installed"):
         enable_sdpa(backend="triton")
     assert registry.current_flash_attention_impl() is None

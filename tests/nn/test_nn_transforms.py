@@ -110,7 +110,7 @@ def test_without_kernels_autocast_casts_parameters_once(
     """
     kernels = dispatch.kernels(op)
     pytorchs = tuple(k for k in kernels if k.backend in ("torch", "reference"))
-    monkeypatch.setitem(dispatch._state.usable, op, (kernels, {"cpu": pytorchs}))
+    monkeypatch.setitem(dispatch.registry.usable, op, (kernels, {"cpu": pytorchs}))
     x, w1, w2 = torch.randn(3, 8), torch.randn(16, 8), torch.randn(8, 16)
     weights = [t.requires_grad_() for t in (w1, torch.randn(16), w2, torch.randn(8))]
     call = getattr(F, op)

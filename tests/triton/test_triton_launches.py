@@ -366,7 +366,7 @@ def blocks() -> None:
     from transformer_fast.backends import call_cache
 
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
-    outside = dict(dispatch._state.kernels), dict(dispatch._state.usable)
+    outside = dict(dispatch.registry.kernels), dict(dispatch.registry.usable)
     with stubbed():
         for _ in range(3):
             functional.layer_norm(x, (16,))
@@ -375,7 +375,7 @@ def blocks() -> None:
         with stubbed():
             functional.layer_norm(x, (16,))
         assert call_cache._calls == known
-        assert (dispatch._state.kernels, dispatch._state.usable) == outside
+        assert (dispatch.registry.kernels, dispatch.registry.usable) == outside
     other = next(k for k in outside[0]["layer_norm"] if k.backend == "torch")
     dispatch.register(replace(other, dropout=not other.dropout))
     with stubbed():  # with another set of kernels

@@ -10,7 +10,7 @@ cached. Calls on CPU tensors never get here: their checks take less time than a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch import Tensor
 from .. import memory, proof
 from .._context import (
     PLAIN,
+    changed,
     fp32_precision,
     is_compiling,
     no_active_modes,
     settings,
 )
-from ..dispatch import CALL_CACHES, Kernel, _state
+from ..dispatch import CALL_CACHES, Kernel, registry
 from ..reference.dropout import draw_seed
 
 #: Largest number of cached calls; then the cache is cleared, since every batch may have its own sizes.
@@ -35,7 +36,6 @@ _Parameter = torch.nn.Parameter
 _CONSTANT = frozenset({int, float, str})
 _is_grad_enabled = torch.is_grad_enabled
 _stores: list[dict[Any, Any]] = []
-_scope: Any = None
 
 
 def new_store() -> dict[Any, Any]:
@@ -58,16 +58,12 @@ def forget() -> None:
         store.clear()
 
 
-@contextmanager
-def key_scope(scope: Any) -> Iterator[None]:
-    """Context manager that adds ``scope``, a hashable value that kernels depend on, to all keys."""
-    global _scope
-    before = _scope
-    _scope = (before, scope)
-    try:
-        yield
-    finally:
-        _scope = before
+def key_scope(scope: Any, **changes: Any) -> AbstractContextManager[None]:
+    """Context manager that adds ``scope``, a hashable value that kernels depend on, to all keys.
+
+    ``changes``: of the settings, which the scope describes.
+    """
+    return changed(key_scope=(*settings.current.key_scope, scope), **changes)
 
 
 @contextmanager
@@ -94,7 +90,7 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
     variants for that), and whether it requires gradients. Returns None if a tensor is not described by
     its memory alone. ``before``: further parts of the key.
     """
-    parts: list[Any] = [_scope, *before]
+    parts: list[Any] = [settings.current.key_scope, *before]
     add = parts.append
     follows = _is_grad_enabled()
     bits = 0
@@ -148,11 +144,12 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     for one in others:  # the value of a number given as a tensor may change
         if one.__class__ in PLAIN:
             return None, None  # type: ignore[unreachable]
-    key = describe((*tensors, *others), (op, settings.backend, settings.strict, proof.epoch))
+    now = settings.current
+    key = describe((*tensors, *others), (op, now.backend, now.strict, proof.epoch))
     if key is None:
         return None, None
     cached = _calls.get(key)
-    if cached is None or cached is _SEEN or cached[0] is not _state.kernels[op]:
+    if cached is None or cached is _SEEN or cached[0] is not registry.kernels[op]:
         return None, partial(_insert, key, tensors)
     return cached[1], None
 
@@ -171,7 +168,7 @@ def _insert(
         return
     replay = _replay(kernel, tensors, arguments, needs_grad, finish)
     if replay is not None:
-        insert(_calls, key, (_state.kernels[kernel.op], replay))
+        insert(_calls, key, (registry.kernels[kernel.op], replay))
 
 
 def _replay(

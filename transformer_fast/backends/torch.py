@@ -234,7 +234,7 @@ def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
 
 
 def _linear_cross_entropy_remark(call: Call) -> str | None:
-    if _ALONE or settings.backend is not None or not call.tensors[0].is_cpu:
+    if _ALONE or settings.current.backend is not None or not call.tensors[0].is_cpu:
         return None
     return "it is small: a linear layer, on its own backend, and PyTorch's loss"
 

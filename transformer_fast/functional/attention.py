@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._context import is_plain_eager
+from .._context import is_plain_eager, settings
 from .._native import TORCH_VERSION
 from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import ATTENTION, FLOAT, direct_kernel
@@ -66,7 +66,11 @@ def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | Non
         or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
         or (grad := is_plain_eager(query, key, value, mask, lengths)) is None
         # PyTorch's op is faster
-        or (mask is None and query.numel() * key.shape[-2] < ATTENTION.below[grad])
+        or (
+            mask is None
+            and query.numel() * key.shape[-2] < ATTENTION.below[grad]
+            and settings.current.falls_back
+        )
     ):
         return None
     function = direct_kernel("attention", (query, key, value))
@@ -285,6 +289,7 @@ def scaled_dot_product_attention(
             if (
                 attn_mask is None
                 and 0 < query.numel() * keys[2] < ATTENTION.below[grad]
+                and settings.current.falls_back
                 and not is_causal
                 and query.dtype is key.dtype is value.dtype is FLOAT
                 and key.is_cpu

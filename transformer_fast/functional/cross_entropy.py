@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
-from .._context import is_plain_eager, values_are_known
+from .._context import is_plain_eager, settings, values_are_known
 from ..dispatch import Call, make_call, run
 from ..ops.arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from ..ops.autograd import wants_grad
@@ -184,6 +184,7 @@ def cross_entropy(
         and (grad := is_plain_eager(input)) is not None
         and input.dtype in fast_path.CROSS_ENTROPY.dtypes
         and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
+        and settings.current.falls_back
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
     ):
         return _run_pytorchs(
@@ -251,6 +252,7 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
     logits, limit = target.numel() * weight.shape[0], fast_path.LINEAR_CROSS_ENTROPY
     return (
         0 < logits < limit.below[grad]
+        and settings.current.falls_back
         and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
         and values_are_known(target)
     )

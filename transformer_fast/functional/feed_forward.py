@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._context import is_plain_eager
+from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, run
 from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel
 from ..ops.arguments import FeedForwardArguments
@@ -90,6 +90,7 @@ def feed_forward(
                 dropout_p == 0.0
                 and input.dtype is FLOAT
                 and (size := input.numel() // max(1, columns) * weights) < limit.below[grad]
+                and settings.current.falls_back
                 and (weights <= limit.weights or size < limit.any_weights)
                 and weight1.is_cpu
                 and weight2.is_cpu

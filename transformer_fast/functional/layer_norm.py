@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._context import is_plain_eager
+from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, make_call, run
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, rows
 from ..ops.arguments import (
@@ -216,6 +216,7 @@ def layer_norm(
             if (
                 input.dtype is FLOAT
                 and input.numel() < limit.below[grad]
+                and settings.current.falls_back
                 and (not grad or rows(input, weight) <= limit.rows)
             ):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
@@ -276,6 +277,7 @@ def add_layer_norm(
             dropout_p == 0.0
             and input.dtype is residual.dtype is FLOAT
             and input.numel() < limit.below[grad]
+            and settings.current.falls_back
             and (not grad or rows(input, weight) <= limit.rows)
         ):
             total = residual + input

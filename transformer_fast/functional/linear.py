@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._context import is_plain_eager
+from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, run
 from ..fast_path import FLOAT, LINEAR, direct_kernel
 from ..ops.arguments import LinearArguments
@@ -134,6 +134,7 @@ def linear(
             if (
                 input.dtype is FLOAT
                 and (size := input.numel() * weight.shape[0]) < limit.below[grad]
+                and settings.current.falls_back
                 and (weight.numel() <= limit.weights or size < limit.any_weights)
                 # Without a bias, PyTorch accepts a weight on meta and returns garbage.
                 and (bias is not None or weight.is_cpu)

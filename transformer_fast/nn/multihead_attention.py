@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
-from .._context import is_plain_eager, is_traced, only_torch_supports
+from .._context import is_plain_eager, is_traced, only_torch_supports, settings
 from ..functional.attention import attend
 from ..ops.arguments import AttentionArguments
 from ..ops.autograd import savable
@@ -175,6 +175,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             and self.batch_first
             and self.num_heads % 2 == 0
             and query.numel() < fast_path.MULTIHEAD_ATTENTION.below[0]
+            and settings.current.falls_back
             and query.dtype is fast_path.FLOAT
             and fusion.is_unhooked(out, fusion.LINEAR)
             and INT8 not in self.__dict__

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, fast_path
-from .._context import is_observed, is_plain_eager, is_traced
+from .._context import is_observed, is_plain_eager, is_traced, settings
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
@@ -143,8 +143,11 @@ class Embedding(DropIn, torch.nn.Embedding):
             and _EMBEDDING.forward is _EMBEDDING_FORWARD
             and (
                 not grad
-                or table.numel() + 8 * input.numel() * table.shape[-1]
-                < fast_path.EMBEDDING.below[1]
+                or (
+                    table.numel() + 8 * input.numel() * table.shape[-1]
+                    < fast_path.EMBEDDING.below[1]
+                    and settings.current.falls_back
+                )
             )
         ):
             padding = -1 if self.padding_idx is None else self.padding_idx

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "cpu/core/allocator.h"
+#include "cpu/core/isa.h"
 #include "types.h"
 
 namespace tf {
@@ -28,14 +29,34 @@ extern std::atomic<long> running_operators;
 
 void wait_for_set_isa();
 
+// Returns whether the caller's context is batch invariant; null until a context was.
+extern std::atomic<bool (*)()> batch_invariant_source;
+
+// Sets batch_invariant() on this thread until the end of the scope.
+class BatchInvariance {
+ public:
+  explicit BatchInvariance(bool on) : before_(batch_invariant()) { set_batch_invariant(on); }
+  ~BatchInvariance() { set_batch_invariant(before_); }
+  BatchInvariance(const BatchInvariance&) = delete;
+  BatchInvariance& operator=(const BatchInvariance&) = delete;
+
+ private:
+  const bool before_;
+};
+
 class RunningOperator {
  public:
   RunningOperator() {
     if (running_operators.fetch_add(1, std::memory_order_acquire) < 0) wait_for_set_isa();
+    if (bool (*const source)() = batch_invariant_source.load(std::memory_order_acquire))
+      invariance_.emplace(source());
   }
   ~RunningOperator() { running_operators.fetch_sub(1, std::memory_order_release); }
   RunningOperator(const RunningOperator&) = delete;
   RunningOperator& operator=(const RunningOperator&) = delete;
+
+ private:
+  std::optional<BatchInvariance> invariance_;
 };
 
 template <auto operator_>
@@ -49,8 +70,8 @@ struct OnOneIsa<operator_> {
   }
 };
 
-// Registers an operator, in place of TORCH_BOX: the instruction set, on which packed layouts and
-// scratch sizes depend, cannot change during a call.
+// Registers an operator, in place of TORCH_BOX: the instruction set and batch_invariant(), on which
+// packed layouts and scratch sizes depend, cannot change during a call.
 #define TF_BOX(function) TORCH_BOX(&tf::OnOneIsa<function>::run)
 
 // Per-thread buffer that grows and is reused, so that its pages are faulted in once. Aligned to at
@@ -127,6 +148,16 @@ inline char* bytes_of(Scratch& scratch, int64_t bytes) {
   return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
 }
 
+// torch::stable::parallel_for with the calling thread's batch_invariant() on the worker threads.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  if (!batch_invariant()) return torch::stable::parallel_for(begin, end, grain, f);
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+    const BatchInvariance on(true);
+    f(first, last);
+  });
+}
+
 // Calls f(item) for each item with dynamic scheduling on torch's threads. Items write disjoint
 // memory, so results do not depend on the order.
 template <class F>
@@ -137,7 +168,7 @@ void for_each_item(int64_t items, const F& f) {
     return;
   }
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
   });
 }
@@ -156,7 +187,7 @@ void for_each_item_with_init(int64_t items, const Enter& enter, const F& f) {
     runs[static_cast<size_t>(t)].next = items * t / threads;
     runs[static_cast<size_t>(t)].end = items * (t + 1) / threads;
   }
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t own, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t own, int64_t) {
     bool entered = false;
     for (int64_t t = 0; t < threads; ++t) {
       Run& run = runs[static_cast<size_t>((own + t) % threads)];

@@ -162,17 +162,17 @@ std::atomic<Isa>& chosen() {
   return isa;
 }
 
-std::atomic<bool> invariant{false};
+thread_local bool invariant = false;
 
 bool has_bf16x3() { return current_isa() == Isa::amx && !batch_invariant(); }
 
 }  // namespace
 
-bool batch_invariant() { return invariant.load(std::memory_order_relaxed); }
+bool batch_invariant() { return invariant; }
 
 extern "C" bool tf_batch_invariant() { return batch_invariant(); }
 
-void set_batch_invariant(bool on) { invariant.store(on, std::memory_order_relaxed); }
+void set_batch_invariant(bool on) { invariant = on; }
 
 const CpuFeatures& cpu_features() {
   static const CpuFeatures features = detect();
@@ -239,6 +239,8 @@ long direct_rows(Element type, long elements) {
       return 0;
   }
 }
+
+std::atomic<bool (*)()> batch_invariant_source{nullptr};
 
 std::atomic<long> running_operators{0};
 

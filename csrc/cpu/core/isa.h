@@ -62,8 +62,8 @@ Isa product_isa(Element type);
 const char* dot_name(Dot type);
 
 // Whether a row of a result must have the same bits whatever the number of rows. Then none of the
-// choices below depends on the number of rows. Process-wide; operators already running may see
-// either value.
+// choices below depends on the number of rows. Of the calling thread: operators read it once from
+// the caller's context (RunningOperator) and pass it to their worker threads (parallel_for).
 bool batch_invariant();
 void set_batch_invariant(bool on);
 // batch_invariant() for kernel files, which must not reference C++ symbols outside their namespace.

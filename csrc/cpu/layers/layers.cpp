@@ -465,9 +465,8 @@ class LayerRunner {
     args.x = projected;
     args.x_stride = 3 * width_;
     if (blocks_ > 0) return TF_DISPATCH(rotate_rows, args, begin, end);
-    torch::stable::parallel_for(
-        begin, end, std::max<int64_t>(1, 8192 / width_),
-        [&](int64_t first, int64_t last) { TF_DISPATCH(rotate_rows, args, first, last); });
+    parallel_for(begin, end, std::max<int64_t>(1, 8192 / width_),
+                 [&](int64_t first, int64_t last) { TF_DISPATCH(rotate_rows, args, first, last); });
   }
 
   // Writes queries, keys and values of each row next to each other, from separate weights.
@@ -825,7 +824,7 @@ class Step : LayerRunner {
     const int64_t length = rows_ / cache.rows, each = length * cache.size;
     const int64_t element = attention_element();
     const size_t bytes = static_cast<size_t>(cache.size * element);
-    torch::stable::parallel_for(
+    parallel_for(
         0, cache.rows * cache.heads, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, each)),
         [&](int64_t begin, int64_t end) {
           for (int64_t item = begin; item < end; ++item) {

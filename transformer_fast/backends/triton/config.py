@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from ..._context import settings
 from ...dispatch import compute_capability
 from .. import call_cache
 from . import FEW_ROWS, table_for
@@ -26,19 +27,10 @@ interpreter_tile = (32, 32)
 #: Products of up to this many rows call PyTorch (cuBLAS); tests set it to cover both paths.
 few_rows = FEW_ROWS
 
-_forced: int | None = None
 
-
-@contextmanager
-def use_architecture(architecture: int) -> Iterator[None]:
+def use_architecture(architecture: int) -> AbstractContextManager[None]:
     """Context manager in which tables are read for ``architecture`` instead of the device's."""
-    global _forced
-    before, _forced = _forced, architecture
-    try:
-        with call_cache.key_scope(architecture):
-            yield
-    finally:
-        _forced = before
+    return call_cache.key_scope(architecture, architecture=architecture)
 
 
 @cache
@@ -48,8 +40,8 @@ def _table_of(device: torch.device) -> int:
 
 def architecture(device: torch.device) -> int:
     """Returns the table key of ``device``; 0 is the interpreter."""
-    if _forced is not None:
-        return _forced
+    if (chosen := settings.current.architecture) is not None:
+        return chosen  # type: ignore[no-any-return]
     if device.type != "cuda":
         return 0
     return _table_of(device)

@@ -5,8 +5,8 @@ Importing this imports triton, but does not call the driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..._context import changed, settings
 from . import plans
 
 #: True if kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import).
@@ -34,27 +35,18 @@ class Launch(NamedTuple):
     stages: int
 
 
-_instead: Callable[[Launch], None] | None = None
-
-
-@contextmanager
-def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
+def instead_of_launching(take: Callable[[Launch], None]) -> AbstractContextManager[None]:
     """Context manager in which every launch is passed to ``take`` instead of being run.
 
     Launchers can then be called with meta tensors. That is how kernels are compiled ahead of time with
     exactly the arguments of real calls.
     """
-    global _instead
-    before, _instead = _instead, take
-    try:
-        yield
-    finally:
-        _instead = before
+    return changed(take_launch=take)
 
 
 def recording() -> bool:
     """True inside `instead_of_launching`."""
-    return _instead is not None
+    return settings.current.take_launch is not None
 
 
 class _Constant(str):
@@ -96,8 +88,8 @@ def launch(
             to be, describe or contain a tensor.
         constants: the kernel's last parameters, by name.
     """
-    if _instead is not None:
-        _instead(Launch(kernel, grid, args, constants, warps, stages))
+    if (take := settings.current.take_launch) is not None:
+        take(Launch(kernel, grid, args, constants, warps, stages))
         return
     if 0 in grid:
         return
@@ -158,7 +150,7 @@ def _descriptor(rest: dict[str, Any], base: Tensor) -> TensorDescriptor:
 def _allowed() -> bool:
     """True if launches may be replayed: they are not recorded, and Triton has no launch hooks."""
     return (
-        _instead is None
+        settings.current.take_launch is None
         and (not INTERPRETED or plans.replays_interpreted)
         and not getattr(_knobs.launch_enter_hook, "calls", ())
         and not getattr(_knobs.launch_exit_hook, "calls", ())

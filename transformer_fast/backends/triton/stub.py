@@ -93,7 +93,7 @@ def stubbed() -> Iterator[Machine]:
         raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
     if _installed is None:
         _install(_installed := Machine())
-    state = dispatch._state
+    state = dispatch.registry
     before = dict(state.kernels), dict(state.usable)
     try:
         if _installed.kernels[0] == before:

@@ -61,7 +61,7 @@ bool run_decode_attention(const AttentionArgs& args) {
   const int64_t each = (args.size + args.value_size) * args.keys * args.heads / args.key_heads;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, each));
   const int64_t groups = args.batch * args.key_heads;
-  torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group)
       TF_DISPATCH(decode_attention_queries, args, group / args.key_heads, group % args.key_heads,
                   bytes_of(kernel_scratch(), scratch));

@@ -97,7 +97,7 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
   float* masks = mask_sums > 1 ? shared_scratch(2).floats(mask_sums * mask_elements) : grad_mask;
   // Where one part reads all rows of a head, it computes their delta, and they stay in cache.
   if (parts > 1)
-    torch::stable::parallel_for(0, groups * rows, 256, [&](int64_t begin, int64_t end) {
+    parallel_for(0, groups * rows, 256, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(attention_delta, args, begin, end);
     });
   const bool did = all_items(owners * chunks * parts, [&](int64_t item) {
@@ -140,7 +140,7 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
   });
   if (!did) return false;
   if (mask_sums > 1)
-    torch::stable::parallel_for(0, mask_elements, 4096, [&](int64_t begin, int64_t end) {
+    parallel_for(0, mask_elements, 4096, [&](int64_t begin, int64_t end) {
       std::copy(masks + begin, masks + end, grad_mask + begin);
       for (int64_t i = 1; i < mask_sums; ++i)
         for (int64_t j = begin; j < end; ++j) grad_mask[j] += masks[i * mask_elements + j];

@@ -58,16 +58,15 @@ int64_t cross_entropy_grain(int64_t columns) {
 }
 
 void run_cross_entropy(const CrossEntropyArgs& args, int64_t rows) {
-  torch::stable::parallel_for(
-      0, rows, cross_entropy_grain(args.columns),
-      [&](int64_t begin, int64_t end) { TF_DISPATCH(cross_entropy_rows, args, begin, end); });
+  parallel_for(0, rows, cross_entropy_grain(args.columns), [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(cross_entropy_rows, args, begin, end);
+  });
 }
 
 void run_cross_entropy_gradient(const CrossEntropyGradientArgs& args, int64_t rows) {
-  torch::stable::parallel_for(0, rows, cross_entropy_grain(args.call.columns),
-                              [&](int64_t begin, int64_t end) {
-                                TF_DISPATCH(cross_entropy_gradient_rows, args, begin, end);
-                              });
+  parallel_for(0, rows, cross_entropy_grain(args.call.columns), [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(cross_entropy_gradient_rows, args, begin, end);
+  });
 }
 
 // Rows of logits that the kernels can read: a view of `input`, or of a contiguous copy.

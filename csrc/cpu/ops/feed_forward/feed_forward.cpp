@@ -22,7 +22,7 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
                    after ? nullptr : args.preactivation});
   if (after) {
     const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
-    torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end);
     });
   }
@@ -257,11 +257,11 @@ void backward_small_m(const Gradients& call) {
                                   call.activation,
                                   call.dropout};
   if (call.needs_grad_z() || second)
-    torch::stable::parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
-                                [&](int64_t begin, int64_t end) {
-                                  TF_DISPATCH(hidden_backward, middle, begin, end,
-                                              kernel_scratch().floats(f + 64));
-                                });
+    parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
+                 [&](int64_t begin, int64_t end) {
+                   TF_DISPATCH(hidden_backward, middle, begin, end,
+                               kernel_scratch().floats(f + 64));
+                 });
   if (call.results[0]) run_input_gradient(grad, f, call.weight1, m, call.results[0], 0);
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
   sums1.grad = grad;

@@ -24,12 +24,12 @@ uint16_t layout_in_use() { return kernels_in_use().layout; }
 void pack_to(const Tensor& weight, char* place) {
   const Rows w = as_rows(weight);
   const int64_t n = weight.size(0), k = weight.size(1), panel = panel_columns();
-  torch::stable::parallel_for(0, (n + panel - 1) / panel,
-                              std::max<int64_t>(1, 32768 / (panel * std::max<int64_t>(1, k))),
-                              [&](int64_t begin, int64_t end) {
-                                TF_DISPATCH(pack_int8, static_cast<const int8_t*>(w.data), w.stride,
-                                            n, k, place, begin, end);
-                              });
+  parallel_for(0, (n + panel - 1) / panel,
+               std::max<int64_t>(1, 32768 / (panel * std::max<int64_t>(1, k))),
+               [&](int64_t begin, int64_t end) {
+                 TF_DISPATCH(pack_int8, static_cast<const int8_t*>(w.data), w.stride, n, k, place,
+                             begin, end);
+               });
   char* tail = place + packed_size(weight) - kPackedTail;
   std::memset(tail, 0, kPackedTail);
   const uint16_t layout = layout_in_use();

@@ -11,8 +11,8 @@ namespace tf {
 
 void run_layer_norm(const LayerNormArgs& args, long rows) {
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, args.n));
-  torch::stable::parallel_for(
-      0, rows, grain, [&](int64_t begin, int64_t end) { run_layer_norm_rows(args, begin, end); });
+  parallel_for(0, rows, grain,
+               [&](int64_t begin, int64_t end) { run_layer_norm_rows(args, begin, end); });
 }
 
 void run_layer_norm_rows(const LayerNormArgs& args, long begin, long end) {
@@ -219,11 +219,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     for (int64_t block = begin; block < end; ++block)
       TF_DISPATCH(layer_norm_backward_block, args, block, kernel_scratch().floats(scratch));
   };
-  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 16384 * blocks / (rows * n)), run);
+  parallel_for(0, blocks, std::max<int64_t>(1, 16384 * blocks / (rows * n)), run);
   for (int which = 0; which < 2 && shares; ++which) {
     if (!(which == 0 ? want_weight : want_bias)) continue;
     void* total = (which == 0 ? grad_weight : grad_bias).mutable_data_ptr();
-    torch::stable::parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
+    parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
     });
   }

@@ -42,10 +42,9 @@ void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, v
   const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
   const int64_t unit = by_rows ? kernels.pack_transposed_rows : kernels.panel;
   const int64_t along = by_rows ? k : n, across = by_rows ? n : k;
-  torch::stable::parallel_for(
-      0, (along + unit - 1) / unit,
-      std::max<int64_t>(1, 32768 / (unit * std::max<int64_t>(1, across))),
-      [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
+  parallel_for(0, (along + unit - 1) / unit,
+               std::max<int64_t>(1, 32768 / (unit * std::max<int64_t>(1, across))),
+               [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
 }
 
 constexpr int64_t kPrefetchBytes = 4096;  // padding behind panels in scratch, for prefetching
@@ -236,10 +235,10 @@ void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
   args.weight = offset_ptr(weight.const_data_ptr(), args.type, row * args.weight_stride);
   const int64_t unit = kernels.direct_unit;
   const int64_t grain = std::max<int64_t>(16 / unit, 32768 / (unit * std::max<int64_t>(1, args.k)));
-  torch::stable::parallel_for(
-      0, (args.n + unit - 1) / unit, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-        kernels.direct(args, begin * unit, std::min<int64_t>(args.n, end * unit));
-      });
+  parallel_for(0, (args.n + unit - 1) / unit, std::max<int64_t>(1, grain),
+               [&](int64_t begin, int64_t end) {
+                 kernels.direct(args, begin * unit, std::min<int64_t>(args.n, end * unit));
+               });
 }
 
 void run_linear(LinearArgs args, const Panels& panels) {
@@ -289,10 +288,9 @@ namespace {
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
-  torch::stable::parallel_for(
-      0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(small_m_input_gradient, args, begin * width, std::min(args.k, end * width));
-      });
+  parallel_for(0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(small_m_input_gradient, args, begin * width, std::min(args.k, end * width));
+  });
 }
 
 }  // namespace
@@ -373,13 +371,13 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   }
   if (args.grad_bias != nullptr) {
     const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
-    torch::stable::parallel_for(
-        0, args.n, grain, [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
+    parallel_for(0, args.n, grain,
+                 [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
   if (in_fp32 && args.m <= kSmallM && args.first && reads_x(args)) {
     const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
-    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);
     });
     return;
@@ -388,12 +386,11 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const auto pack = [&](int to) {
     void* panels = room_for(*kernels, args.m, args.k, to);
     const int64_t unit = kernels->pack_rows;
-    torch::stable::parallel_for(0, (args.m + unit - 1) / unit,
-                                std::max<int64_t>(1, 16384 / (unit * args.k)),
-                                [&](int64_t begin, int64_t end) {
-                                  kernels->pack(args, panels, begin * unit,
-                                                std::min<int64_t>(args.m, end * unit), scratch());
-                                });
+    parallel_for(0, (args.m + unit - 1) / unit, std::max<int64_t>(1, 16384 / (unit * args.k)),
+                 [&](int64_t begin, int64_t end) {
+                   kernels->pack(args, panels, begin * unit, std::min<int64_t>(args.m, end * unit),
+                                 scratch());
+                 });
     return panels;
   };
   const bool bf16x3 = in_fp32 && uses_bf16x3(std::min(args.m, args.n));
@@ -464,9 +461,9 @@ void* activation_backward(const Rows& dy, int64_t m, int64_t n,
   void* to = bytes_of(shared_scratch(1), m * n * element_bytes(type));
   const SlopeArgs args{
       type, dy.data, z.const_data_ptr(), to, n, dy.stride, checked_activation(op, activation)};
-  torch::stable::parallel_for(
-      0, m, std::max<int64_t>(1, 16384 / n),
-      [&](int64_t begin, int64_t end) { TF_DISPATCH(multiply_by_slope, args, begin, end); });
+  parallel_for(0, m, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(multiply_by_slope, args, begin, end);
+  });
   return to;
 }
 

@@ -22,9 +22,8 @@ Tensor argmax(Tensor input) {
   const Rows x = as_rows(input);
   const ArgmaxArgs args{element_of(input), x.data, columns, x.stride,
                         static_cast<int64_t*>(result.mutable_data_ptr())};
-  torch::stable::parallel_for(
-      0, rows, std::max<int64_t>(1, 32768 / columns),
-      [&](int64_t begin, int64_t end) { TF_DISPATCH(argmax_rows, args, begin, end); });
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / columns),
+               [&](int64_t begin, int64_t end) { TF_DISPATCH(argmax_rows, args, begin, end); });
   return result;
 }
 
@@ -40,10 +39,9 @@ Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
                          make_dropout("dropout", p, seed)};
   const int64_t scratch = TF_DISPATCH(dropout_scratch, args);
   if (!args.dropout.on) return torch::stable::clone(x);
-  torch::stable::parallel_for(
-      0, x.numel() / n, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(dropout_rows, args, begin, end, kernel_scratch().floats(scratch));
-      });
+  parallel_for(0, x.numel() / n, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(dropout_rows, args, begin, end, kernel_scratch().floats(scratch));
+  });
   return output;
 }
 
