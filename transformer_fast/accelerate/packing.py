@@ -24,6 +24,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -35,10 +36,10 @@ from torch.nn.parameter import is_lazy
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
 from ..functional.attention import attend
-from ..nn.drop_in import DropIn, is_patched, note_methods, original_class
+from ..nn.drop_in import RECORD, DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
 from ..ops.arguments import AttentionArguments
-from . import classes, formula
+from . import classes, formula, padded_places
 from .classes import ClassChange
 from .parts import NAME, NAME_OF_ATTENTION, is_ours
 
@@ -195,11 +196,12 @@ class Rows:
         flat = x.expand(self.batch, -1, *rest).reshape(self.batch * self.length, *rest)
         return flat.index_select(0, self.padding.places)[None]
 
-    def put_back(self, rows: Tensor) -> Tensor:
-        """Returns (B, T, ...) with zeros at padded places."""
+    def put_back(self, rows: Tensor, trial: padded_places.Trial | None = None) -> Tensor:
+        """Returns (B, T, ...) with zeros, or a trial's numbers, at padded places."""
         flat = rows.new_zeros((self.batch * self.length, *rows.shape[2:]))
         flat.index_copy_(0, self.padding.places, rows[0])
-        return flat.view(self.batch, self.length, *rows.shape[2:])
+        padded = flat.view(self.batch, self.length, *rows.shape[2:])
+        return padded if trial is None else trial.fill(padded, self.padding.real)
 
     def attend(
         self, function: Callable[..., Any], module: torch.nn.Module, query: Tensor, key: Tensor,
@@ -309,14 +311,22 @@ class _Loop:
         self.is_plain: bool | None = None
         #: By id of positions (kept alive) and padding, the positions of the rows.
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
+        #: By id of the padding (kept alive by its mask), whether its places are computed.
+        self.computed: dict[int, bool] = {}
+        #: Why the last layer that was not called on rows was called on a padded batch.
+        self.why_padded = ""
+        self.trial = padded_places.trial()
 
     def __iter__(self) -> Iterator[_Layer]:
-        last = len(self.layers) - 1
         formulas = self.stack._formulas
+        run = range(len(self.layers)) if self.trial is None else self.stack._kinds_first
         return (
-            _Layer(self, layer, formulas[index] if index < len(formulas) else None, index == last)
-            for index, layer in enumerate(self.layers)
-        )
+            _Layer(
+                self, self.layers[index], formulas[index] if index < len(formulas) else None,
+                index == run[-1],
+            )
+            for index in run
+        )  # fmt: skip
 
     def call(
         self, layer: torch.nn.Module, found: Any, is_last: bool, args: tuple[Any, ...],
@@ -337,6 +347,9 @@ class _Loop:
         old = self.rows if hidden is self.hidden else None
         rows = None if mask is None else self._rows_of(mask, hidden, old)
         packed = None if rows is None else self._packed(layer, given, rows)
+        if self.trial is not None and mask is not None:
+            padding: Padding = getattr(mask, _PADDING)
+            self.trial.note(self.stack, padding.real, self.why_padded if packed is None else "")
         is_packed = old is not None and packed is not None and old.has_places_of(rows)
         if old is not None and not is_packed:
             hidden = old.put_back(hidden)
@@ -353,7 +366,7 @@ class _Loop:
         first, *others = output if isinstance(output, tuple) else (output,)
         self.hidden, self.rows = first, rows
         if is_last or not self.stack._is_chain:
-            self.hidden, first = None, rows.put_back(first)
+            self.hidden, first = None, rows.put_back(first, self.trial)
         return (first, *others) if isinstance(output, tuple) else first
 
     def _fused(
@@ -408,15 +421,27 @@ class _Loop:
         """Returns the rows that the mask describes; None if the call is not packed."""
         padding: Padding = getattr(mask, _PADDING)
         if not self._is_plain() or padding.is_stale(mask):
+            self.why_padded = "calls in its layers are observed or replaced"
             return None
         if self.stack._is_decoder and torch.is_grad_enabled():
             return None
         is_padded = len(padding.places) > 0 and not padding.has_only_real
         fits = old is not None or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
         shape = hidden.shape if old is None else old.padding.real.shape
-        if is_padded and fits and shape[:2] == padding.real.shape:
-            return Rows(mask, padding)
-        return None
+        if not (is_padded and fits and shape[:2] == padding.real.shape):
+            self.why_padded = "its hidden states and its mask have other shapes"
+            return None
+        return None if self._computes(padding) else Rows(mask, padding)
+
+    def _computes(self, padding: Padding) -> bool:
+        """True if padded places are computed, because they may be read or the user wants them."""
+        key = id(padding)
+        if key not in self.computed:
+            stack = self.stack
+            self.computed[key] = not stack._skips_padding or padded_places.are_read(
+                padding.real, stack._is_decoder
+            )
+        return self.computed[key]
 
     def _packed(
         self, layer: torch.nn.Module, given: dict[str, Any], rows: Rows
@@ -425,6 +450,7 @@ class _Loop:
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
+            self.why_padded = f"its layers get {name}={type(value).__name__}, which has no form for rows"
             if value is rows.mask:
                 packed[name] = rows
             elif value is not None and name in (_ROTATION, "position_ids"):
@@ -441,8 +467,10 @@ class _Loop:
                 return None
         if "position_bias" in names and packed.get("position_bias") is None:
             if (bias := _bias_of(layer)) is None:
+                self.why_padded = "its layers have no bias of relative positions"
                 return None
             packed["position_bias"] = bias.compute_bias(rows.length, rows.length)
+        self.why_padded = "it returns attention weights"
         return None if packed.get("output_attentions") else packed
 
     def _gathered(self, value: Any, rows: Rows) -> Any:
@@ -460,7 +488,7 @@ _MASK = "attention_mask"
 #: Name of the argument with the cosines and sines of rotary position embeddings.
 _ROTATION = "position_embeddings"
 #: Names of the argument with the keys and values of earlier calls.
-_CACHES = ("past_key_values", "layer_past")
+_CACHES = ("cache", "past_key_values", "layer_past")
 #: Arguments that only attention reads, by the places of tokens.
 _OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 #: Types of arguments that are the same for all tokens.
@@ -539,6 +567,12 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     _methods: frozenset[str]
     #: What each layer computes, or why it has no formula.
     _formulas: tuple[formula.Formula | str, ...]
+    #: Indices of the first layer of each kind, which a trial of the model runs.
+    _kinds_first: tuple[int, ...]
+    #: False: padded places are computed.
+    _skips_padding: bool
+    #: A remark for the report.
+    _note: str
 
     def __iter__(self) -> Iterator[Any]:
         layers = super().__iter__()
@@ -566,6 +600,7 @@ def find(
     with_our_attention: Callable[[Any], AbstractContextManager[None]] | None,
     own: Sequence[ClassChange],
     is_wanted: Callable[[str], bool],
+    skip_padding: bool,
 ) -> ClassChange | str | None:
     """Returns the change of a stack of layers, the reason not to, or None if it is none.
 
@@ -606,9 +641,10 @@ def find(
     methods = frozenset(name for kind in tested for _, name, _ in note_methods(kind))
     with with_our_attention(config):
         reason = classes.sharded(stack) or _why_not(layers, config, tested, methods, bool(own))
+    kinds_first = _kinds_first(layers)
     reason = (
         reason
-        or _mixing(layers, parameters, config, with_our_attention)
+        or _mixing(layers, kinds_first, parameters, config, with_our_attention)
         or next(filter(None, map(classes.code_of_others, layers)), None)
     )
     if reason is not None:
@@ -622,9 +658,7 @@ def find(
         for index, layer in enumerate([] if is_decoder else layers)
     )
     why_not = next((found for found in formulas if isinstance(found, str)), None)
-    note = "in inference each layer is one call"
-    if is_decoder:
-        note = "in inference with an empty cache padding is skipped"
+    note = "" if is_decoder else "in inference each layer is one call"
     if why_not is not None:
         note = f"layers run module by module: {why_not}"
     kind = type(stack)
@@ -633,8 +667,43 @@ def find(
         kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
         _is_decoder=is_decoder, _own_attention=own[0].after if own else None,
         _parameters_of_layers=parameters, _kinds=tested, _methods=methods, _formulas=formulas,
+        _kinds_first=kinds_first, _skips_padding=skip_padding, _note=note,
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
+
+
+@dataclass
+class PolicyChange:
+    """Sets whether a stack that is replaced already skips padding; `undo` is `apply` once more."""
+
+    name: str
+    module: torch.nn.Module
+    original: type
+    after: type
+
+    @property
+    def now(self) -> str:
+        return classes.class_of_ours(self.after)
+
+    def apply(self) -> None:
+        before = type(self.module)
+        self.module.__class__ = self.after
+        self.module.__dict__[RECORD] = (self.original, self.after)
+        self.after = before
+
+    undo = apply
+
+
+def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChange | None:
+    """Returns the change of a replaced stack that computes padded places, or the reverse, if needed."""
+    if not isinstance(stack, UnpaddedLayers) or stack._skips_padding == skip_padding:
+        return None
+    made, original = type(stack), original_class(stack)
+    own = {key: x for key, x in vars(made).items() if key in UnpaddedLayers.__annotations__}
+    after = classes.subclass(
+        original, (UnpaddedLayers, original), **{**own, "_skips_padding": skip_padding}
+    )
+    return None if isinstance(after, str) else PolicyChange(name, stack, original, after)
 
 
 def applied(changes: Sequence[ClassChange]) -> Callable[[Any], AbstractContextManager[None]]:
@@ -742,20 +811,23 @@ class _Probe(Rows):
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
+def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
+    """Returns the index of the first layer of each kind: of the same classes and attributes."""
+    first: dict[tuple[Any, ...], int] = {}
+    for index, layer in enumerate(layers):
+        first.setdefault(formula.content(layer, without="layer_idx"), index)
+    return tuple(first.values())
+
+
 def _mixing(
-    layers: list[Any], parameters: tuple[str, ...], config: Any,
+    layers: list[Any], tested: Sequence[int], parameters: tuple[str, ...], config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]],
 ) -> str | None:  # fmt: skip
     """Returns the reason if a layer does more between tokens than attention through the registry.
 
-    Layers of the same classes and attributes are tested once.
+    tested: the indices of the layers to test.
     """
-    tested: set[tuple[Any, ...]] = set()
-    for layer in layers:
-        kinds = formula.content(layer, without="layer_idx")
-        if kinds in tested:
-            continue
-        tested.add(kinds)
+    for layer in (layers[index] for index in tested):
         with with_our_attention(config), _evaluating(layer):
             try:
                 reason = _mixes_tokens(layer, _arguments(layers[0], parameters, config))

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._cgroup import thread_advice
 from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
-from . import classes, hugging_face, mlp, packing, quantize, smooth
+from . import classes, hugging_face, mlp, packing, padded_places, quantize, smooth
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
@@ -55,6 +55,7 @@ def _find_stack(
     root: torch.nn.Module,
     changes: list[Change],
     filter_fn: Filter | None,
+    skip_padding: bool,
 ) -> ClassChange | str | None:
     """Returns the replacement of a stack of transformers' encoder layers; see `packing`."""
     if not name or not isinstance(module, torch.nn.ModuleList):
@@ -74,13 +75,14 @@ def _find_stack(
     if isinstance(own, str):
         return own
     ours = hugging_face.with_our_attention if has_ours else packing.applied(own) if own else None
-    return packing.find(name, module, owners[-1], model.config, ours, own, is_wanted)
+    return packing.find(name, module, owners[-1], model.config, ours, own, is_wanted, skip_padding)
 
 
 def make_plan(
     model: torch.nn.Module,
     filter_fn: Filter | None,
     report: Report,
+    skip_padding: bool,
 ) -> list[Change]:
     """Returns the changes for the whole model; adds a report entry per module of a known class."""
     changes: list[Change] = []
@@ -91,7 +93,11 @@ def make_plan(
         if module in read:
             continue
         kind = type(module).__name__
-        changed = [change for change in recorded(name, module) if not hugging_face.is_over(change)]
+        changed = [
+            change
+            for change in recorded(name, module)
+            if not (hugging_face.is_over(change) or padded_places.is_change(change))
+        ]
         by_name = not changed and is_model(module) and is_ours(module.config)
         if by_name:
             report.entries.append(Entry(name, kind, "already", hugging_face.described(module)))
@@ -103,10 +109,12 @@ def make_plan(
             else:
                 now = changed[0].now if changed else class_of_ours(type(module))
                 report.entries.append(Entry(name, kind, "already", now))
+                switched = packing.policy(name, module, skip_padding)
+                changes += [] if switched is None else [switched]
                 read |= _read_by(module, changed[0] if changed else None)
             continue
         found = _find(name, module, refused, cache) or _find_stack(
-            name, module, model, changes, filter_fn
+            name, module, model, changes, filter_fn, skip_padding
         )
         quantised = classes.quantised(module)
         if quantised is not None and (found is not None or hasattr(module, "weight")):
@@ -133,6 +141,24 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     if issubclass(kind, mlp.FeedForward):
         return set()  # it calls these layers where it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
+
+
+def padding_plan(model: torch.nn.Module, report: Report) -> list[ClassChange]:
+    """Returns the changes of models whose layers skip padding, all other changes being made; adds to
+    the report what happens at padded places."""
+    stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, packing.UnpaddedLayers)]
+    changes = padded_places.make_plan(model, [each for each in stacks if each[1]._skips_padding])
+    notes = padded_places.describe(model, stacks, changes)
+    for index, entry in enumerate(report.entries):
+        if entry.name in notes and entry.outcome != "left":
+            reason = "; ".join(filter(None, (entry.reason, notes[entry.name])))
+            report.entries[index] = replace(entry, reason=reason)
+    if any(note.startswith(padded_places.SKIPPED) for note in notes.values()):
+        report.notes.append(
+            "Outputs at padded places are zeros where padding is skipped; "
+            "accelerate(model, skip_padding=False) computes them."
+        )
+    return changes
 
 
 def complete(model: torch.nn.Module, report: Report) -> None:
@@ -169,8 +195,8 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     for module in _modules(model):  # parents before children
         if module in left:
             ours -= set(_modules(module))
-        elif isinstance(module, packing.UnpaddedLayers):
-            pass  # the layers in it are counted instead
+        elif isinstance(module, (packing.UnpaddedLayers, padded_places.PaddedModel)):
+            pass  # what is inside is counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # Children of unknown classes are called, not fused, so they do not count.

@@ -33,6 +33,7 @@ def accelerate(
     quantize: str | None = None,
     keep_weights: bool = True,
     calibration: Any = None,
+    skip_padding: bool = True,
 ) -> Report:
     """Replaces modules of a model by those of `transformer_fast`, in place and reversibly.
 
@@ -76,6 +77,11 @@ def accelerate(
             (pre-norm layers), channels with outliers are divided by powers of two in the norm and
             multiplied by them in the maps' weights: less error in 8 bits, the same bits in
             float. `restore` undoes it. None: no factors.
+        skip_padding: True: layers of Hugging Face's models are not computed at the padded places of a
+            batch, and their outputs there are zeros, unless the model's own code reads such a place: a
+            classifier's first token with padding on the left, labels that are not -100 at padded places,
+            heads for CTC and question answering. Then the results are those of transformers. False: all
+            places are computed. The last call's value holds.
         verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
             tensor. The original and the accelerated model are run on them (eval and train mode,
             forward and gradients; layers also with padding). If results differ by more than
@@ -93,7 +99,7 @@ def accelerate(
         Exception: what the model raises during ``verify``; the model is then unchanged.
     """
     from .classes import apply_all, undo_all
-    from .plan import complete, make_plan
+    from .plan import complete, make_plan, padding_plan
     from .quantize import check_options, finish, measure
     from .quantize import make_plan as plan_of_weights
     from .smooth import smooth
@@ -104,12 +110,17 @@ def accelerate(
         kind = type(given).__name__
         raise TypeError(f"filter_fn must be a function of (module, name), not {kind}")
     check_options(model, quantize, keep_weights, calibration)
+    if not isinstance(skip_padding, bool):
+        raise TypeError(f"skip_padding must be True or False, not {skip_padding!r}")
     if _native.unannounced:
         _native.warn_of_absence()
     report = Report()
-    changes = make_plan(model, filter_fn, report)
+    changes = make_plan(model, filter_fn, report, skip_padding)
     apply_all(changes)
     try:
+        more: list[Change] = [*padding_plan(model, report)]
+        apply_all(more)
+        changes += more
         if verify is not None and changes:
             from .verify import verify_changes
 
@@ -147,12 +158,13 @@ def restore(model: torch.nn.Module) -> list[str]:
     """
     from ..nn import int8
     from .classes import undo_all
+    from .padded_places import is_change
 
     _require_module(model)
     changes = _changes_of(model)
     undo_all(changes)
     int8.forget(model)
-    return [*dict.fromkeys(change.name for change in changes)]
+    return [*dict.fromkeys(change.name for change in changes if not is_change(change))]
 
 
 @contextmanager
@@ -162,6 +174,7 @@ def accelerated(
     filter_fn: Filter | None = None,
     verify: Any = None,
     quantize: str | None = None,
+    skip_padding: bool = True,
 ) -> Iterator[Report]:
     """Context manager that accelerates ``model`` within the block and restores it afterwards.
 
@@ -171,7 +184,9 @@ def accelerated(
 
     _require_module(model)
     before = {(change.name, type(change)) for change in _changes_of(model)}
-    report = accelerate(model, filter_fn=filter_fn, verify=verify, quantize=quantize)
+    report = accelerate(
+        model, filter_fn=filter_fn, verify=verify, quantize=quantize, skip_padding=skip_padding
+    )
     try:
         yield report
     finally:

@@ -212,7 +212,8 @@ def _zeros_at_padding(model: torch.nn.Module, changes: Sequence[Change]) -> Iter
     For stacks of transformers, padded positions of the model's outputs.
     """
     with ExitStack() as stack:
-        if any(isinstance(change.module, UnpaddedLayers) for change in changes):
+        stacks = (c.module for c in changes if isinstance(c.module, UnpaddedLayers))
+        if any(stack._skips_padding for stack in stacks):
             handle = model.register_forward_hook(_zeros_in_outputs, with_kwargs=True)
             stack.callback(handle.remove)
         for change in changes:

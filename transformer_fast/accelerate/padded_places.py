@@ -1,0 +1,349 @@
+"""Decides for each batch whether a model's own code may read the outputs of its layers at padded places.
+
+Only then does a stack of `packing` compute them. Each model of transformers around such a stack gets a
+class whose ``forward`` notes the call, so that the stack finds the arguments of the outermost one: labels
+may count at padded places. What the model's code reads besides follows from a trial: `accelerate` runs the
+model on a sequence of a few tokens with padding, twice, with different random numbers at the padded places
+of the stack's output. Outputs that differ were computed from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .. import memory
+from .._context import is_traced
+from ..nn.drop_in import DropIn, subclass
+from .classes import ClassChange
+from .parts import is_model
+
+
+class Findings(NamedTuple):
+    """What a trial found out about the code of a model around its stacks of layers."""
+
+    #: Why padded places are always computed in calls of this model; empty: they are not.
+    reason: str = ""
+    #: Sides at which padding is computed because the model's code reads it: "left", "right".
+    sides: tuple[str, ...] = ()
+    #: True if an output belongs to a whole sequence, such as a classifier's.
+    pools: bool = False
+    #: (name of a stack, reason why its layers computed the padded places or "") in the trial.
+    stacks: tuple[tuple[str, str], ...] = ()
+
+
+class PaddedModel(DropIn):
+    """Base of the classes that `accelerate` gives to models whose layers skip padding."""
+
+
+class Call:
+    """A call of a model's ``forward``."""
+
+    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Returns all arguments by name."""
+        signature = inspect.signature(self.model.forward)
+        given = signature.bind(*self.args, **self.kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def reads(self, real: Tensor, is_decoder: bool) -> bool:
+        """True if the model's code may read an output of the layers at a padded place."""
+        found: Findings = self.model._findings
+        if found.reason:
+            return True
+        if any(not real[:, _EDGES[side]].all() for side in found.sides):
+            return True
+        if is_decoder and found.pools and not self._has_pad_tokens(real):
+            return True
+        return not _is_seq2seq(self.model) and any(
+            _count_at_padding(value, real, is_decoder)
+            for name, value in self.arguments.items()
+            if name not in _NO_LABELS
+        )
+
+    def _has_pad_tokens(self, real: Tensor) -> bool:
+        """True if the places that the mask hides are those of the padding token, which the code of
+        decoders' classifiers compares tokens with."""
+        tokens, pad = self.arguments.get("input_ids"), _pad_token(self.model)
+        if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
+            return False
+        return bool((tokens == pad)[~real].all())
+
+
+#: Side -> index of its outermost place.
+_EDGES = {"left": 0, "right": -1}
+#: Integer arguments (B, T) of models that are no labels.
+_NO_LABELS = frozenset({
+    "attention_mask", "bbox", "cache_position", "input_ids", "position_ids", "token_type_ids",
+})  # fmt: skip
+#: The value of labels without a loss.
+_IGNORED = -100
+
+
+def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
+    """True if an argument (B, T, ...) may be labels that count at a padded place."""
+    if not isinstance(labels, Tensor) or labels.shape[:2] != real.shape or labels.is_floating_point():
+        return False
+    counted = labels != _IGNORED
+    counted = counted.flatten(2).any(2) if counted.dim() > 2 else counted
+    if is_decoder:  # the label of a place is the next one's, too
+        counted = counted | torch.nn.functional.pad(counted[:, 1:], (0, 1))
+    return bool((counted & ~real).any())
+
+
+class Trial:
+    """A call of a model that shows what its code reads, and what its stacks of layers do."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        #: Stack -> why its layers did not run on real tokens alone, or "".
+        self.stacks: dict[torch.nn.Module, str] = {}
+        #: The real places (B, T) in the first stack.
+        self.real: Tensor | None = None
+
+    def note(self, stack: torch.nn.Module, real: Tensor, reason: str) -> None:
+        self.real = real if self.real is None else self.real
+        self.stacks[stack] = self.stacks.get(stack) or reason
+
+    def fill(self, padded: Tensor, real: Tensor) -> Tensor:
+        """Returns the output (B, T, M) of a stack with random numbers at padded places."""
+        x = torch.randn(padded.shape, generator=self._generator) * padded[real].float().std()
+        return torch.where(real[..., None], padded, x.to(padded.dtype))
+
+
+#: The outermost call, or the trial, that runs in this context.
+_running: ContextVar[Call | Trial | None] = ContextVar("_running", default=None)
+
+
+def trial() -> Trial | None:
+    running = _running.get()
+    return running if isinstance(running, Trial) else None
+
+
+def are_read(real: Tensor, is_decoder: bool) -> bool:
+    """True if somebody may read the layers' outputs at padded places of the batch; real: (B, T) bool.
+
+    Encoders' first token stands for the whole sequence in most classifiers.
+    """
+    running = _running.get()
+    if isinstance(running, Trial):
+        return False
+    if not is_decoder and not real[:, 0].all():
+        return True
+    return running is not None and running.reads(real, is_decoder)
+
+
+@functools.cache
+def _forward_of(kind: Any) -> Any:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_traced() or _running.get() is not None:
+            return kind.forward(self, *args, **kwargs)
+        token = _running.set(Call(self, args, kwargs))
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    return forward
+
+
+def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> list[ClassChange]:
+    """Returns the changes of the models around the stacks (by name), which are already replaced."""
+    changes: list[ClassChange] = []
+    for name, model in root.named_modules():
+        prefix = f"{name}." if name else ""
+        inner = [(path, stack) for path, stack in stacks if path.startswith(prefix)]
+        if not inner or not is_model(model) or isinstance(model, PaddedModel):
+            continue
+        kind = type(model)
+        findings = examine(model, {stack: path[len(prefix) :] for path, stack in inner})
+        made = subclass(
+            kind, (PaddedModel, kind), forward=_forward_of(kind), _findings=findings
+        )
+        if not isinstance(made, str):
+            changes.append(ClassChange(name, model, kind, made))
+    return changes
+
+
+def is_change(change: Any) -> bool:
+    """True for the change of a model's class, of which the report has no entry."""
+    return isinstance(change, ClassChange) and issubclass(change.after, PaddedModel)
+
+
+#: How the report's remarks on stacks that skip padding begin.
+SKIPPED = "padding is skipped"
+
+
+def describe(
+    root: torch.nn.Module, stacks: list[tuple[str, Any]], changes: list[ClassChange]
+) -> dict[str, str]:
+    """Returns by name of a stack what happens at padded places in calls of the outermost model."""
+    made: dict[torch.nn.Module, Any] = {change.module: change.after for change in changes}
+    notes: dict[str, str] = {}
+    for name, model in root.named_modules():
+        kind = made.get(model, type(model))
+        if not issubclass(kind, PaddedModel):
+            continue
+        prefix = f"{name}." if name else ""
+        found: Findings = kind._findings  # type: ignore[attr-defined]
+        noted = dict(found.stacks)
+        for path, stack in stacks:
+            if path.startswith(prefix) and path not in notes and stack._skips_padding:
+                inner = noted.get(path[len(prefix) :])
+                notes[path] = _described(kind.__name__, stack, found, inner)
+    for path, stack in stacks:
+        if not stack._skips_padding:
+            notes[path] = "padded places are computed (skip_padding=False)"
+    return {path: note for path, note in notes.items() if note}
+
+
+def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -> str:
+    """Returns the remark on one stack; why_padded: from the trial, None: it saw no padding there."""
+    if found.reason or why_padded:
+        reason = f"{kind}: {found.reason}" if found.reason else why_padded
+        return f"padded places are computed: {reason}"
+    if why_padded is None:
+        return ""
+    when = " in inference with an empty cache" if stack._is_decoder else ""
+    read = f", not that at the {' and '.join(found.sides)}, which {kind} reads" if found.sides else ""
+    return f"{SKIPPED}{when}{read}"
+
+
+# The trial.
+
+
+def examine(model: Any, stacks: dict[torch.nn.Module, str]) -> Findings:
+    """Runs the model on a few tokens with padding; stacks: the names of its stacks."""
+    reason = "no trial call is known for it"
+    with _undisturbed(model):
+        for inputs in _inputs(model):
+            try:
+                found = _compare(model, inputs, stacks)
+            except Exception as error:  # the model requires other arguments
+                reason = f"a trial call failed ({type(error).__name__}: {error})"
+                continue
+            memory.forget_packed(model)
+            return found
+    memory.forget_packed(model)
+    return Findings(reason)
+
+
+def _compare(model: Any, inputs: dict[str, Tensor], stacks: dict[torch.nn.Module, str]) -> Findings:
+    sides: list[str] = []
+    pools = False
+    noted: dict[torch.nn.Module, str] = {}
+    # Encoders compute all places of a batch with padding at the left.
+    is_decoder = any(stack._is_decoder for stack in stacks)
+    for side in _EDGES if is_decoder else ("right",):
+        given = inputs if side == "right" else {name: x.flip(-1) for name, x in inputs.items()}
+        trials, outputs = [Trial(seed) for seed in (0, 1)], []
+        for each in trials:
+            token = _running.set(each)
+            try:
+                outputs.append([x for x in tree_leaves(model.forward(**given)) if _is_real(x)])
+            finally:
+                _running.reset(token)
+        real = trials[0].real
+        for stack, reason in trials[0].stacks.items():
+            noted[stack] = noted.get(stack) or reason
+        if real is None:
+            continue
+        is_head = model.base_model is not model
+        for one, other in zip(*outputs, strict=True):
+            if one.shape[:2] == real.shape:
+                if one.dim() == 2:
+                    return Findings("its outputs at all places are compared with each other")
+                if is_head and given["attention_mask"].shape != real.shape:
+                    return Findings("its callers have no mask of the places of its output")
+                one, other = one[real], other[real]
+            elif one.dim() <= 2:
+                pools = True
+            if not (one - other).abs().max() <= 1e-4 * one.abs().max():
+                sides.append(side)
+                break
+    return Findings(
+        sides=tuple(sides),
+        pools=pools,
+        stacks=tuple((stacks[stack], reason) for stack, reason in noted.items() if stack in stacks),
+    )
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() > 0
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Runs the block in inference, without the model's hooks; random state and flags stay."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        for module in model.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks = getattr(module, name)
+                if hooks:
+                    stack.callback(hooks.update, dict(hooks))
+                    hooks.clear()
+            if module.training:
+                stack.callback(setattr, module, "training", True)
+                module.training = False
+        yield
+
+
+def _is_seq2seq(model: Any) -> bool:
+    """True if labels are those of a decoder, which has other places."""
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
+def _pad_token(model: Any) -> int | None:
+    config = model.config.get_text_config()
+    return getattr(config, "pad_token_id", None)
+
+
+def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Yields possible arguments for one sequence with padding at the right."""
+    names = inspect.signature(model.forward).parameters
+    config = model.config
+    if model.main_input_name == "input_values" and hasattr(model, "_get_feat_extract_output_lengths"):
+        samples, frames = 64, 0
+        while frames < 8:
+            samples *= 2
+            frames = int(model._get_feat_extract_output_lengths(torch.tensor(samples)))
+        mask = (torch.arange(samples) < samples * 5 // 8).long()[None]
+        yield {"input_values": torch.randn(1, samples) * mask, "attention_mask": mask}
+        return
+    if "input_ids" not in names or "attention_mask" not in names:
+        return
+    tokens = [3, 4, 5, 0, 0] if getattr(config, "num_labels", 0) != 5 else [3, 4, 5, 0, 0, 0]
+    mask = torch.tensor([[int(token != 0) for token in tokens]])
+    ids = torch.tensor([tokens])
+    text = config.get_text_config()
+    end, pad = getattr(text, "eos_token_id", None), _pad_token(model)
+    if isinstance(end, int):
+        ids[0, 2] = end
+    ids[mask == 0] = pad if pad is not None and pad >= 0 else 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    vision = getattr(config, "vision_config", None)
+    if "pixel_values" in names and vision is not None:
+        size = vision.image_size
+        given["pixel_values"] = torch.zeros(1, vision.num_channels, size, size)
+    if _is_seq2seq(model):
+        yield {**given, "decoder_input_ids": ids[:, :2]}
+    yield given
+    yield {**given, "input_ids": ids[None], "attention_mask": mask[None]}  # of multiple choice
