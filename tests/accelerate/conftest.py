@@ -1,10 +1,12 @@
 """Common state of the tests in this folder."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from transformer_fast.accelerate import swap
+from transformer_fast.accelerate import formula, packing, padded_places, swap
 from transformer_fast.compile import backend
 
 
@@ -26,3 +28,28 @@ def quiet_transformers() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the number of tokens in each packed call of attention, or of a whole layer.
+
+    Calls of the trial in `accelerate` do not count.
+    """
+    found: list[int] = []
+    attend = packing.Rows.attend
+
+    def counted(self: Any, function: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
+        found.extend([query.shape[2]] * (padded_places.trial() is None))
+        return attend(self, function, module, query, *args, **kw)
+
+    def counted_layer(self: Any, layer: Any, x: Tensor, starts: Tensor | None, *rest: Any) -> Any:
+        output = run(self, layer, x, starts, *rest)
+        if output is not None and starts is not None and padded_places.trial() is None:
+            found.append(x.shape[1])
+        return output
+
+    run = formula.Formula.run
+    monkeypatch.setattr(formula.Formula, "run", counted_layer)
+    monkeypatch.setattr(packing.Rows, "attend", counted)
+    return found

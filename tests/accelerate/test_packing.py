@@ -17,7 +17,7 @@ from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 from transformer_fast import accelerate, restore
-from transformer_fast.accelerate import formula, packing
+from transformer_fast.accelerate import packing
 
 pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
@@ -146,35 +146,13 @@ def build_decoder(name: str, **settings: Any) -> Any:
     return kind(kind.config_class(**known, **settings)).eval()
 
 
-#: Padding at the right, at the left and in the middle; the longest sequence has 8 tokens.
-MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "---xxxxxx")
+#: Padding at the right and in the middle; the longest sequence has 8 tokens.
+MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
+#: Its model's code reads the last place.
+WITHIN = ("xxxxxxxxx", "xxx--xxxx", "x------xx", "xx-x-xxxx")
 LEFT = ("---xxxxxx", "xxxxxxxxx", "--------x", "-xxxxxxxx")
 RIGHT = ("xxxxx----", "xxxxxxxxx", "xx-------", "xxxxxxxx-")
 _FIVE = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-#: As classifiers and their pooling need it: the first token is real.
-FIRST_IS_REAL = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the number of tokens in each packed call of attention, or of a whole layer."""
-    found: list[int] = []
-    attend = packing.Rows.attend
-
-    def counted(self: Any, function: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
-        found.append(query.shape[2])
-        return attend(self, function, module, query, *args, **kw)
-
-    def counted_layer(self: Any, layer: Any, x: Tensor, starts: Tensor | None, *rest: Any) -> Any:
-        output = run(self, layer, x, starts, *rest)
-        if output is not None and starts is not None:
-            found.append(x.shape[1])
-        return output
-
-    run = formula.Formula.run
-    monkeypatch.setattr(formula.Formula, "run", counted_layer)
-    monkeypatch.setattr(packing.Rows, "attend", counted)
-    return found
 
 
 def stack_of(report: Any) -> Any:
@@ -189,8 +167,8 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
     entry = stack_of(accelerate(ours))
     reason = ENCODERS[name][1]
     assert (entry.outcome, reason in entry.reason) == ("left" if reason else "swapped", True)
-    first = FIRST_IS_REAL if "Classification" in name else MIXED
-    for real in (first,) if reason else (first, RIGHT):
+    mixed = WITHIN if name == "SiglipTextModel" else MIXED
+    for real in (mixed,) if reason or mixed is WITHIN else (mixed, RIGHT):
         inputs = inputs_of(*real)
         tokens = int(inputs["attention_mask"].sum())
         layers = 0 if reason else 3
@@ -211,7 +189,7 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
 def test_padded_places_are_zero(name: str) -> None:
     model = build(name)
     accelerate(model)
-    inputs = inputs_of(*MIXED)
+    inputs = inputs_of(*(WITHIN if name == "SiglipTextModel" else MIXED))
     states: list[Tensor] = []
     stack = next(m for m in model.modules() if isinstance(m, packing.UnpaddedLayers))
     loop = packing._Loop.call
@@ -246,7 +224,7 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
     accelerate(ours)
     inputs = inputs_of(*real)
     assert_same_numbers(ours, theirs, (), inputs, grad=False)
-    assert bool(rows) == ("-" in "".join(real) and "x" in "".join(real))
+    assert bool(rows) == ("-" in "".join(real) and all(one[0] == "x" for one in real))
 
 
 #: Model -> heads of its bias or mask, and how many of the three layers have one.
@@ -616,7 +594,7 @@ def test_copies_pickles_and_restore(rows: list[int]) -> None:
 
 def test_verify_compares_real_places() -> None:
     for name in ("BertModel", "DebertaV2Model", "ModernBertModel", "MPNetModel"):
-        report = accelerate(build(name), verify=inputs_of(*FIRST_IS_REAL))
+        report = accelerate(build(name), verify=inputs_of(*MIXED))
         assert report.verified, str(report)
 
 

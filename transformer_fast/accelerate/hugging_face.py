@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from ..nn.int8 import INT8
 from . import classes, packing
 from .classes import Change, ClassChange
 from .hugging_face_layers import CLASSES, METHODS, Attention, attention
-from .parts import NAME, NAME_OF_ATTENTION, FusedLayer, is_model
+from .parts import NAME, FusedLayer, is_model
+from .private_names import NAME_OF_ATTENTION, arguments, load
 
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
@@ -180,9 +180,7 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     kind = type(module)
     for method in METHODS & vars(ours).keys():
         original = getattr(theirs, method, None)
-        if original is None or [*inspect.signature(original).parameters] != [
-            *inspect.signature(getattr(ours, method)).parameters
-        ]:
+        if original is None or arguments(original) != arguments(getattr(ours, method)):
             return f"{theirs.__name__}.{method} takes other arguments in this transformers"
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
@@ -281,9 +279,8 @@ def _registries(model: torch.nn.Module) -> list[Any]:
 
 def _why_not(model: torch.nn.Module) -> str | None:
     """Returns the reason why the model depends on the name 'sdpa' or on a registered function."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if any(found.get("sdpa") is not sdpa_attention_forward for found in _registries(model)):
+    sdpa = load("transformers.integrations.sdpa_attention", "sdpa_attention_forward")
+    if any(found.get("sdpa") is not sdpa for found in _registries(model)):
         return "what is registered as its attention 'sdpa' is not transformers' own"
     for kind in _classes(model):
         functions = (f for value in vars(kind).values() for f in functions_of(value))
@@ -345,9 +342,9 @@ def _quantizer() -> Any:
 
 @functools.cache
 def _quantizer_class() -> Any:
-    from transformers.quantizers.base import HfQuantizer
+    base: Any = load("transformers.quantizers.base", "HfQuantizer")
 
-    class Int8OfTransformerFast(HfQuantizer):  # type: ignore[misc]
+    class Int8OfTransformerFast(base):  # type: ignore[misc]
         is_trainable = False
 
         def __init__(self) -> None:
@@ -372,8 +369,7 @@ def _quantizer_class() -> Any:
 
 def mask_function(**given: Any) -> Tensor | None:
     """The mask function for transformers: returns the mask of 'sdpa' with a record of the padding."""
-    from transformers.masking_utils import sdpa_mask
-
+    sdpa_mask = load("transformers.masking_utils", "sdpa_mask")
     return packing.note_padding(sdpa_mask(**given), **given)
 
 

@@ -7,6 +7,7 @@ torch.nn. Inner modules that are hooked, replaced or parametrised are called as 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 from . import packing
 from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, example_of, parts
+from .private_names import CACHES, load
 from .report import BATCH, LENGTH
 
 #: Arguments that the 'sdpa' function of transformers ignores, and output_attentions.
@@ -61,9 +63,8 @@ def attention(
             dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **kwargs,
         )  # fmt: skip
     if not is_known:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
+        sdpa = load("transformers.integrations.sdpa_attention", "sdpa_attention_forward")
+        return sdpa(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
             position_bias=position_bias, softcap=softcap, **kwargs,
         )  # fmt: skip
@@ -185,6 +186,8 @@ class Attention(FusedLayer):
     @staticmethod
     def visible(mask: Tensor) -> Tensor | None:
         """Returns True where the mask lets a token attend; None if it has other values."""
+        if not mask.is_floating_point():
+            return None
         hidden = mask == torch.finfo(mask.dtype).min
         return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
@@ -208,6 +211,12 @@ class MPNetSelfAttention(Attention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
+        if isinstance(attention_mask, Tensor) and not attention_mask.is_floating_point():
+            raise TypeError(
+                "attention_mask must be (B, T) with 0 at padding, or a float mask that is added to the "
+                f"scores, not {attention_mask.dtype} of shape {tuple(attention_mask.shape)}: MPNet adds "
+                "it to the scores as well, so that it would hide nothing"
+            )
         if not fusion.is_unhooked(self.dropout, fusion.DROPOUT):
             return super().forward(  # type: ignore[misc, no-any-return]
                 hidden_states, attention_mask, position_bias, output_attentions, **kwargs
@@ -290,6 +299,7 @@ class DisentangledSelfAttention(Attention):
     attention_head_size: int
     pos_att_type: list[str]
     relative_attention: bool
+    share_att_key: bool
 
     @staticmethod
     def visible(mask: Tensor) -> Tensor | None:
@@ -314,6 +324,7 @@ class DisentangledSelfAttention(Attention):
             or query_states is not None
             or (kinds and not _has_differences(relative_pos, rel_embeddings))
             or not fusion.is_unhooked(self.dropout, fusion.DROPOUT)
+            or not all(fusion.is_unhooked(part, (type(part),)) for part in self._of_places())
         ):
             given = output_attentions, query_states, relative_pos, rel_embeddings
             if rows is None:
@@ -337,6 +348,12 @@ class DisentangledSelfAttention(Attention):
             self, query, key, value, mask, scaling=factor, is_causal=False, position_bias=bias
         )
         return output.flatten(2), None
+
+    def _of_places(self) -> list[torch.nn.Module]:
+        """Returns the modules that are called on (1, 2 * span, M) there, and on fewer places here."""
+        names = "pos_dropout", "pos_key_proj", "pos_query_proj"
+        names += ("query_proj", "key_proj") if self.share_att_key else ()
+        return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]
 
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         heads = x(BATCH, self.num_attention_heads, LENGTH, self.attention_head_size)
@@ -413,6 +430,11 @@ class EncoderLayer(_PostNorm):
         return x
 
 
+@functools.cache
+def _name_of_cache(kind: Any) -> str:
+    return next(name for name in CACHES if name in inspect.signature(kind.forward).parameters)
+
+
 @_replaces("BartDecoderLayer", "MarianDecoderLayer")
 class DecoderLayer(_PostNorm):
     """Self-attention, attention to the encoder, FFN, each followed by a norm."""
@@ -429,19 +451,15 @@ class DecoderLayer(_PostNorm):
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> Tensor:
-        attended, _ = self.self_attn(
-            hidden_states,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
+        if past_key_values is not None:
+            kwargs[_name_of_cache(type(self.self_attn))] = past_key_values
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         x = self._residual(attended, hidden_states, "self_attn_layer_norm")
         if encoder_hidden_states is not None:
             attended, _ = self.encoder_attn(
                 x,
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
             x = self._residual(attended, x, "encoder_attn_layer_norm")

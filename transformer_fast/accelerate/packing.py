@@ -41,7 +41,8 @@ from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
 from ..ops.arguments import AttentionArguments
 from . import classes, formula, padded_places
 from .classes import ClassChange
-from .parts import NAME, NAME_OF_ATTENTION, is_ours
+from .parts import NAME, is_ours
+from .private_names import CACHES, MASK, NAME_OF_ATTENTION, OF_PLACES, ROTATION
 
 #: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and places that returns
 #: its part.
@@ -339,7 +340,7 @@ class _Loop:
         given = dict(zip(names, args, strict=False)) | kwargs
         own = self.stack._own_attention
         if mask is None and own is not None and self._is_plain():
-            mask = _note_padding_of(given.get(_MASK), own.visible)
+            mask = _note_padding_of(given.get(MASK), own.visible)
         if mask is None and self.hidden is None:
             output = self._fused(layer, found, given)
             return layer(*args, **kwargs) if output is None else output
@@ -348,8 +349,8 @@ class _Loop:
         rows = None if mask is None else self._rows_of(mask, hidden, old)
         packed = None if rows is None else self._packed(layer, given, rows)
         if self.trial is not None and mask is not None:
-            padding: Padding = getattr(mask, _PADDING)
-            self.trial.note(self.stack, padding.real, self.why_padded if packed is None else "")
+            why_padded = self.why_padded if packed is None else ""
+            self.trial.note(self.layers[0], getattr(mask, _PADDING).real, why_padded)
         is_packed = old is not None and packed is not None and old.has_places_of(rows)
         if old is not None and not is_packed:
             hidden = old.put_back(hidden)
@@ -394,10 +395,10 @@ class _Loop:
                 or value is mask
                 or other == name
                 or other in found.ignored
-                or (other == _ROTATION and found.rotates)
+                or (other == ROTATION and found.rotates)
             ):
                 return None
-        rotation = given.get(_ROTATION)
+        rotation = given.get(ROTATION)
         rotation = () if rotation is None else rotation
         return found.run(layer, given.get(name), starts, band, rotation)
 
@@ -450,18 +451,20 @@ class _Loop:
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
-            self.why_padded = f"its layers get {name}={type(value).__name__}, which has no form for rows"
+            self.why_padded = (
+                f"its layers get {name}={type(value).__name__}, which has no form for rows"
+            )
             if value is rows.mask:
                 packed[name] = rows
-            elif value is not None and name in (_ROTATION, "position_ids"):
+            elif value is not None and name in (ROTATION, "position_ids"):
                 if not all(
                     map(rows.has_tokens_of, value if isinstance(value, tuple) else (value,))
                 ):
                     return None
                 packed[name] = self._gathered(value, rows)
-            elif self.stack._is_decoder and name in _CACHES and _is_growing(value):
+            elif self.stack._is_decoder and name in CACHES and _is_growing(value):
                 packed[name] = _Cache(value, rows)
-            elif name in (names[0], *_OF_PLACES) or isinstance(value, _PLAIN_VALUES):
+            elif name in (names[0], *OF_PLACES) or isinstance(value, _PLAIN_VALUES):
                 packed[name] = value
             else:
                 return None
@@ -483,14 +486,6 @@ class _Loop:
         return self.gathered[key][1]
 
 
-#: Name of the argument with the mask.
-_MASK = "attention_mask"
-#: Name of the argument with the cosines and sines of rotary position embeddings.
-_ROTATION = "position_embeddings"
-#: Names of the argument with the keys and values of earlier calls.
-_CACHES = ("cache", "past_key_values", "layer_past")
-#: Arguments that only attention reads, by the places of tokens.
-_OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 #: Types of arguments that are the same for all tokens.
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
@@ -616,7 +611,7 @@ def find(
     except (TypeError, ValueError):  # compiled code
         return None
     parameters = tuple(signatures[0])
-    if _MASK not in parameters[1:]:
+    if MASK not in parameters[1:]:
         return None
     is_decoder = _is_causal(layers[0])
     if getattr(config, "is_decoder", False):
@@ -857,9 +852,9 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     generator = torch.Generator().manual_seed(0)
     token = torch.randn(config.hidden_size, generator=generator).to(weight.dtype)
     given: dict[str, Any] = {parameters[0]: token.repeat(1, 3, 1)}
-    if _ROTATION in parameters:
+    if ROTATION in parameters:
         angles = torch.ones(1, 3, _rotated(config), dtype=weight.dtype)
-        given[_ROTATION] = angles, torch.zeros_like(angles)
+        given[ROTATION] = angles, torch.zeros_like(angles)
     if "relative_pos" in parameters:
         given["relative_pos"] = torch.zeros(1, 3, 3, dtype=torch.long)
         given["rel_embeddings"] = token[None]
@@ -867,7 +862,7 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     if "position_bias" in parameters and bias is not None:
         given["position_bias"] = bias.compute_bias(3, 3)
     if _is_causal(first):
-        given |= {name: _Cache(None, None) for name in _CACHES if name in parameters}
+        given |= {name: _Cache(None, None) for name in CACHES if name in parameters}
     return given
 
 
@@ -916,11 +911,11 @@ def _formula_of(
     """Returns what the layer computes without a bias, or why that has no formula."""
     parameters = inspect.signature(layer.forward).parameters
     rotation: tuple[Tensor, ...] = ()
-    if _ROTATION in parameters:
+    if ROTATION in parameters:
         generator = torch.Generator().manual_seed(2)
         shape = 2, 1, formula.TOKENS, _rotated(config)
         rotation = (*torch.randn(shape, generator=generator, dtype=torch.float64),)
-    of_places = {_ROTATION: rotation} if rotation else {}
+    of_places = {ROTATION: rotation} if rotation else {}
 
     def call(function: Callable[..., Any], x: Tensor, **others: Any) -> formula.Trial | str:
         probe = _Probe()

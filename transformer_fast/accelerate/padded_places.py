@@ -1,10 +1,10 @@
-"""Decides for each batch whether a model's own code may read the outputs of its layers at padded places.
+"""Decides for each batch whether a model's own code may read its layers' outputs at padded places.
 
-Only then does a stack of `packing` compute them. Each model of transformers around such a stack gets a
-class whose ``forward`` notes the call, so that the stack finds the arguments of the outermost one: labels
-may count at padded places. What the model's code reads besides follows from a trial: `accelerate` runs the
-model on a sequence of a few tokens with padding, twice, with different random numbers at the padded places
-of the stack's output. Outputs that differ were computed from them.
+Only then does a stack of `packing` compute them. Each model of transformers around such a stack gets
+a class whose ``forward`` notes the call, so that the stack finds the arguments of the outermost
+model: labels may count at padded places. What else the model's code reads follows from a trial.
+`accelerate` runs the model twice on a few tokens with padding, with different random numbers at the
+padded places of the stack's output. Results that differ were computed from them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from .. import memory
 from .._context import is_traced
-from ..nn.drop_in import DropIn, subclass
+from ..nn.drop_in import KNOWN_PACKAGES, DropIn, subclass
 from .classes import ClassChange
 from .parts import is_model
+from .private_names import IGNORED_LABEL, MASK, NO_LABELS
 
 
 class Findings(NamedTuple):
@@ -72,7 +73,7 @@ class Call:
         return not _is_seq2seq(self.model) and any(
             _count_at_padding(value, real, is_decoder)
             for name, value in self.arguments.items()
-            if name not in _NO_LABELS
+            if name not in NO_LABELS
         )
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
@@ -86,19 +87,17 @@ class Call:
 
 #: Side -> index of its outermost place.
 _EDGES = {"left": 0, "right": -1}
-#: Integer arguments (B, T) of models that are no labels.
-_NO_LABELS = frozenset({
-    "attention_mask", "bbox", "cache_position", "input_ids", "position_ids", "token_type_ids",
-})  # fmt: skip
-#: The value of labels without a loss.
-_IGNORED = -100
 
 
 def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
     """True if an argument (B, T, ...) may be labels that count at a padded place."""
-    if not isinstance(labels, Tensor) or labels.shape[:2] != real.shape or labels.is_floating_point():
+    if (
+        not isinstance(labels, Tensor)
+        or labels.shape[:2] != real.shape
+        or labels.is_floating_point()
+    ):
         return False
-    counted = labels != _IGNORED
+    counted = labels != IGNORED_LABEL
     counted = counted.flatten(2).any(2) if counted.dim() > 2 else counted
     if is_decoder:  # the label of a place is the next one's, too
         counted = counted | torch.nn.functional.pad(counted[:, 1:], (0, 1))
@@ -110,14 +109,14 @@ class Trial:
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        #: Stack -> why its layers did not run on real tokens alone, or "".
+        #: First layer of a stack -> why its layers did not run on real tokens alone, or "".
         self.stacks: dict[torch.nn.Module, str] = {}
         #: The real places (B, T) in the first stack.
         self.real: Tensor | None = None
 
-    def note(self, stack: torch.nn.Module, real: Tensor, reason: str) -> None:
+    def note(self, first: torch.nn.Module, real: Tensor, reason: str) -> None:
         self.real = real if self.real is None else self.real
-        self.stacks[stack] = self.stacks.get(stack) or reason
+        self.stacks[first] = self.stacks.get(first) or reason
 
     def fill(self, padded: Tensor, real: Tensor) -> Tensor:
         """Returns the output (B, T, M) of a stack with random numbers at padded places."""
@@ -171,10 +170,8 @@ def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> list[Clas
         if not inner or not is_model(model) or isinstance(model, PaddedModel):
             continue
         kind = type(model)
-        findings = examine(model, {stack: path[len(prefix) :] for path, stack in inner})
-        made = subclass(
-            kind, (PaddedModel, kind), forward=_forward_of(kind), _findings=findings
-        )
+        findings = examine(model, [(path[len(prefix) :], stack) for path, stack in inner])
+        made = subclass(kind, (PaddedModel, kind), forward=_forward_of(kind), _findings=findings)
         if not isinstance(made, str):
             changes.append(ClassChange(name, model, kind, made))
     return changes
@@ -220,15 +217,17 @@ def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -
     if why_padded is None:
         return ""
     when = " in inference with an empty cache" if stack._is_decoder else ""
-    read = f", not that at the {' and '.join(found.sides)}, which {kind} reads" if found.sides else ""
+    read = (
+        f", not that at the {' and '.join(found.sides)}, which {kind} reads" if found.sides else ""
+    )
     return f"{SKIPPED}{when}{read}"
 
 
 # The trial.
 
 
-def examine(model: Any, stacks: dict[torch.nn.Module, str]) -> Findings:
-    """Runs the model on a few tokens with padding; stacks: the names of its stacks."""
+def examine(model: Any, stacks: list[tuple[str, Any]]) -> Findings:
+    """Runs the model on a few tokens with padding; stacks: its stacks by name."""
     reason = "no trial call is known for it"
     with _undisturbed(model):
         for inputs in _inputs(model):
@@ -243,12 +242,12 @@ def examine(model: Any, stacks: dict[torch.nn.Module, str]) -> Findings:
     return Findings(reason)
 
 
-def _compare(model: Any, inputs: dict[str, Tensor], stacks: dict[torch.nn.Module, str]) -> Findings:
+def _compare(model: Any, inputs: dict[str, Tensor], stacks: list[tuple[str, Any]]) -> Findings:
     sides: list[str] = []
     pools = False
     noted: dict[torch.nn.Module, str] = {}
     # Encoders compute all places of a batch with padding at the left.
-    is_decoder = any(stack._is_decoder for stack in stacks)
+    is_decoder = any(stack._is_decoder for _, stack in stacks)
     for side in _EDGES if is_decoder else ("right",):
         given = inputs if side == "right" else {name: x.flip(-1) for name, x in inputs.items()}
         trials, outputs = [Trial(seed) for seed in (0, 1)], []
@@ -259,8 +258,8 @@ def _compare(model: Any, inputs: dict[str, Tensor], stacks: dict[torch.nn.Module
             finally:
                 _running.reset(token)
         real = trials[0].real
-        for stack, reason in trials[0].stacks.items():
-            noted[stack] = noted.get(stack) or reason
+        for first, reason in trials[0].stacks.items():
+            noted[first] = noted.get(first) or reason
         if real is None:
             continue
         is_head = model.base_model is not model
@@ -268,7 +267,7 @@ def _compare(model: Any, inputs: dict[str, Tensor], stacks: dict[torch.nn.Module
             if one.shape[:2] == real.shape:
                 if one.dim() == 2:
                     return Findings("its outputs at all places are compared with each other")
-                if is_head and given["attention_mask"].shape != real.shape:
+                if is_head and given[MASK].shape != real.shape:
                     return Findings("its callers have no mask of the places of its output")
                 one, other = one[real], other[real]
             elif one.dim() <= 2:
@@ -279,7 +278,7 @@ def _compare(model: Any, inputs: dict[str, Tensor], stacks: dict[torch.nn.Module
     return Findings(
         sides=tuple(sides),
         pools=pools,
-        stacks=tuple((stacks[stack], reason) for stack, reason in noted.items() if stack in stacks),
+        stacks=tuple((name, noted[x[0]]) for name, x in stacks if x[0] in noted),
     )
 
 
@@ -289,7 +288,7 @@ def _is_real(leaf: Any) -> bool:
 
 @contextmanager
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Runs the block in inference, without the model's hooks; random state and flags stay."""
+    """Runs the block in inference, without users' hooks; random state and flags stay."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
@@ -297,13 +296,27 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
         for module in model.modules():
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 hooks = getattr(module, name)
-                if hooks:
-                    stack.callback(hooks.update, dict(hooks))
-                    hooks.clear()
+                others = {key: hook for key, hook in hooks.items() if _is_of_user(hook)}
+                if others:
+                    stack.callback(_put_back, hooks, others)
+                for key in others:
+                    del hooks[key]
             if module.training:
                 stack.callback(setattr, module, "training", True)
                 module.training = False
         yield
+
+
+def _is_of_user(hook: Any) -> bool:
+    path = getattr(hook, "__module__", None) or type(hook).__module__
+    return path.partition(".")[0] not in KNOWN_PACKAGES
+
+
+def _put_back(hooks: dict[int, Any], others: dict[int, Any]) -> None:
+    """Adds hooks again; ids of hooks grow."""
+    found = sorted({**hooks, **others}.items())
+    hooks.clear()
+    hooks.update(found)
 
 
 def _is_seq2seq(model: Any) -> bool:
@@ -320,15 +333,17 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yields possible arguments for one sequence with padding at the right."""
     names = inspect.signature(model.forward).parameters
     config = model.config
-    if model.main_input_name == "input_values" and hasattr(model, "_get_feat_extract_output_lengths"):
+    if model.main_input_name == "input_values" and hasattr(
+        model, "_get_feat_extract_output_lengths"
+    ):
         samples, frames = 64, 0
         while frames < 8:
             samples *= 2
             frames = int(model._get_feat_extract_output_lengths(torch.tensor(samples)))
         mask = (torch.arange(samples) < samples * 5 // 8).long()[None]
-        yield {"input_values": torch.randn(1, samples) * mask, "attention_mask": mask}
+        yield {"input_values": torch.randn(1, samples) * mask, MASK: mask}
         return
-    if "input_ids" not in names or "attention_mask" not in names:
+    if "input_ids" not in names or MASK not in names:
         return
     tokens = [3, 4, 5, 0, 0] if getattr(config, "num_labels", 0) != 5 else [3, 4, 5, 0, 0, 0]
     mask = torch.tensor([[int(token != 0) for token in tokens]])
@@ -338,7 +353,7 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     if isinstance(end, int):
         ids[0, 2] = end
     ids[mask == 0] = pad if pad is not None and pad >= 0 else 0
-    given = {"input_ids": ids, "attention_mask": mask}
+    given = {"input_ids": ids, MASK: mask}
     vision = getattr(config, "vision_config", None)
     if "pixel_values" in names and vision is not None:
         size = vision.image_size
@@ -346,4 +361,4 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     if _is_seq2seq(model):
         yield {**given, "decoder_input_ids": ids[:, :2]}
     yield given
-    yield {**given, "input_ids": ids[None], "attention_mask": mask[None]}  # of multiple choice
+    yield {**given, "input_ids": ids[None], MASK: mask[None]}  # of multiple choice

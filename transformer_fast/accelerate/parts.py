@@ -18,6 +18,7 @@ from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
 from ..nn.int8 import INT8, Int8Weight
 from ..ops.layer_norm import NORMS
+from .private_names import NAME_OF_ATTENTION
 from .report import BATCH, LENGTH
 
 #: Number of rows in the calls for which the report names backends.
@@ -177,8 +178,6 @@ def dropout_p(dropout: Any) -> float:
 FACTORS = "_factors_of_accelerate"
 #: Name of our attention in the registries of transformers, which users may name as well.
 NAME = "transformer_fast"
-#: Attribute of a config that names the attention function.
-NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 
 def is_ours(config: Any) -> bool:

@@ -1,0 +1,68 @@
+"""The names of transformers that are not public and that this package uses; a test looks each one up.
+
+A new version of transformers may rename them. Layers that pass a tensor under a name missing here are
+called on padded batches, or are left unchanged, and the report says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+#: Module -> names in it.
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "transformers.activations": (
+        "AccurateGELUActivation", "FastGELUActivation", "GELUActivation", "GELUTanh",
+        "NewGELUActivation", "SiLUActivation",
+    ),
+    "transformers.cache_utils": ("DynamicCache",),
+    "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
+    "transformers.masking_utils": (
+        "and_masks", "bidirectional_mask_function", "causal_mask_function", "sdpa_mask",
+        "sliding_window_bidirectional_overlay", "sliding_window_overlay",
+    ),
+    "transformers.modeling_layers": ("GradientCheckpointingLayer",),
+    "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS", "PreTrainedModel"),
+    "transformers.models.llama.modeling_llama": ("LlamaRMSNorm",),
+    "transformers.models.t5.modeling_t5": ("T5LayerNorm",),
+    "transformers.pytorch_utils": ("Conv1D",),
+    "transformers.quantizers.base": ("HfQuantizer",),
+    "transformers.utils.output_capturing": ("_active_collector",),
+}  # fmt: skip
+#: Attributes of every model.
+OF_MODELS = ("_can_set_attn_implementation", "base_model", "main_input_name")
+#: Attribute of a config that names the attention function.
+NAME_OF_ATTENTION = "_attn_implementation_internal"
+
+# Arguments of layers.
+
+#: The mask.
+MASK = "attention_mask"
+#: Cosines and sines of rotary position embeddings.
+ROTATION = "position_embeddings"
+#: Keys and values of earlier calls; the first from transformers 5.24 on.
+CACHES = ("cache", "past_key_values", "layer_past")
+#: Arguments that only attention reads, by the places of tokens.
+OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
+
+# Arguments of models.
+
+#: Integer arguments (B, T) that are no labels.
+NO_LABELS = frozenset({
+    MASK, "bbox", "cache_position", "input_ids", "position_ids", "token_type_ids",
+})  # fmt: skip
+#: The value of labels without a loss.
+IGNORED_LABEL = -100
+
+
+def load(module: str, name: str) -> Any:
+    """Returns an object of `OBJECTS`."""
+    assert name in OBJECTS[module]
+    return getattr(importlib.import_module(module), name)
+
+
+def arguments(function: Any) -> list[str]:
+    """Returns the names of a function's parameters; all of `CACHES` have one name."""
+    names = inspect.signature(function).parameters
+    return [CACHES[0] if name in CACHES else name for name in names]
