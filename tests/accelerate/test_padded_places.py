@@ -31,7 +31,6 @@ from test_packing import (
     MIXED,
     PACKED,
     RIGHT,
-    VOCABULARY,
     build,
     build_decoder,
     inputs_of,
@@ -173,7 +172,7 @@ def test_classifiers_of_decoders(name: str, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "MPNet"])
 def test_answers_are_sought_at_all_places(family: str, rows: list[int]) -> None:
-    model = head(f"{family}ForQuestionAnswering")
+    model = head(f"{family}ForQuestionAnswering", num_labels=2)
     inputs = inputs_of(*RIGHT)
     ours = check(model, inputs, "start_logits")
     places = {
@@ -189,13 +188,14 @@ def test_answers_are_sought_at_all_places(family: str, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["HubertForCTC", "Wav2Vec2ForCTC"])
 def test_decoding_reads_all_frames(name: str, rows: list[int]) -> None:
-    model = head(name, **_SOUND, vocab_size=VOCABULARY)
+    model = head(name, **_SOUND)
     mask = torch.ones(2, 400, dtype=torch.long)
     mask[1, 200:] = 0
     sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(3)) * mask
     ours = check(model, {"input_values": sound, "attention_mask": mask}, "logits")
     labels = torch.tensor([[3, 4, 5], [6, 7, -100]])
     inputs = {"input_values": sound, "attention_mask": mask, "labels": labels}
+    model.config.ctc_zero_infinity = True
     check(model, inputs, "loss")
     assert not rows
     assert "no mask of the places" in stack_of(accelerate(ours.model)).reason
@@ -229,7 +229,9 @@ def test_siglip_pools_the_last_place(rows: list[int]) -> None:
 def test_encoders_of_translators(name: str, rows: list[int]) -> None:
     """Labels are of the decoder's places, which may be as many."""
     inputs = labels_of(inputs_of(*RIGHT), 7)
-    check(head(name, decoder_start_token_id=0), inputs, "loss")
+    model = head(name)
+    model.config.decoder_start_token_id = 0
+    check(model, inputs, "loss")
     assert rows
 
 
@@ -270,6 +272,30 @@ def test_models_without_a_trial_compute_all_places(rows: list[int]) -> None:
     assert not rows
     reason = stack_of(accelerate(model)).reason
     assert "padded places are computed: Asking: a trial call failed (TypeError" in reason
+
+
+def test_labels_of_several_sequences_a_row() -> None:
+    """GPT2DoubleHeadsModel takes (B, choices, T)."""
+    inputs = {key: x.view(2, 2, -1) for key, x in labels_of(inputs_of(*RIGHT), 2).items()}
+    ends = torch.tensor([[4, 8], [1, 7]])
+    model = build_decoder("GPT2DoubleHeadsModel")
+    check(model, {**inputs, "mc_token_ids": ends}, "loss", grad=False)
+    real = inputs_of(*RIGHT)["attention_mask"] == 1
+    for labels in (inputs["labels"], inputs["labels"].flatten(0, 1)):
+        assert padded_places._count_at_padding(labels, real, True)
+    assert not padded_places._count_at_padding(inputs["labels"][:1], real, True)
+
+
+def test_a_forward_of_the_instance_may_read_anything(rows: list[int]) -> None:
+    model = head("BertForSequenceClassification")
+    model.forward = model.forward
+    assert (
+        "forward of BertForSequenceClassification was replaced"
+        in stack_of(accelerate(model)).reason
+    )
+    with torch.no_grad():
+        model(**inputs_of(*RIGHT))
+    assert not rows
 
 
 # skip_padding
@@ -337,9 +363,9 @@ def test_models_keep_their_interface(
     assert type(pickle.loads(pickle.dumps(ours))) is type(theirs)
     ours.save_pretrained(tmp_path)
     assert type(type(theirs).from_pretrained(tmp_path)) is type(theirs)
-    with pytest.raises(TypeError):
-        ours(unknown=3)
-    check(copy.deepcopy(ours), inputs_of(*LEFT), "logits")
+    with pytest.raises(ValueError, match="specify"):
+        ours()
+    assert padded_places._running.get() is None
     names = restore(ours)
     assert len(names) == len(report.swapped)
     assert form(ours) == as_it_was

@@ -26,7 +26,7 @@ from . import classes, packing
 from .classes import Change, ClassChange
 from .hugging_face_layers import CLASSES, METHODS, Attention, attention
 from .parts import NAME, FusedLayer, is_model
-from .private_names import NAME_OF_ATTENTION, arguments, load
+from .private_names import NAME_OF_ATTENTION, arguments, load, sdpa_attention, sdpa_mask
 
 #: Supported versions of transformers, [low, high); models of others are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
@@ -279,7 +279,7 @@ def _registries(model: torch.nn.Module) -> list[Any]:
 
 def _why_not(model: torch.nn.Module) -> str | None:
     """Returns the reason why the model depends on the name 'sdpa' or on a registered function."""
-    sdpa = load("transformers.integrations.sdpa_attention", "sdpa_attention_forward")
+    sdpa = sdpa_attention()
     if any(found.get("sdpa") is not sdpa for found in _registries(model)):
         return "what is registered as its attention 'sdpa' is not transformers' own"
     for kind in _classes(model):
@@ -369,8 +369,7 @@ def _quantizer_class() -> Any:
 
 def mask_function(**given: Any) -> Tensor | None:
     """The mask function for transformers: returns the mask of 'sdpa' with a record of the padding."""
-    sdpa_mask = load("transformers.masking_utils", "sdpa_mask")
-    return packing.note_padding(sdpa_mask(**given), **given)
+    return packing.note_padding(sdpa_mask()(**given), **given)
 
 
 @contextmanager

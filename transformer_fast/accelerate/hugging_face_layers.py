@@ -25,7 +25,7 @@ from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 from . import packing
 from .parts import ROWS, Example, FusedLayer, Op, Part, dropout_p, example_of, parts
-from .private_names import CACHES, load
+from .private_names import CACHES, sdpa_attention
 from .report import BATCH, LENGTH
 
 #: Arguments that the 'sdpa' function of transformers ignores, and output_attentions.
@@ -63,8 +63,7 @@ def attention(
             dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **kwargs,
         )  # fmt: skip
     if not is_known:
-        sdpa = load("transformers.integrations.sdpa_attention", "sdpa_attention_forward")
-        return sdpa(  # type: ignore[no-any-return]
+        return sdpa_attention()(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
             position_bias=position_bias, softcap=softcap, **kwargs,
         )  # fmt: skip

@@ -90,15 +90,14 @@ _EDGES = {"left": 0, "right": -1}
 
 
 def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
-    """True if an argument (B, T, ...) may be labels that count at a padded place."""
-    if (
-        not isinstance(labels, Tensor)
-        or labels.shape[:2] != real.shape
-        or labels.is_floating_point()
-    ):
+    """True if an argument may be labels (B, T, ...) or (..., T) that count at a padded place."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
         return False
-    counted = labels != IGNORED_LABEL
-    counted = counted.flatten(2).any(2) if counted.dim() > 2 else counted
+    if labels.numel() == real.numel() and labels.shape[-1] == real.shape[1]:
+        labels = labels.reshape(real.shape)
+    elif labels.shape[:2] != real.shape:
+        return False
+    counted = (labels != IGNORED_LABEL).view(*real.shape, -1).any(2)
     if is_decoder:  # the label of a place is the next one's, too
         counted = counted | torch.nn.functional.pad(counted[:, 1:], (0, 1))
     return bool((counted & ~real).any())

@@ -66,6 +66,10 @@ def _find_stack(
     model: Any = next((owner for owner in reversed(owners) if is_model(owner)), None)
     if model is None:
         return None
+    for owner in filter(is_model, owners):
+        if "forward" in owner.__dict__:
+            kind = type(owner).__name__
+            return f"the forward of {kind} was replaced on the instance, and may read padded places"
     has_ours = any(change.module is model for change in changes) or is_ours(model.config)
 
     def is_wanted(inner: str) -> bool:

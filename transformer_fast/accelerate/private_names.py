@@ -62,6 +62,21 @@ def load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+# Dynamo traces these, and not `load`.
+
+
+def sdpa_mask() -> Any:
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask
+
+
+def sdpa_attention() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
 def arguments(function: Any) -> list[str]:
     """Returns the names of a function's parameters; all of `CACHES` have one name."""
     names = inspect.signature(function).parameters
