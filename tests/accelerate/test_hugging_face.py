@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import json
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from transformer_fast import _native, accelerate, nn, restore
 from transformer_fast.accelerate import hugging_face, hugging_face_layers
+from transformer_fast.accelerate.classes import ClassChange
 from transformer_fast.backends import cpu_packing
 from transformer_fast.nn import drop_in
 from transformer_fast.testing import GRADIENT_FACTOR
@@ -403,6 +405,26 @@ def test_layers_with_another_signature_are_left(monkeypatch: pytest.MonkeyPatch)
         "MarianEncoderLayer.forward takes other arguments in this transformers"
     )
     assert report["model.decoder.layers.0"].outcome == "swapped"
+
+
+def _class_of_transformers(name: str) -> Any:
+    places = ["activations", "pytorch_utils"]
+    places += [f"models.{model}.modeling_{model}" for model in hugging_face.MODELS]
+    for place in places:
+        found = getattr(importlib.import_module(f"transformers.{place}"), name, None)
+        if found is not None:
+            return found
+    return pytest.fail(f"this transformers has no {name}")
+
+
+@pytest.mark.parametrize("name", hugging_face_layers.CLASSES)
+def test_no_class_of_this_transformers_is_left(name: str) -> None:
+    """Fails with the name of a class whose arguments a new version of transformers changed."""
+    kind = _class_of_transformers(name)
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    found = hugging_face._find_layer("layer", module)
+    assert isinstance(found, ClassChange), f"{name} is left: {found}"
 
 
 def test_attention_ignores_the_unwritten_part_of_a_cache() -> None:

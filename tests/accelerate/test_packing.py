@@ -18,6 +18,7 @@ from torch import Tensor
 
 from transformer_fast import accelerate, restore
 from transformer_fast.accelerate import packing
+from transformer_fast.accelerate.private_names import CACHES
 
 pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
@@ -347,6 +348,52 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
     assert "its layers have hooks" in stack_of(accelerate(theirs)).reason
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_hooks_see_the_shapes_of_transformers(name: str) -> None:
+    """Also hooks on projections of DeBERTa that content and positions share."""
+    theirs = build(name)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    seen: list[set[Any]] = []
+    for model in (theirs, ours):
+        found: set[Any] = set()
+        for place, module in model.named_modules():
+            if any(module.children()):
+                continue
+
+            def hook(_: Any, args: Any, output: Any, place: str = place, into: Any = found) -> None:
+                shapes = (x.shape for x in (*args, output) if isinstance(x, Tensor))
+                into.add((place, *shapes))
+
+            module.register_forward_hook(hook)
+        seen.append(found)
+    for real in (RIGHT, ("xxxx", "xxxx")):
+        with torch.no_grad():
+            theirs(**inputs_of(*real)), ours(**inputs_of(*real))
+        assert seen[0] == seen[1]
+
+
+def test_mpnet_refuses_masks_that_hide_nothing() -> None:
+    """Its own code adds a bool mask to the scores."""
+    theirs = build("MPNetModel")
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    tokens = inputs_of("xxxxx", "xxxxx")["input_ids"]
+    hidden = torch.ones(2, 1, 5, 5)
+    hidden[..., 3:] = 0
+    with torch.no_grad():
+        for mask in (hidden.bool(), hidden.long()):
+            assert (theirs(tokens, mask)[0][:, :3] - theirs(tokens[:, :3])[0]).abs().max() > 1e-2
+            with pytest.raises(
+                TypeError, match=r"attention_mask must be \(B, T\) .*\(2, 1, 5, 5\)"
+            ):
+                ours(tokens, mask)
+        mask = torch.where(hidden == 1, 0.0, torch.finfo(torch.float32).min)
+        torch.testing.assert_close(
+            ours(tokens, mask)[0], theirs(tokens, mask)[0], rtol=1e-3, atol=1e-3
+        )
+
+
 def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
     theirs = build("BertModel")
     ours = copy.deepcopy(theirs)
@@ -468,11 +515,9 @@ def test_decoders_with_gradients_or_earlier_tokens_get_padded_batches(rows: list
 
 
 class Measured(llama.LlamaAttention):
-    def forward(
-        self, hidden_states: Tensor, *args: Any, past_key_values: Any, **kwargs: Any
-    ) -> Any:
-        past_key_values.get_seq_length()
-        return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        next(kwargs[name] for name in CACHES if name in kwargs).get_seq_length()
+        return super().forward(hidden_states, *args, **kwargs)
 
 
 def test_decoders_that_read_the_cache_otherwise_are_left() -> None:
