@@ -55,15 +55,18 @@ def network(
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, *rest: Any) -> Tensor:
-    activation, residual = rest
+    activation, residual, *factors = rest
     return functional.int8_linear(
-        x, weight, scale, bias, activation=activation, residual=residual, backend="cpu"
-    )
+        x, weight, scale, bias, activation=activation, residual=residual,
+        factors=factors[0] if factors else None, backend="cpu",
+    )  # fmt: skip
 
 
 def int8_feed_forward(*arguments: Any) -> Tensor:
-    *tensors, activation = arguments
-    return functional.int8_feed_forward(*tensors, activation=activation, backend="cpu")
+    *tensors, activation, one, two = (*arguments, None, None)[:10]
+    return functional.int8_feed_forward(
+        *tensors, activation=activation, factors1=one, factors2=two, backend="cpu"
+    )
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
@@ -96,12 +99,15 @@ def test_garbage_rows_have_no_effect_on_others(int8_isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_rows(int8_isa, dtype):
-    """NaN and infinity give NaN in their row; zeros and rows narrower than 2^-100 give the bias."""
+    """NaN and infinity give NaN in their row; zeros and rows narrower than 2^-100 give the bias. A finite
+    row gives what float32 gives, even if its range exceeds float32."""
     x, weight, scale, bias = drawn(9, 70, 40, dtype)
     x[0, 69], x[1, 3], x[2, 20] = math.nan, math.inf, -math.inf
     x[3] = 0.0
-    if dtype == torch.float32:
+    if dtype != torch.float16:
         x[4, :2] = torch.tensor([3e38, -3e38])  # their distance overflows
+        x[7, :2] = torch.tensor([-2e38, 2e38])
+    if dtype == torch.float32:
         x[5], x[6] = x[5] * 2.0**-110, x[6] * 2.0**-140
     one = x, weight, scale, bias, "relu", None
     two = x, weight, scale, bias, *drawn(1, 40, 11, dtype)[1:], "relu"
@@ -114,8 +120,25 @@ def test_special_rows(int8_isa, dtype):
         assert same_bits(found.isnan(), expected.isnan())
         assert same_bits(found.nan_to_num(), expected.nan_to_num())
         assert found[:3].isnan().all()
-        assert found[5:].isfinite().all()
+        assert name == "int8_feed_forward" or not found[3:].isnan().any()
+        assert found[[3, 5, 6, 8]].isfinite().all()
     assert same_bits(int8_linear(*one)[3], bias.relu())
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_rows_whose_range_exceeds_float32_have_the_error_of_their_steps(int8_isa, factors):
+    x, weight, scale, bias = drawn(40, 70, 30)
+    for row in x:
+        row *= 3.0e38 / row.abs().amax()
+    x[0, :2], x[1, :2] = torch.tensor([2e38, -2e38]), torch.finfo(torch.float32).max
+    scale = scale * 1e-4  # no sum exceeds float32
+    given = torch.ones(70).scatter(0, torch.arange(0, 70, 3), 0.25) if factors else None
+    found = int8_linear(x, weight, scale, bias, None, None, given)
+    assert same_bits(found, reference.int8_linear(x, weight, scale, bias, None, None, given))
+    real = weight.double() * scale.double()[:, None] * (1.0 if given is None else given.double())
+    expected = x.double() @ real.T + bias
+    assert (x.amax(-1) - x.amin(-1)).isinf().any()
+    assert ((found - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
 
 
 def test_sums_are_exact_at_the_limits_of_8_bits(int8_isa):
@@ -186,26 +209,29 @@ def test_the_error_is_that_of_rounding_to_the_steps(kind):
 WIDTH, HEADS, HIDDEN = 64, 4, 100
 
 
-def sublayers(kinds: list[int]) -> tuple[list[Any], list[Any]]:
-    """Returns the parameters and scales of two layers."""
+def sublayers(kinds: list[int]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the parameters, scales and factors of two layers; some weights have no factors."""
     generator = torch.Generator().manual_seed(0)
     parameters: list[Any] = []
     scales: list[Any] = []
+    factors: list[Any] = []
     attends, network = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH)), ((HIDDEN, WIDTH), (WIDTH, HIDDEN))
     for kind in 2 * kinds:
         for rows, columns in network if kind == 2 else attends:
             weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
-            values, scale = reference.quantize_weight(weight)
+            drawn = torch.randint(-3, 1, (columns,), generator=generator).float().exp2()
+            factors.append(drawn if len(factors) % 4 else None)
+            values, scale = reference.quantize_weight(weight, factors[-1])
             parameters += [torch.nn.Parameter(values, requires_grad=False)]
             parameters += [torch.randn(rows, generator=generator)]
             scales.append(scale)
         parameters += [torch.randn(WIDTH, generator=generator), None]
-    return parameters, scales
+    return parameters, scales, factors
 
 
 def by_ops(
     x: Tensor, memory: Tensor, kinds: list[int], parameters: list[Any], scales: list[Any],
-    norm_first: bool, lowp: torch.dtype,
+    factors: list[Any], norm_first: bool, lowp: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """What fused layers compute, one op after the other; attention in ``lowp``."""
 
@@ -218,23 +244,25 @@ def by_ops(
     for i, kind in enumerate(2 * kinds):
         w1, b1, w2, b2, weight, _ = parameters[6 * i : 6 * i + 6]
         s1, s2 = scales[2 * i : 2 * i + 2]
+        f1, f2 = factors[2 * i : 2 * i + 2]
         entered = norm(x, weight) if norm_first else x
         if kind == 2:
-            y = x + int8_feed_forward(entered, w1, s1, b1, w2, s2, b2, "gelu")
+            y = x + int8_feed_forward(entered, w1, s1, b1, w2, s2, b2, "gelu", f1, f2)
         else:
             one, rest = slice(WIDTH), slice(WIDTH, None)
             source = entered if kind == 0 else memory
-            (q,) = split(int8_linear(entered, w1[one], s1[one], b1[one], None, None))
-            k, v = split(int8_linear(source, w1[rest], s1[rest], b1[rest], None, None))
+            (q,) = split(int8_linear(entered, w1[one], s1[one], b1[one], None, None, f1))
+            k, v = split(int8_linear(source, w1[rest], s1[rest], b1[rest], None, None, f1))
             y = functional.scaled_dot_product_attention(q, k, v, backend="cpu")
-            y = int8_linear(y.transpose(1, 2).flatten(2).to(x.dtype), w2, s2, b2, None, x)
+            y = int8_linear(y.transpose(1, 2).flatten(2).to(x.dtype), w2, s2, b2, None, x, f2)
         x = y if norm_first else norm(y, weight)
     return x
 
 
 def fused(
-    x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any], first: bool
-) -> Tensor:
+    x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any],
+    factors: list[Any], first: bool,
+) -> Tensor:  # fmt: skip
     given = x, None, False, memory if 1 in kinds else None
     rest = (
         kinds,
@@ -245,6 +273,7 @@ def fused(
         "gelu",
         parameters,
         scales,
+        factors,
         [1e-5] * (len(parameters) // 6),
     )
     return cpu_blocks.layers(torch.nn.Module(), *rest, *given)
@@ -254,10 +283,10 @@ def fused(
 @pytest.mark.parametrize("kinds", [[0, 2], [0, 1, 2]], ids=str)
 def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, kinds):
     """In few rows, whose products the threads share, and in blocks of rows that threads take."""
-    parameters, scales = sublayers(kinds)
+    parameters, scales, factors = sublayers(kinds)
     plain = [p if p is None else p.detach() for p in parameters]  # no Parameters: no packed copies
     lowp = torch.bfloat16 if "bf16" in _native.module.dot_types() else torch.float32
-    rest = kinds, parameters, scales, norm_first
+    rest = kinds, parameters, scales, factors, norm_first
     for batch, length in ((1, 3), (3, 37)):
         x, memory = torch.randn(batch, length, WIDTH), torch.randn(batch, 21, WIDTH)
         run = functools.partial(fused, x, memory, *rest)
@@ -265,7 +294,7 @@ def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, 
             found = run()
             check_threads(run)
             assert same_bits(found, by_ops(x, memory, *rest, lowp)), (batch, length)
-            assert same_bits(fused(x, memory, kinds, plain, scales, norm_first), found)
+            assert same_bits(fused(x, memory, kinds, plain, scales, factors, norm_first), found)
             assert same_bits(fused(x[:1], memory[:1], *rest), found[:1])
 
 
@@ -317,6 +346,12 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     yield "weight must be int8", ValueError, lambda: call(x, weight.float(), scale)
     yield "takes 16", ValueError, lambda: call(x[:, :15], weight, scale)
     yield "scale must be float32", ValueError, lambda: call(x, weight, scale.double())
+    yield "factors must be float32", ValueError, lambda: call(x, weight, scale, factors=scale)
+    yield (
+        "factors must be float32",
+        ValueError,
+        lambda: functional.quantize_weight(x, factors=x[0].double()),
+    )
     yield r"of shape \[12\]", ValueError, lambda: call(x, weight, scale[:5])
     yield "bias must have shape", ValueError, lambda: call(x, weight, scale, bias[:5])
     yield "bias must have the dtype", ValueError, lambda: call(x, weight, scale, bias.double())
@@ -369,6 +404,9 @@ def test_operators_refuse_wrong_arguments():
         ("at most 65536 columns", (torch.zeros(1, 65537), deep, torch.ones(2), None)),
     ):
         with pytest.raises(RuntimeError, match=message):
-            operators.int8_linear.cpu(*arguments, None, 0)
+            operators.int8_linear.cpu(*arguments, None, None, 0)
         with pytest.raises(RuntimeError, match=message):
-            operators.int8_feed_forward.cpu(*arguments, *network(5, 16, 12, 7)[4:], 1)
+            operators.int8_feed_forward.cpu(*arguments, *network(5, 16, 12, 7)[4:], None, None, 1)
+    for factors in (torch.ones(15), torch.ones(16).double()):
+        with pytest.raises(RuntimeError, match="one float32 value per column of weight"):
+            operators.int8_linear.cpu(x, weight, scale, bias, None, factors, 0)

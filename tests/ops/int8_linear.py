@@ -20,14 +20,15 @@ from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, some, wrong
 from .linear import ACTIVATIONS, activation
 
 
-def _steps(x: Array, steps: float) -> tuple[Array, Array]:
+def _steps(x: Array, steps: float, factors: Array | None) -> tuple[Array, Array]:
     """Returns the integers of each row, and the size of a step, both found in float32."""
-    x = x.astype(np.float32)
+    x = x.astype(np.float32) * (np.float32(1.0) if factors is None else factors.astype(np.float32))
     high, low = (np.pad(edge, ((0, 0), (0, 1))) for edge in (x, -x))
-    width = high.max(-1, keepdims=True) + low.max(-1, keepdims=True)
-    zeros = width < np.float32(2.0**-100)
+    half = np.float32(0.5)
+    width = half * high.max(-1, keepdims=True) + half * low.max(-1, keepdims=True)
+    zeros = width < np.float32(2.0**-101)
     safe = np.where(zeros, np.float32(1.0), width)
-    count = np.float32(steps)
+    count = half * np.float32(steps)
     integers = np.rint(x * np.where(zeros, np.float32(0.0), count / safe))
     return integers.astype(np.float64), np.where(zeros, 0.0, safe / count)
 
@@ -38,18 +39,19 @@ def _no_gradients(dy: Array) -> Grads:
 
 def _product(
     x: Array, weight: Array, scale: Array, bias: Array | None, act: str | None,
-    residual: Array | None = None,
+    residual: Array | None = None, factors: Array | None = None,
 ) -> tuple[Array, Callable[[Array], Grads]]:  # fmt: skip
-    integers, step = _steps(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 254)
+    integers, step = _steps(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 254, factors)
     z = (integers @ weight.T + 0.0) * scale * step + (0.0 if bias is None else bias)
     y = activation(act, z)[0].reshape(*x.shape[:-1], len(weight))
     return y if residual is None else y + residual, _no_gradients
 
 
 def _network(x: Array, *rest: Any) -> tuple[Array, Callable[[Array], Grads]]:
-    *first, weight2, scale2, bias2, act = rest
-    hidden = torch.from_numpy(_product(x, *first, act)[0]).bfloat16().double().numpy()
-    return _product(hidden, weight2, scale2, bias2, None)
+    *first, weight2, scale2, bias2, act, one, two = (*rest, None, None)[:9]
+    found = _product(x, *first, act, factors=one)[0]
+    hidden = torch.from_numpy(found).bfloat16().double().numpy()
+    return _product(hidden, weight2, scale2, bias2, None, factors=two)
 
 
 def _saturated(call: Any, right: Tensor) -> Tensor:
@@ -81,6 +83,7 @@ _BUGS = {
         _wrong(input=lambda call: call.input[:, :-1], weight=lambda call: call.weight[:, :-1]),
     ),
     "gelu by tanh": ("gelu", _wrong(activation="gelu_tanh")),
+    "missing factors": ("factors", _wrong(factors=None)),
 }
 _network_wrong = functools.partial(wrong, "int8_feed_forward")
 _NETWORK_BUGS = {
@@ -90,6 +93,7 @@ _NETWORK_BUGS = {
     "second scales of the wrong columns": (
         "relu", _network_wrong(scale2=lambda call: call.scale2.roll(1)),
     ),
+    "missing factors of the hidden units": ("factors", _network_wrong(factors2=None)),
 }  # fmt: skip
 
 
@@ -100,6 +104,11 @@ class _Drawing(Drawing):
 
     def bias(self, n: int) -> Tensor | None:
         return self.normal(n) if self.draw(st.booleans()) else None
+
+    def factors(self, k: int) -> Tensor | None:
+        if not self.draw(st.booleans()):
+            return None
+        return self.laid_out(self.normal(k).float().round().clamp(-4.0, 0.0).exp2())
 
 
 @st.composite
@@ -112,7 +121,8 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     weight, scale = numbers.weight(n, k)
     bias, act = numbers.bias(n), draw(st.sampled_from(ACTIVATIONS))
     residual = numbers.laid_out(numbers.normal(*lead, n)) if draw(st.booleans()) else None
-    return Drawn((x, weight, scale, bias, act, residual), (), draw(st.integers(0, 3)))
+    arguments = x, weight, scale, bias, act, residual, numbers.factors(k)
+    return Drawn(arguments, (), draw(st.integers(0, 3)))
 
 
 @st.composite
@@ -125,7 +135,8 @@ def _drawn_network(draw: Any, dtype: torch.dtype) -> Drawn:
     first = *numbers.weight(f, m), numbers.bias(f)
     second = *numbers.weight(out, f), numbers.bias(out)
     act = draw(st.sampled_from(ACTIVATIONS[1:]))
-    return Drawn((x, *first, *second, act), (), draw(st.integers(0, 3)))
+    arguments = x, *first, *second, act, numbers.factors(m), numbers.factors(f)
+    return Drawn(arguments, (), draw(st.integers(0, 3)))
 
 
 def _in_order(orders: Any, *arguments: Any) -> Tensor:

@@ -33,7 +33,7 @@ from ..nn.drop_in import RECORD, is_patched, original_class
 from ..nn.fusion import LAYER_NORM, LINEAR, NO_NORM, Kind, Layer, Sublayer, affine, read_norm
 from ..nn.int8 import INT8, unchanged
 from ..reference import ACTIVATIONS
-from .parts import FACTORS, is_ours
+from .parts import is_ours
 
 #: Some layers clamp their result in float16.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -213,7 +213,7 @@ def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:
 
 
 #: Attributes that do not describe what a module computes: those of any module, and ours.
-_OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", FACTORS, INT8, RECORD})
+_OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", INT8, RECORD})
 _PLAIN = (
     bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType,
     functools.partial,

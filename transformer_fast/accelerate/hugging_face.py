@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..nn.drop_in import functions_of, is_of_others
-from ..nn.int8 import INT8
+from ..nn.int8 import to_float
 from . import classes, packing
 from .classes import Change, ClassChange
 from .hugging_face_layers import CLASSES, METHODS, Attention, attention
@@ -360,8 +360,7 @@ def _quantizer_class() -> Any:
         def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             state = model.state_dict()
             for name, module in model.named_modules():
-                if INT8 in module.__dict__:
-                    module.__dict__[INT8].to_float(state, f"{name}." if name else "")
+                to_float(module, state, f"{name}." if name else "")
             return state, {}
 
     return Int8OfTransformerFast

@@ -174,8 +174,6 @@ def dropout_p(dropout: Any) -> float:
     return float(getattr(dropout, "p", 0.0))
 
 
-#: Name of the attribute of a norm with the factors of its channels, see `smooth`.
-FACTORS = "_factors_of_accelerate"
 #: Name of our attention in the registries of transformers, which users may name as well.
 NAME = "transformer_fast"
 

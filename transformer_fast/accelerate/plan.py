@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._cgroup import thread_advice
 from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
-from . import classes, hugging_face, mlp, packing, padded_places, quantize, smooth
+from . import classes, hugging_face, mlp, packing, padded_places, quantize
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
@@ -27,8 +27,8 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     changed = recorded_classes(module)
     if changed is not None:
         found.append(ClassChange(name, module, *changed))
-    others = quantize.recorded(name, module), smooth.recorded(name, module)
-    return [*found, *(change for change in others if change is not None)]
+    quantised = quantize.recorded(name, module)
+    return found if quantised is None else [*found, quantised]
 
 
 def _find(

@@ -15,11 +15,10 @@ from .. import nn
 from .._explain import explain
 from ..models.embedding import OutputProjection
 from ..nn.drop_in import warn_user
-from ..nn.int8 import INT8, Int8Weights, why_float
+from ..nn.int8 import INT8, Int8Weights, is_freed, why_float
 from . import classes, hugging_face
 from .classes import Change, ClassChange, undone
 from .hugging_face_layers import Conv1D
-from .parts import FACTORS
 from .report import Entry, Int8Report, Report
 
 SCHEMES = ("int8",)
@@ -45,7 +44,7 @@ class QuantizeChange:
         self.module.__dict__[INT8] = self.record
 
     def undo(self) -> None:
-        if self.record.freed is not None:
+        if is_freed(self.module):
             raise RuntimeError(
                 f"{self.name or 'the model'} cannot be restored: accelerate(keep_weights=False) freed "
                 "its float weights; build the model again and load its original weights"
@@ -180,8 +179,9 @@ def _no_kernel(weight: Tensor, transposed: bool) -> str | None:
 def finish(model: torch.nn.Module, report: Report, keep_weights: bool) -> None:
     """Completes the report, and frees the float weights unless they are kept."""
     found = report.int8 = report.int8 or Int8Report()
-    found.smoothed = [name for name, module in model.named_modules() if FACTORS in module.__dict__]
-    quantised = [m for m in model.modules() if INT8 in m.__dict__]
+    named = {m: name for name, m in model.named_modules() if INT8 in m.__dict__}
+    found.smoothed = [name for m, name in named.items() if m.__dict__[INT8].has_factors(m)]
+    quantised = [*named]
     for module in quantised:
         before, after = module.__dict__[INT8].held_bytes(module)
         found.count += 1
@@ -190,9 +190,9 @@ def finish(model: torch.nn.Module, report: Report, keep_weights: bool) -> None:
     found.float_bytes = _float_bytes(model, quantised)
     found.keeps_weights = keep_weights
     if not keep_weights:
+        done: dict[Any, Any] = {}
         for module in quantised:
-            if module.__dict__[INT8].freed is None:
-                module.__dict__[INT8].free(module)
+            module.__dict__[INT8].free(module, done)
         hugging_face.save_as_float(model)
 
 

@@ -37,7 +37,7 @@ class Int8Report:
     keeps_weights: bool = True
     #: Bytes of the other weights of two or more dimensions, by class.
     float_bytes: Counter[str] = field(default_factory=Counter)
-    #: Names of the norms whose channels were scaled, see ``calibration``.
+    #: Names of the modules whose inputs are multiplied by factors, see ``calibration``.
     smoothed: list[str] = field(default_factory=list)
     #: Norm of the outputs' error relative to that of the outputs, and the least cosine of a row of
     #: outputs with the float model's; None: not measured.
@@ -63,7 +63,8 @@ class Int8Report:
             )
         if self.smoothed:
             lines.append(
-                f"Calibration: factors in {len(self.smoothed)} norms ({self.smoothed[0]}, ...)."
+                f"Calibration: factors of the inputs of {len(self.smoothed)} modules "
+                f"({self.smoothed[0] or 'the model'}, ...)."
             )
         if self.error is not None:
             lines.append(

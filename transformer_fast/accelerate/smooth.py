@@ -1,8 +1,10 @@
 """``accelerate(..., calibration=)``: factors that even out the channels before products in 8 bits.
 
-Where a norm feeds only linear maps, each channel of its weight and bias is divided by a factor, and the
-columns of the maps' weights are multiplied by it. Channels with outliers then leave more of the 254 steps
-of a row to the others. The factors are powers of two, so that the float model computes the same bits.
+The input of a quantised linear map is multiplied, channel by channel, by factors before its rows are
+rounded, and the columns of the weight are divided by them before it is quantised. Channels with outliers
+then leave more of the 254 steps of a row to the others. Norms, float weights and the results of every
+other module stay as they are. The factors are powers of two of at most 1, so that products with them are
+exact and cannot overflow.
 
 Source: Xiao et al. 2023, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 Language Models", equation 4 with alpha = 1/2.
@@ -10,158 +12,154 @@ Language Models", equation 4 with alpha = 1/2.
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .parts import FACTORS
-from .quantize import QuantizeChange, error_of
+from .. import functional
+from .quantize import QuantizeChange
 from .verify import forward_only, parse_inputs
 
-#: Largest magnitude of the factors' exponents.
+#: Largest magnitude of the factors' exponents, before they are shifted to at most 0.
 _MOST = 8.0
-#: Largest relative change of the float model's outputs: there should be none.
-_ROUNDING = 1e-6
+#: A channel's largest value counts as at least this share of the largest of all.
+_LEAST = 1e-6
+#: Rows of the calibration inputs on which the error with and without factors is compared.
+_ROWS = 64
+#: Factors are kept if they leave at most this share of the error: they cost a few per cent of the time.
+_GAIN = 0.9
+
+#: The inputs of an attention's weights, as positions in its call.
+_INPUTS = {
+    "in_proj_weight": (0, 1, 2), "q_proj_weight": (0,), "k_proj_weight": (1,), "v_proj_weight": (2,),
+}  # fmt: skip
+_NAMES = "query", "key", "value"
 
 
-@dataclass
-class SmoothChange:
-    """Divides the channels of a norm by factors, and multiplies the columns of weights by them."""
+@dataclass(eq=False)
+class _Reader:
+    """A quantised weight, and what it was multiplied with."""
 
+    change: QuantizeChange
     name: str
-    module: torch.nn.Module
-    factors: Tensor
-    #: (module, name of its weight, number of first rows or None for all, True if transposed)
-    weights: list[tuple[torch.nn.Module, str, int | None, bool]]
-    now = "factors of its channels"
+    #: Weights with the same input, which share their factors, so that it is rounded once for all.
+    group: list[_Reader] = field(default_factory=list)
+    #: float32 (in_features,): the largest magnitudes. None: no input was seen.
+    size: Tensor | None = None
+    #: Some of the rows, float32 (at most 2 _ROWS, in_features).
+    rows: Tensor | None = None
 
-    def apply(self) -> None:
-        self._multiply(self.factors)
-        self.module.__dict__[FACTORS] = self.factors, self.weights
+    def __post_init__(self) -> None:
+        self.group = [self]
 
-    def undo(self) -> None:
-        self._multiply(1.0 / self.factors)
-        del self.module.__dict__[FACTORS]
+    @property
+    def weight(self) -> Tensor:
+        """float32 (out_features, in_features)"""
+        weight: Any = self.change.module._parameters[self.name]
+        return (weight.t() if self.change.record.transposed else weight).detach().float()
 
-    def _tensors(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters, and what `apply` multiplies them by."""
-        norm, s = self.module._parameters, self.factors
-        found = [(each, 1.0 / s) for each in (norm.get("weight"), norm.get("bias"))]
-        for module, name, rows, transposed in self.weights:
-            weight: Any = module._parameters[name]
-            found.append((weight[:rows], s[:, None] if transposed else s))
-        return [(each, by) for each, by in found if each is not None]
+    def read(self, x: Tensor) -> None:
+        rows = x.detach().float().reshape(-1, x.shape[-1])
+        rows = rows[rows.isfinite().all(-1)]
+        if len(rows) == 0:
+            return
+        size = rows.abs().amax(0)
+        self.size = size if self.size is None else torch.maximum(size, self.size)
+        rows = rows[:: -(-len(rows) // _ROWS)]
+        if self.rows is not None:
+            rows = torch.cat((self.rows, rows))
+            rows = rows[:: -(-len(rows) // _ROWS)]
+        self.rows = rows.clone()
 
-    def _multiply(self, factors: Tensor) -> None:
-        exact = SmoothChange(self.name, self.module, factors, self.weights)
-        with torch.no_grad():
-            for parameter, by in exact._tensors():
-                parameter.mul_(by.to(parameter.dtype))
-
-    def is_exact(self) -> bool:
-        """True if `undo` restores every bit: no value becomes too small or too large."""
-        pairs = [(t.detach(), by.to(t.dtype)) for t, by in self._tensors()]
-        return all(torch.equal(t * by / by, t) for t, by in pairs)
-
-
-def recorded(name: str, module: torch.nn.Module) -> SmoothChange | None:
-    """Returns the change of the norm that `restore` has to undo."""
-    record = module.__dict__.get(FACTORS)
-    return None if record is None else SmoothChange(name, module, *record)
+    def error(self, factors: Tensor | None) -> float:
+        """Returns the squared relative error of the products in 8 bits."""
+        assert self.rows is not None
+        weight = self.weight
+        values, scale = functional.quantize_weight(weight, factors)
+        found = functional.int8_linear(self.rows, values, scale, factors=factors)
+        expected = self.rows @ weight.t()
+        return float((found - expected).norm() / expected.norm().clamp(min=1e-30)) ** 2
 
 
-def smooth(model: torch.nn.Module, changes: Sequence[Any], calibration: Any) -> list[SmoothChange]:
-    """Applies factors to norms of the float model, and returns these changes.
-
-    ``changes``: the `QuantizeChange` of each quantised module.
-    """
+def set_factors(
+    model: torch.nn.Module, changes: Sequence[QuantizeChange], calibration: Any
+) -> None:
+    """Gives the records of ``changes`` the factors that reduce the error on the calibration inputs."""
     given = calibration if isinstance(calibration, list) else [calibration]
-    inputs, was = (
-        [parse_inputs(one, "calibration") for one in given],
-        [(m, m.training) for m in model.modules()],
-    )
+    inputs = [parse_inputs(one, "calibration") for one in given]
+    readers = {
+        change.module: [_Reader(change, name) for name in change.record.names] for change in changes
+    }
+    was = [(module, module.training) for module in model.modules()]
+    seen: Any = WeakIdKeyDictionary()
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(_read, found, seen), with_kwargs=True)
+        for module, found in readers.items()
+    ]
     model.eval()
-    try:
-        groups: dict[str, list[SmoothChange]] = {}
-        for change in _candidates(model, changes, inputs):
-            groups.setdefault(re.sub(r"\b\d+\b", "*", change.name), []).append(change)
-        kept: list[SmoothChange] = []
-        before = forward_only(model, inputs[0]).outputs
-        for group in groups.values():
-            for change in group:
-                change.apply()
-            after = forward_only(model, inputs[0]).outputs
-            # A residual connection or another consumer of the norm's output shows in the results.
-            if all(error_of(after[name], x)[0] <= _ROUNDING for name, x in before.items()):
-                kept += group
-            else:
-                for change in group:
-                    change.undo()
-        return kept
-    finally:
-        for module, training in was:
-            module.training = training
-
-
-def _candidates(
-    model: torch.nn.Module, changes: Sequence[QuantizeChange], inputs: Sequence[Any]
-) -> list[SmoothChange]:
-    """Returns a change for each norm whose output is the input of quantised modules."""
-    names = {module: name for name, module in model.named_modules()}
-    records = {change.module: change.record for change in changes}
-    outputs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
-    sizes: dict[Any, Tensor] = {}
-    readers: dict[Any, dict[Any, int | None]] = {}
-
-    def after_norm(norm: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            outputs[output.data_ptr(), output.numel()] = norm, output  # keeps the address taken
-
-    def before_map(module: Any, args: Any) -> None:
-        x = args[0] if args and isinstance(args[0], Tensor) else None
-        norm = None if x is None else outputs.get((x.data_ptr(), x.numel()), (None, None))[0]
-        if x is not None and norm is not None:
-            is_query = isinstance(module, torch.nn.MultiheadAttention) and args[1] is not x
-            readers.setdefault(norm, {})[module] = module.embed_dim if is_query else None
-            size = x.detach().float().abs().reshape(-1, x.shape[-1]).amax(0)
-            sizes[norm] = torch.maximum(size, sizes.get(norm, size))
-
-    hooks: list[Any] = []
-    for module in names:
-        weight = module._parameters.get("weight")
-        if module in records:
-            hooks.append(module.register_forward_pre_hook(before_map))
-        elif weight is not None and weight.dim() == 1:
-            hooks.append(module.register_forward_hook(after_norm))
     try:
         for each in inputs:
             forward_only(model, each)
-            outputs.clear()
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
-    for norm, modules in readers.items():
-        weights = [
-            (m, name, rows, records[m].transposed)
-            for m, rows in modules.items()
-            for name in records[m].names
-        ]
-        columns = [
-            m._parameters[name][:rows].detach().float().abs().amax(1 if turned else 0)
-            for m, name, rows, turned in weights
-        ]
-        if any(norm.weight.shape != each.shape for each in columns):
-            continue
-        ratio = (
-            sizes[norm].clamp(min=1e-6) / torch.stack(columns).amax(0).clamp(min=1e-6)
-        ).log2() / 2
-        exponent = (ratio - ratio.median()).round().clamp(-_MOST, _MOST)
-        change = SmoothChange(names[norm], norm, exponent.exp2(), weights)
-        if exponent.any() and change.is_exact():
-            found.append(change)
-    return found
+        for module, training in was:
+            module.training = training
+    groups = {id(one.group): one.group for found in readers.values() for one in found}
+    with torch.no_grad():
+        for group in groups.values():
+            factors = _factors(group)
+            if factors is not None:
+                for one in group:
+                    one.change.record.factors[one.name] = factors
+
+
+def _read(readers: list[_Reader], seen: Any, module: Any, args: Any, kwargs: Any) -> None:
+    """Records the inputs of a call. ``seen``: input that is still in use -> the first of its readers."""
+    for reader in readers:
+        if isinstance(module, torch.nn.MultiheadAttention):
+            given = [*args, *(kwargs[name] for name in _NAMES[len(args) :] if name in kwargs)]
+            inputs = [given[i] for i in _INPUTS[reader.name] if i < len(given)]
+        else:
+            inputs = [*args, *kwargs.values()][:1]
+        for x in {id(x): x for x in inputs}.values():
+            if not isinstance(x, Tensor) or x.is_nested or not x.is_floating_point():
+                continue
+            if x.dim() > 0 and x.shape[-1] == reader.weight.shape[1]:
+                reader.read(x)
+                _join(reader, seen.setdefault(x, reader))
+
+
+def _join(one: _Reader, other: _Reader) -> None:
+    if one.group is not other.group:
+        other.group += one.group
+        for each in one.group:
+            each.group = other.group
+
+
+def _factors(group: list[_Reader]) -> Tensor | None:
+    """Returns the factors (in_features,) for weights with the same input; None: they do not pay."""
+    sizes = [one.size for one in group if one.size is not None]
+    if len(sizes) < len(group):
+        return None
+    size = torch.stack(sizes).amax(0)
+    column = torch.stack([one.weight.abs().amax(0) for one in group]).amax(0)
+    if not (size.any() and column.any()):
+        return None
+    ratio = [each.clamp(min=float(each.amax()) * _LEAST).log2() for each in (size, column)]
+    half = (ratio[0] - ratio[1]) / 2
+    exponent = (half.median() - half).round().clamp(-_MOST, _MOST)
+    if not exponent.any():
+        return None
+    factors = (exponent - exponent.amax()).exp2()
+    try:
+        after = sum(one.error(factors) for one in group)
+    except ValueError:  # a weight divided by them would not be finite
+        return None
+    before = sum(one.error(None) for one in group)
+    return factors if after <= _GAIN**2 * before else None

@@ -72,11 +72,13 @@ def accelerate(
             other devices, in float64, with NaN or infinity. None: products in the weights' dtype.
         keep_weights: False: the float weights of quantised modules are freed. ``state_dict`` and pickles
             then hold the int8 values (under the weight's name) and their scales (``..._scale``); a model
-            accelerated in the same way loads them, or a state_dict with float weights. `restore` raises.
-        calibration: example inputs as in verify, or a list of such. Where a norm feeds only linear maps
-            (pre-norm layers), channels with outliers are divided by powers of two in the norm and
-            multiplied by them in the maps' weights: less error in 8 bits, the same bits in
-            float. `restore` undoes it. None: no factors.
+            accelerated in the same way loads them, or a state_dict with float weights. ``module.weight``
+            keeps its shape and dtype: reads give the 8-bit values times the scales, whole weights can be
+            written, and a write to a part raises RuntimeError. `restore` raises.
+        calibration: example inputs as in verify, or a list of such. The inputs of quantised linear maps
+            are multiplied by powers of two, one for each channel, before they are rounded to 8 bits, and
+            the columns of the weights are divided by them, where this reduces the error on these inputs
+            by a tenth or more. Nothing else that the model computes changes. None: no factors.
         skip_padding: True: layers of Hugging Face's models are not computed at the padded places of a
             batch, and their outputs there are zeros, unless the model's own code reads such a place: a
             classifier's first token with padding on the left, labels that are not -100 at padded places,
@@ -102,7 +104,7 @@ def accelerate(
     from .plan import complete, make_plan, padding_plan
     from .quantize import check_options, finish, measure
     from .quantize import make_plan as plan_of_weights
-    from .smooth import smooth
+    from .smooth import set_factors
 
     _require_module(model)
     given: Any = filter_fn
@@ -126,9 +128,9 @@ def accelerate(
 
             verify_changes(model, changes, verify, report)
         if quantize is not None and report.verified is not False:
-            more = plan_of_weights(model, filter_fn, report)
+            more: Any = plan_of_weights(model, filter_fn, report)
             if calibration is not None:
-                changes += smooth(model, more, calibration)
+                set_factors(model, more, calibration)
             apply_all(more)
             changes += more
             if verify is not None and more:

@@ -226,23 +226,25 @@ def _feed_forward(
 
 def _int8_linear(
     input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
-    activation: int,
+    factors: Tensor | None, activation: int,
 ) -> Tensor:  # fmt: skip
     packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
     return INT8_LINEAR_PACKED.of["cpu"](  # type: ignore[no-any-return]
-        input, weight, scale, packed, bias, residual, activation
+        input, weight, scale, packed, bias, residual, factors, activation
     )
 
 
 def _int8_feed_forward(
     input: Tensor, weight1: Tensor, scale1: Tensor, bias1: Tensor | None, weight2: Tensor,
-    scale2: Tensor, bias2: Tensor | None, activation: int,
+    scale2: Tensor, bias2: Tensor | None, factors1: Tensor | None, factors2: Tensor | None,
+    activation: int,
 ) -> Tensor:  # fmt: skip
     rows = input.numel() // max(1, input.shape[-1])
     packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
     return INT8_FEED_FORWARD_PACKED.of["cpu"](  # type: ignore[no-any-return]
-        input, weight1, scale1, packed1, bias1, weight2, scale2, packed2, bias2, activation
-    )
+        input, weight1, scale1, packed1, bias1, weight2, scale2, packed2, bias2, factors1, factors2,
+        activation,
+    )  # fmt: skip
 
 
 def implement_packed() -> None:

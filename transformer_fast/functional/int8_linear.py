@@ -30,21 +30,24 @@ from .linear import dtype_problem, require_shape_of_result, weight_problem
 __all__ = ["int8_feed_forward", "int8_linear", "quantize_weight"]
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes a weight for `int8_linear`: ``weight ~ values * scale[:, None]``.
+def quantize_weight(weight: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantizes a weight for `int8_linear`: ``weight ~ values * scale[:, None] * factors``.
 
-    ``scale = max|w| / 127`` for each output, ``values = round(w / scale)``, half to even.
+    With ``w = weight / factors``: ``scale = max|w| / 127`` for each output, and
+    ``values = round(w / scale)``, half to even.
 
     Args:
         weight: (out_features, in_features), floating-point and finite.
+        factors: float32 (in_features,), those that `int8_linear` multiplies the input by; None: ones.
 
     Returns:
         values, int8 (out_features, in_features), and scale, float32 (out_features,). As an
         ``nn.Parameter(values, requires_grad=False)`` the packed copy of values is kept between calls.
 
     Raises:
-        ValueError: the weight is not a floating-point matrix, or has NaN or infinity (values are not
-            looked at while tracing).
+        ValueError: the weight is not a floating-point matrix, or it has NaN or infinity, or divided by
+            the factors would have (values are not looked at while tracing); factors have another
+            shape or dtype.
     """
     require_tensor("quantize_weight", "weight", 1, weight)
     require_floating("weight", weight)
@@ -53,10 +56,16 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"weight must be a matrix (out_features, in_features), not of shape {list(weight.shape)}"
         )
+    require_tensor("quantize_weight", "factors", 2, factors, optional=True)
+    _check_factors("factors", factors, weight.shape[1])
     with torch.no_grad():
-        if values_are_known(weight) and not weight.to(torch.float32).isfinite().all():
-            raise ValueError("weight must be finite, and it has NaN or infinity")
-        return reference.quantize_weight(weight)
+        if values_are_known(weight):
+            wide = weight.to(torch.float32)
+            if not wide.isfinite().all():
+                raise ValueError("weight must be finite, and it has NaN or infinity")
+            if factors is not None and not (wide / factors).isfinite().all():
+                raise ValueError("weight / factors must be finite, and it has NaN or infinity")
+        return reference.quantize_weight(weight, factors)
 
 
 def int8_linear(
@@ -67,6 +76,7 @@ def int8_linear(
     *,
     activation: str | Callable[[Tensor], Tensor] | None = None,
     residual: Tensor | None = None,
+    factors: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Linear layer with 8-bit products, for inference: ``act(q W^T * scale * s + b) + residual``.
@@ -82,6 +92,9 @@ def int8_linear(
         bias: (out_features,), in the dtype of input; None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None.
         residual: tensor of the result's shape, added last; None: no residual.
+        factors: float32 (in_features,): each column of the input is multiplied by one before its row is
+            rounded, which evens out columns with outliers. `quantize_weight` divides the weight by
+            them. None: ones.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
@@ -89,14 +102,15 @@ def int8_linear(
         NotImplementedError: the call needs gradients, or the named backend does not support it.
 
     Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
-    Integer-Arithmetic-Only Inference", section 2, with scales found at run time.
+    Integer-Arithmetic-Only Inference", section 2, with scales found at run time. Factors: Xiao et al.
+    2023, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models".
     """
-    arguments = Int8LinearArguments(input, weight, scale, bias, activation, residual)
+    arguments = Int8LinearArguments(input, weight, scale, bias, activation, residual, factors)
     if backend is None and residual is None:
-        function = _direct_kernel("int8_linear", input, activation, (weight, scale, bias))
+        function = _direct_kernel("int8_linear", input, activation, (weight, scale, bias, factors))
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
-    if defers_to_torch("int8_linear", backend, *arguments[:4], residual):
+    if defers_to_torch("int8_linear", backend, *arguments[:4], residual, factors):
         _require_dense(input=input, weight=weight)
         return reference.int8_linear(*arguments)
     return run(check_int8_linear(arguments, backend), backend)  # type: ignore[no-any-return]
@@ -112,6 +126,8 @@ def int8_feed_forward(
     bias2: Tensor | None,
     *,
     activation: str | Callable[[Tensor], Tensor] = "relu",
+    factors1: Tensor | None = None,
+    factors2: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The position-wise feed-forward network with 8-bit products, for inference: two `int8_linear`.
@@ -125,6 +141,8 @@ def int8_feed_forward(
         weight2: int8 (Mout, F); scale2: float32 (Mout,), both from `quantize_weight`.
         bias2: (Mout,), in the dtype of input; None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
+        factors1: float32 (M,), those of the input's columns; factors2: float32 (F,), those of the hidden
+            units; see `int8_linear`. None: ones.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
@@ -134,21 +152,21 @@ def int8_feed_forward(
     Source: "Attention Is All You Need", section 3.3.
     """
     arguments = Int8FeedForwardArguments(
-        input, weight1, scale1, bias1, weight2, scale2, bias2, activation
+        input, weight1, scale1, bias1, weight2, scale2, bias2, activation, factors1, factors2
     )
     if backend is None and activation is not None:
-        maps = (weight1, scale1, bias1), (weight2, scale2, bias2)
+        maps = (weight1, scale1, bias1, factors1), (weight2, scale2, bias2, factors2)
         function = _direct_kernel("int8_feed_forward", input, activation, *maps)
         if function is not None:
             return function(arguments)  # type: ignore[no-any-return]
-    if defers_to_torch("int8_feed_forward", backend, *arguments[:7]):
+    if defers_to_torch("int8_feed_forward", backend, *arguments[:7], factors1, factors2):
         _require_dense(input=input, weight1=weight1, weight2=weight2)
         return reference.int8_feed_forward(*arguments)
     return run(check_int8_feed_forward(arguments, backend), backend)  # type: ignore[no-any-return]
 
 
 def _direct_kernel(
-    op: str, input: Tensor, activation: Any, *maps: tuple[Any, Any, Any]
+    op: str, input: Tensor, activation: Any, *maps: tuple[Any, Any, Any, Any]
 ) -> Callable[[Any], Any] | None:
     """Returns the CPU kernel of a plain call whose arguments all fit, else None.
 
@@ -158,9 +176,9 @@ def _direct_kernel(
     if not named or type(input) is not Tensor or input.dim() == 0:
         return None
     tensors, columns = [input], input.shape[-1]
-    for weight, scale, bias in maps:
+    for weight, scale, bias, factors in maps:
         if (
-            is_plain_eager(input, weight, scale, bias) is not False
+            is_plain_eager(input, weight, scale, bias, factors) is not False
             or weight is None
             or scale is None
         ):
@@ -176,6 +194,7 @@ def _direct_kernel(
             or not (weight.is_cpu and scale.is_cpu)
             or weight.layout is not torch.strided
             or (bias is not None and bias.shape != sizes[:1])
+            or (factors is not None and not _are_factors(factors, columns))
         ):
             return None
         tensors.append(bias)
@@ -183,46 +202,60 @@ def _direct_kernel(
     return direct_kernel(op, tuple(tensors))
 
 
+def _are_factors(factors: Tensor, columns: int) -> bool:
+    return factors.dtype is torch.float32 and factors.shape == (columns,) and factors.is_cpu
+
+
 def check_int8_linear(given: Int8LinearArguments, backend: str | None = None) -> Call:
-    input, weight, scale, bias, activation, residual = given
+    input, weight, scale, bias, activation, residual, factors = given
     _require_tensors("int8_linear", input=input, weight=weight, scale=scale)
     require_tensor("int8_linear", "bias", 4, bias, optional=True)
     require_tensor("int8_linear", "residual", None, residual, optional=True)
+    require_tensor("int8_linear", "factors", None, factors, optional=True)
     activation = named_activation(activation)
-    _require_no_gradients("int8_linear", input, scale, bias, residual)
+    _require_no_gradients("int8_linear", input, scale, bias, residual, factors)
     require_rows("input", input)
     _require_wide(input)
-    require_same_device("input", input, weight=weight, scale=scale, bias=bias, residual=residual)
+    require_same_device(
+        "input", input, weight=weight, scale=scale, bias=bias, residual=residual, factors=factors
+    )
     input, bias, residual = autocast(input, bias, residual)  # type: ignore[assignment]
-    _check_map(("input", "weight", "scale", "bias"), input.shape[-1], weight, scale, bias)
+    names = ("input", "weight", "scale", "bias", "factors")
+    _check_map(names, input.shape[-1], weight, scale, bias, factors)
     if residual is not None:
         require_shape_of_result(input, weight, residual)
     if (wrong := dtype_problem(input, bias=bias, residual=residual)) is not None:
         raise ValueError(wrong)
-    return make_call(Int8LinearArguments(input, weight, scale, bias, activation, residual), False)
+    checked = given._replace(input=input, bias=bias, activation=activation, residual=residual)
+    return make_call(checked, False)
 
 
 def check_int8_feed_forward(given: Int8FeedForwardArguments, backend: str | None = None) -> Call:
-    input, weight1, scale1, bias1, weight2, scale2, bias2, activation = given
+    input, weight1, scale1, bias1, weight2, scale2, bias2, activation, factors1, factors2 = given
     _require_tensors("int8_feed_forward", input=input, weight1=weight1, scale1=scale1)
     require_tensor("int8_feed_forward", "bias1", 4, bias1, optional=True)
     require_tensor("int8_feed_forward", "weight2", 5, weight2)
     require_tensor("int8_feed_forward", "scale2", 6, scale2)
     require_tensor("int8_feed_forward", "bias2", 7, bias2, optional=True)
+    require_tensor("int8_feed_forward", "factors1", None, factors1, optional=True)
+    require_tensor("int8_feed_forward", "factors2", None, factors2, optional=True)
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
     activation = named_activation(activation)
-    _require_no_gradients("int8_feed_forward", input, scale1, bias1, scale2, bias2)
+    _require_no_gradients(
+        "int8_feed_forward", input, scale1, bias1, scale2, bias2, factors1, factors2
+    )
     require_rows("input", input)
     _require_wide(input)
     require_same_device(
         "input", input, weight1=weight1, scale1=scale1, bias1=bias1, weight2=weight2,
-        scale2=scale2, bias2=bias2,
+        scale2=scale2, bias2=bias2, factors1=factors1, factors2=factors2,
     )  # fmt: skip
     input, bias1, bias2 = autocast(input, bias1, bias2)  # type: ignore[assignment]
-    _check_map(("input", "weight1", "scale1", "bias1"), input.shape[-1], weight1, scale1, bias1)
-    names = ("the hidden block", "weight2", "scale2", "bias2")
-    _check_map(names, weight1.shape[0], weight2, scale2, bias2)
+    names = ("input", "weight1", "scale1", "bias1", "factors1")
+    _check_map(names, input.shape[-1], weight1, scale1, bias1, factors1)
+    names = ("the hidden block", "weight2", "scale2", "bias2", "factors2")
+    _check_map(names, weight1.shape[0], weight2, scale2, bias2, factors2)
     if (wrong := dtype_problem(input, bias1=bias1, bias2=bias2)) is not None:
         raise ValueError(wrong)
     checked = given._replace(input=input, bias1=bias1, bias2=bias2, activation=activation)
@@ -254,13 +287,14 @@ def _require_no_gradients(function: str, *tensors: Tensor | None) -> None:
 
 
 def _check_map(
-    names: tuple[str, str, str, str],
+    names: tuple[str, str, str, str, str],
     columns: int,
     weight: Tensor,
     scale: Tensor,
     bias: Tensor | None,
+    factors: Tensor | None,
 ) -> None:
-    """``names``: the names of input, weight, scale and bias in errors."""
+    """``names``: the names of input, weight, scale, bias and factors in errors."""
     if weight.dtype != torch.int8:
         raise ValueError(f"{names[1]} must be int8, from quantize_weight, not {weight.dtype}")
     wrong = weight_problem((names[0], names[1], names[3]), columns, weight, bias)
@@ -270,4 +304,13 @@ def _check_map(
         raise ValueError(
             f"{names[2]} must be float32 of shape [{weight.shape[0]}], one value per row of "
             f"{names[1]}, not {scale.dtype} of shape {list(scale.shape)}"
+        )
+    _check_factors(names[4], factors, columns)
+
+
+def _check_factors(name: str, factors: Tensor | None, columns: int) -> None:
+    if factors is not None and (factors.dtype != torch.float32 or factors.shape != (columns,)):
+        raise ValueError(
+            f"{name} must be float32 of shape [{columns}], one value per column of the input, not "
+            f"{factors.dtype} of shape {list(factors.shape)}"
         )

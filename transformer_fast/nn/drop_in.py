@@ -189,7 +189,7 @@ def _unpickled(original: type, bases: tuple[type, ...]) -> torch.nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-#: PyTorch's code reads the weights of the linear layers inside these, which int8 weights would break.
+#: PyTorch's code reads the weights of the linear layers inside these, which turns 8 bits into floats.
 _READERS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 
 
@@ -198,7 +198,7 @@ class DropIn(HoldsInt8):
 
     A copy of such a module keeps its class, but a pickle has the original one, so that it loads where
     this library is not installed. Other instances are not affected. Without the float weights that
-    ``accelerate(keep_weights=False)`` freed, only our class can run: a pickle then has it.
+    ``accelerate(keep_weights=False)`` freed, a pickle has our class, which multiplies the 8 bits.
     """
 
     qconfig = _QConfig()

@@ -63,6 +63,8 @@ class Parameters(NamedTuple):
     tensors: list[Any]
     #: For each sub-layer the scales of its two weights; None: not quantised. Empty: none of all is.
     scales: list[Tensor | None]
+    #: For each sub-layer the factors of the inputs of its two weights, or None. Empty: as scales.
+    factors: list[Tensor | None]
     #: The floating-point tensors, and those of the quantised weights.
     floats: list[Any]
     quantized: list[Any]
@@ -71,16 +73,19 @@ class Parameters(NamedTuple):
     def of(given: list[Any]) -> Parameters:
         """``given``: as ``tensors``, with `Int8Weight`s. Raises `Unreadable`."""
         if Int8Weight not in map(type, given):
-            return Parameters(given, [], given, [])
+            return Parameters(given, [], [], given, [])
         weights = [given[i + j] for i in range(0, len(given), 6) for j in (0, 2)]
         found = [isinstance(weight, Int8Weight) for weight in weights]
         if found[0::2] != found[1::2]:
             raise Unreadable("weights are int8 in part")
         tensors = [p.values if isinstance(p, Int8Weight) else p for p in given]
-        scales = [w.scale if isinstance(w, Int8Weight) else None for w in weights]
+        scales, factors = (
+            [getattr(weight, name, None) for weight in weights] for name in ("scale", "factors")
+        )
         floats = [p for p in given if not isinstance(p, Int8Weight)]
         int8 = [w for w in weights if isinstance(w, Int8Weight)]
-        return Parameters(tensors, scales, floats, [t for w in int8 for t in (w.values, w.scale)])
+        quantized = [t for w in int8 for t in (w.values, w.scale)]
+        return Parameters(tensors, scales, factors, floats, quantized)
 
 
 def _options(layer: Layer) -> tuple[Any, ...]:
@@ -157,7 +162,8 @@ def _prepare(
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
         call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized, gated))
-        calls.append((call, (layers[0].module, *options, given.tensors, given.scales, eps)))
+        arguments = (layers[0].module, *options, *given[:3], eps)
+        calls.append((call, arguments))
     if memory is not None:
         batch = 0 if groups[0][0][4] else 1
         if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):

@@ -10,6 +10,8 @@ torch.compile call operators that look the values up when they run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .. import functional, memory
 from .._context import (
@@ -32,13 +35,15 @@ from ..functional._check import autocast
 
 #: Name of the attribute of a quantised module that holds its record.
 INT8 = "_int8_of_accelerate"
-#: A weight whose float values were freed is an int8 parameter, and its scales are a buffer of this name.
+#: In a state_dict, the names of the scales and of the factors of a weight whose floats were freed.
 SCALE_OF = "{}_scale"
+FACTORS_OF = "{}_factors"
 
 
 @dataclass
 class Int8Weight:
-    """A quantised weight: ``values * scale[:, None]``. Slices and splits by rows, like the tensor."""
+    """A quantised weight: ``values * scale[:, None] * factors``. Slices and splits by rows, like the
+    tensor."""
 
     #: int8 (out_features, in_features), a parameter or a view of one: packed copies of it are kept.
     values: Tensor
@@ -46,6 +51,8 @@ class Int8Weight:
     scale: Tensor | None
     #: Dtype of the float weight.
     dtype: torch.dtype
+    #: float32 (in_features,), what inputs are multiplied by before they are rounded; None: ones.
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -53,7 +60,7 @@ class Int8Weight:
 
     def __getitem__(self, rows: slice) -> Int8Weight:
         scale = None if self.scale is None else self.scale[rows]
-        return Int8Weight(self.values[rows], scale, self.dtype)
+        return Int8Weight(self.values[rows], scale, self.dtype, self.factors)
 
     def split(self, sizes: list[int]) -> list[Int8Weight]:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -64,12 +71,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: A weight as `fusion.affine` returns it.
 Weight = Tensor | Int8Weight
 
-#: (address, shape, strides, dtype) of a float weight -> its state when quantised, and the result.
+#: (address, shape, strides, dtype) of a float weight, and the address of its factors -> its state when
+#: quantised, and the result.
 _kept: dict[tuple[Any, ...], tuple[Any, Int8Weight]] = {}
 
 
-def _key(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+def _key(weight: Tensor, factors: Tensor | None = None) -> tuple[Any, ...]:
+    of_factors = None if factors is None else factors.data_ptr()
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, of_factors
 
 
 def unchanged(later: list[Any]) -> bool:
@@ -77,7 +86,9 @@ def unchanged(later: list[Any]) -> bool:
     return memory.COPIES["cpu"].all_unchanged(later)
 
 
-def quantized(weight: Tensor, later: list[Any] | None = None) -> Weight:
+def quantized(
+    weight: Tensor, later: list[Any] | None = None, factors: Tensor | None = None
+) -> Weight:
     """Returns the weight in 8 bits: the kept values, or new ones if it has changed.
 
     The weight itself if it cannot be quantised, see `why_float`.
@@ -86,11 +97,12 @@ def quantized(weight: Tensor, later: list[Any] | None = None) -> Weight:
         weight: (out_features, in_features).
         later: what the caller passes to `unchanged` before it uses the values, to read many weights
             at once; None: they are checked now.
+        factors: see `Int8Weight`; they are never changed in place.
 
     Raises:
         ValueError: the weight has NaN or infinity.
     """
-    key = _key(weight)
+    key = _key(weight, factors)
     kept = _kept.get(key)
     if kept is None or not kept[0].is_unchanged(weight, 1, later):
         if why_float(weight) is not None:
@@ -98,10 +110,10 @@ def quantized(weight: Tensor, later: list[Any] | None = None) -> Weight:
         with torch.inference_mode(False), torch.no_grad():
             # Taken before the weight is read: a concurrent write makes the values stale.
             state = memory.COPIES["cpu"].snapshot(weight, weight, lambda _: _kept.pop(key, None))
-            values, scale = functional.quantize_weight(weight)
+            values, scale = functional.quantize_weight(weight, factors)
             parameter = torch.nn.Parameter(values.contiguous(), requires_grad=False)
             setattr(parameter, memory.PRIVATE, True)
-            kept = _kept[key] = state, Int8Weight(parameter, scale, weight.dtype)
+            kept = _kept[key] = state, Int8Weight(parameter, scale, weight.dtype, factors)
     return kept[1]
 
 
@@ -109,10 +121,11 @@ def forget(module: torch.nn.Module | None = None) -> None:
     """Drops the kept 8-bit values of a module's weights, or all."""
     if module is None:
         _kept.clear()
-    for weight in () if module is None else module.parameters():
-        if why_float(weight) is None:
-            for each in (weight, weight.t()) if weight.dim() == 2 else ():
-                _kept.pop(_key(each), None)
+    addresses = set() if module is None else {
+        p.data_ptr() for p in module.parameters() if why_float(p) is None
+    }  # fmt: skip
+    for key in [key for key in _kept.copy() if key[0] in addresses]:
+        _kept.pop(key, None)
 
 
 def held_bytes() -> int:
@@ -133,8 +146,8 @@ class Int8Weights:
 
     def __init__(self, names: tuple[str, ...], transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
-        #: Dtype of the float weights before they were freed; None: they were not.
-        self.freed: torch.dtype | None = None
+        #: Name of a float weight -> its `Int8Weight.factors`.
+        self.factors: dict[str, Tensor] = {}
 
     def of(self, module: torch.nn.Module, name: str, later: list[Any] | None = None) -> Weight:
         """Returns the weight, (out_features, in_features), as products read it. ``later``: see
@@ -150,23 +163,28 @@ class Int8Weights:
         # Module.__getattr__ takes ten times as long.
         parameters = module._parameters
         weight: Tensor = parameters[name] if name in parameters else getattr(module, name)  # type: ignore[assignment]
-        turned = weight.t() if self.transposed else weight
         if name not in parameters:
-            return turned
-        if self.freed is not None:
-            return Int8Weight(turned, module._buffers[SCALE_OF.format(name)], self.freed)
+            return weight.t() if self.transposed else weight
         if weight.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 "int8 weights have no gradients: call the model under torch.no_grad(), or train it after "
                 "transformer_fast.restore(model)"
             )
+        if type(weight) is FreedWeight:
+            return _int8_of(weight)
+        turned, factors = weight.t() if self.transposed else weight, self.factors.get(name)
         if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
-            return quantized(turned, later)
+            return quantized(turned, later, factors)
         if not weight.is_cpu or weight.dtype not in FLOATS or only_torch_supports(weight):
             return turned
         if is_exporting():  # the program has PyTorch's operators alone
-            return Int8Weight(*functional.quantize_weight(turned), weight.dtype)
-        return Int8Weight(turned, None, weight.dtype)
+            values, scale = functional.quantize_weight(turned, factors)
+            return Int8Weight(values, scale, weight.dtype, factors)
+        return Int8Weight(turned, None, weight.dtype, factors)
+
+    def has_factors(self, module: torch.nn.Module) -> bool:
+        freed = (weight.held.factors for _, weight in freed_weights(module))
+        return bool(self.factors) or any(factors is not None for factors in freed)
 
     def held_bytes(self, module: torch.nn.Module) -> tuple[int, int]:
         """Returns the bytes of the float weights and of the 8-bit ones, scales included."""
@@ -179,36 +197,16 @@ class Int8Weights:
                 after += weight.values.nbytes + weight.scale.nbytes
         return before, after
 
-    def free(self, module: torch.nn.Module) -> None:
-        """Replaces the float weights by the 8-bit ones."""
+    def free(self, module: torch.nn.Module, done: dict[Any, FreedWeight]) -> None:
+        """Replaces the float weights by `FreedWeight`s. ``done``: those of shared weights."""
         for name in self.names:
-            with torch.inference_mode(False), torch.no_grad():
-                weight = self.of(module, name)
-                assert isinstance(weight, Int8Weight)
-                values = weight.values.t().contiguous() if self.transposed else weight.values
-                parameter = torch.nn.Parameter(values, requires_grad=False)
-            module._parameters[name] = parameter
-            module.register_buffer(SCALE_OF.format(name), weight.scale)
-            dtype = weight.dtype
-        self.freed = dtype
-
-    def to_float(self, state: dict[str, Any], prefix: str) -> None:
-        """Replaces 8-bit weights in a state_dict by floats; they are the same 8-bit values again."""
-        for name in self.names if self.freed is not None else ():
-            scale = state.pop(prefix + SCALE_OF.format(name))
-            values = state[prefix + name].float()
-            scaled = values * (scale if self.transposed else scale[:, None])
-            state[prefix + name] = scaled.to(self.freed)
-
-    def before_load(self, state: dict[str, Any], prefix: str) -> None:
-        """Quantises the float weights in a state_dict that a module without them loads."""
-        for name in self.names if self.freed is not None else ():
-            weight = state.get(prefix + name)
-            if isinstance(weight, Tensor) and weight.is_floating_point():
-                turned = weight.t() if self.transposed else weight
-                values, scale = functional.quantize_weight(turned)
-                state[prefix + name] = values.t() if self.transposed else values
-                state[prefix + SCALE_OF.format(name)] = scale
+            weight, factors = module._parameters[name], self.factors.pop(name, None)
+            if weight is None or type(weight) is FreedWeight:
+                continue
+            key = weight, self.transposed, None if factors is None else factors.data_ptr()
+            if key not in done:
+                done[key] = FreedWeight.of(weight, self.transposed, factors)
+            module._parameters[name] = done[key]  # type: ignore[assignment]
 
 
 def why_float(weight: Tensor) -> str | None:
@@ -226,31 +224,275 @@ def why_float(weight: Tensor) -> str | None:
     return None
 
 
+def freed_weights(module: torch.nn.Module) -> list[tuple[str, FreedWeight]]:
+    """Returns the module's own parameters that ``accelerate(keep_weights=False)`` freed."""
+    return [(n, p) for n, p in module._parameters.items() if type(p) is FreedWeight]  # type: ignore[misc]
+
+
 def is_freed(module: torch.nn.Module) -> bool:
-    """True if ``accelerate(keep_weights=False)`` freed the module's float weights."""
-    record: Int8Weights | None = module.__dict__.get(INT8)
-    return record is not None and record.freed is not None
+    return INT8 in module.__dict__ and bool(freed_weights(module))
+
+
+class FreedWeight(Tensor):
+    """A parameter that holds the 8-bit values of a weight whose floats `accelerate` freed.
+
+    It has the float weight's shape and dtype, so that code of a model, of PyTorch or of a user reads and
+    writes it as before. Every operation reads the floats ``values * scale[:, None] * factors``, computed
+    for this operation, and a write to it is quantised. Views of it are copies, which refuse writes.
+    """
+
+    #: `values` has this tensor's shape.
+    held: Int8Weight
+    #: True if the shape is (in_features, out_features).
+    transposed: bool
+    _is_param = True
+    #: Operations decompose as those of plain tensors; `__torch_dispatch__` receives what is left.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: Any, held: Int8Weight, transposed: bool) -> FreedWeight:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, held.values.shape, dtype=held.dtype, device=held.values.device
+        )
+        made.held, made.transposed = held, transposed
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, held: Int8Weight, transposed: bool) -> None: ...
+
+    @staticmethod
+    def of(weight: Tensor, transposed: bool, factors: Tensor | None) -> FreedWeight:
+        """Quantises a weight that `why_float` has no reason against."""
+        turned = weight.t() if transposed else weight
+        with torch.inference_mode(False), torch.no_grad():
+            found = quantized(turned, None, factors)
+            assert isinstance(found, Int8Weight)
+            _kept.pop(_key(turned, factors), None)  # writes would change them for others
+            values = found.values.t().contiguous() if transposed else found.values
+            return FreedWeight._made(values, found.scale, factors, weight.dtype, transposed)
+
+    @staticmethod
+    def _made(
+        values: Tensor,
+        scale: Tensor | None,
+        factors: Tensor | None,
+        dtype: torch.dtype,
+        turned: bool,
+    ) -> FreedWeight:
+        if type(values) is not torch.nn.Parameter:  # of which packed copies are kept
+            with torch.inference_mode(False):
+                values = torch.nn.Parameter(values.detach(), requires_grad=False)
+        return FreedWeight(Int8Weight(values, scale, dtype, factors), turned)
+
+    def floats(self) -> Tensor:
+        """Returns the float weight, a new tensor."""
+        found = _int8_of(self)
+        assert found.scale is not None
+        wide = found.values.float() * found.scale[:, None]
+        wide = wide if found.factors is None else wide * found.factors
+        return (wide.t().contiguous() if self.transposed else wide).to(self.dtype)
+
+    def write(self, new: Tensor) -> None:
+        """Quantises new floats; the 8-bit values of another such weight are copied."""
+        held = self.held
+        assert held.scale is not None
+        if isinstance(new, FreedWeight) and new.transposed == self.transposed:
+            values, scale, factors = new.held.values, new.held.scale, new.held.factors
+            held.factors = None if factors is None else factors.clone()
+        else:
+            turned = new.t() if self.transposed else new
+            values, scale = functional.quantize_weight(turned.detach(), held.factors)
+            values = values.t() if self.transposed else values
+        with torch.no_grad():
+            held.values.copy_(values)
+            held.scale.copy_(scale)  # type: ignore[arg-type]
+        # Operators called from `__torch_dispatch__` do not count as changes.
+        torch.autograd.graph.increment_version(held.values)
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> FreedWeight:
+        """Returns the weight after ``Module._apply(fn)``. Scales and factors stay in float32."""
+        held = self.held
+        values = fn(held.values.detach())
+
+        def each(tensor: Tensor | None) -> Tensor | None:
+            found = None if tensor is None else fn(tensor)
+            right = found is None or found.dtype == torch.float32
+            return found if right else tensor.to(values.device)  # type: ignore[union-attr]
+
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=held.values.device)).dtype
+        return FreedWeight._made(
+            values, each(held.scale), each(held.factors), dtype, self.transposed
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return FreedWeight(args[0].held, args[0].transposed)
+        if func is torch.ops.aten.copy_.default and type(args[0]) is FreedWeight:
+            args[0].write(args[1])
+            return args[0]
+        floats: dict[int, Tensor] = {}
+
+        def read(x: Any) -> Any:
+            if not isinstance(x, (FreedWeight, _FreedView)):
+                return x
+            return floats.setdefault(id(x), x.floats())
+
+        result = func(*tree_map(read, args), **tree_map(read, kwargs))
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for argument in func._schema.arguments:
+            x = given.get(argument.name)
+            if not isinstance(x, (FreedWeight, _FreedView)) or argument.alias_info is None:
+                continue
+            if argument.alias_info.is_write:
+                if isinstance(x, _FreedView):
+                    raise RuntimeError(_NO_VIEWS)
+                x.write(floats[id(x)])
+                if result is floats[id(x)]:
+                    return x
+            else:
+                return tree_map(lambda y: _FreedView(y) if isinstance(y, Tensor) else y, result)
+        return result
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        self.write(new)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.held.values.nbytes
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FreedWeight(8-bit values of a weight {list(self.shape)} in {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FreedWeight:
+        copied = memo[id(self)] = FreedWeight(deepcopy(self.held, memo), self.transposed)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FreedWeight, (self.held, self.transposed)
+
+    def __tensor_flatten__(self) -> Any:
+        parts = {"values": self.held.values, "scale": self.held.scale, "factors": self.held.factors}
+        return [n for n, t in parts.items() if t is not None], (self.held.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> FreedWeight:
+        dtype, transposed = context
+        held = Int8Weight(inner["values"], inner["scale"], dtype, inner.get("factors"))
+        return FreedWeight(held, transposed)
+
+    # The parts of `__tensor_flatten__`.
+    values = property(lambda self: self.held.values)  # type: ignore[assignment]
+    scale = property(lambda self: self.held.scale)
+    factors = property(lambda self: self.held.factors)
+
+
+def _int8_of(weight: FreedWeight) -> Int8Weight:
+    """Returns the weight as products read it, (out_features, in_features).
+
+    A function, because torch.compile calls methods of tensors in its program.
+    """
+    values = weight.values.t() if weight.transposed else weight.values
+    return Int8Weight(values, weight.scale, weight.dtype, weight.factors)
+
+
+_NO_VIEWS = (
+    "this is a part or a view of a weight whose floats accelerate(keep_weights=False) freed, and a write "
+    "to it would be lost: write to the whole weight, or call accelerate with keep_weights=True"
+)
+
+
+class _FreedView(Tensor):
+    """A view of a `FreedWeight`: a copy of its floats that refuses writes."""
+
+    copied: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: Any, copied: Tensor) -> _FreedView:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, copied.shape, strides=copied.stride(), dtype=copied.dtype, device=copied.device
+        )
+        made.copied = copied
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, copied: Tensor) -> None: ...
+
+    def floats(self) -> Tensor:
+        return self.copied
+
+    __torch_dispatch__ = FreedWeight.__torch_dispatch__  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.copied)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.copied, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied.__reduce_ex__(protocol)
 
 
 class HoldsInt8(torch.nn.Module):
-    """Base of modules that may be quantised."""
+    """Base of modules that may be quantised.
+
+    In a state_dict, a `FreedWeight` is its int8 values, under the weight's name, and its scales and
+    factors (`SCALE_OF`, `FACTORS_OF`).
+    """
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if not is_freed(self):
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        scales = map(SCALE_OF.format, self.__dict__[INT8].names)
-        before = {name: self._buffers[name] for name in scales}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, scale in before.items():
-            now = self._buffers[name]
-            if now.dtype != torch.float32:  # type: ignore[union-attr]
-                self._buffers[name] = scale.to(now.device)  # type: ignore[union-attr]
+        freed = freed_weights(self) if INT8 in self.__dict__ else []
+        for name, _ in freed:
+            self._parameters[name] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(freed)  # type: ignore[arg-type]
+        for name, weight in freed:
+            self._parameters[name] = weight.moved(fn)  # type: ignore[assignment]
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        for name, weight in freed_weights(self) if INT8 in self.__dict__ else ():
+            held = weight.held
+            parts = (name, held.values), (SCALE_OF.format(name), held.scale)
+            parts = *parts, (FACTORS_OF.format(name), held.factors)  # type: ignore[assignment]
+            destination |= {
+                prefix + n: t if keep_vars else t.detach() for n, t in parts if t is not None
+            }
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if INT8 in self.__dict__:
-            self.__dict__[INT8].before_load(state_dict, prefix)
+        for name in self.__dict__[INT8].names if INT8 in self.__dict__ else ():
+            values, scale = (state_dict.get(prefix + n) for n in (name, SCALE_OF.format(name)))
+            if values is None or scale is None or values.dtype is not torch.int8:
+                continue
+            del state_dict[prefix + SCALE_OF.format(name)]
+            factors = state_dict.pop(prefix + FACTORS_OF.format(name), None)
+            now: Any = self._parameters.get(name)
+            dtype = torch.float32 if now is None else now.dtype
+            transposed = self.__dict__[INT8].transposed
+            loaded = FreedWeight._made(values, scale, factors, dtype, transposed)
+            # A module with float weights loads floats.
+            state_dict[prefix + name] = loaded if type(now) is FreedWeight else loaded.floats()
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+
+
+def to_float(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Replaces 8-bit weights in the module's state_dict by floats, which are the same 8-bit values when
+    they are quantised again."""
+    for name, weight in freed_weights(module):
+        for part in (SCALE_OF, FACTORS_OF):
+            state.pop(prefix + part.format(name), None)
+        state[prefix + name] = weight.floats()
 
 
 def run_linear(
@@ -260,8 +502,11 @@ def run_linear(
     if not isinstance(weight, Int8Weight):
         return functional.linear(input, weight, bias, activation=activation)
     if weight.scale is None:
-        return linear_of_float(*autocast(input, bias), weight.values, activation)
-    return functional.int8_linear(input, weight.values, weight.scale, bias, activation=activation)
+        input, bias = autocast(input, bias)  # type: ignore[assignment]
+        return linear_of_float(input, bias, weight.values, weight.factors, activation)
+    return functional.int8_linear(
+        input, weight.values, weight.scale, bias, activation=activation, factors=weight.factors
+    )
 
 
 def run_feed_forward(
@@ -285,11 +530,12 @@ def run_feed_forward(
     if weight1.scale is None or weight2.scale is None:
         input, bias1, bias2 = autocast(input, bias1, bias2)  # type: ignore[assignment]
         return feed_forward_of_float(
-            input, bias1, bias2, weight1.values, weight2.values, activation
-        )
+            input, bias1, bias2, weight1.values, weight2.values, weight1.factors, weight2.factors,
+            activation,
+        )  # fmt: skip
     return functional.int8_feed_forward(
         input, weight1.values, weight1.scale, bias1, weight2.values, weight2.scale, bias2,
-        activation=activation,
+        activation=activation, factors1=weight1.factors, factors2=weight2.factors,
     )  # fmt: skip
 
 
@@ -299,19 +545,23 @@ def run_feed_forward(
 @torch.library.custom_op(
     "transformer_fast::cpu_int8_linear_of_float",
     mutates_args=(),
-    schema="(Tensor input, Tensor? bias, Tensor weight, str? activation) -> Tensor",
+    schema="(Tensor input, Tensor? bias, Tensor weight, Tensor? factors, str? activation) -> Tensor",
 )
 def linear_of_float(
-    input: Tensor, bias: Tensor | None, weight: Tensor, activation: str | None
+    input: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    factors: Tensor | None,
+    activation: str | None,
 ) -> Tensor:
-    return run_linear(input, quantized(weight), bias, activation)
+    return run_linear(input, quantized(weight, None, factors), bias, activation)
 
 
 @torch.library.custom_op(
     "transformer_fast::cpu_int8_feed_forward_of_float",
     mutates_args=(),
     schema="(Tensor input, Tensor? bias1, Tensor? bias2, Tensor weight1, Tensor weight2,"
-    " str activation) -> Tensor",
+    " Tensor? factors1, Tensor? factors2, str activation) -> Tensor",
 )
 def feed_forward_of_float(
     input: Tensor,
@@ -319,9 +569,11 @@ def feed_forward_of_float(
     bias2: Tensor | None,
     weight1: Tensor,
     weight2: Tensor,
+    factors1: Tensor | None,
+    factors2: Tensor | None,
     activation: str,
 ) -> Tensor:
-    weights = quantized(weight1), bias1, quantized(weight2), bias2
+    weights = quantized(weight1, None, factors1), bias1, quantized(weight2, None, factors2), bias2
     return run_feed_forward(input, *weights, activation)
 
 

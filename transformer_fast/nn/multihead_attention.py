@@ -162,7 +162,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             return True
         dtype, own = query.dtype, self._parameters
         weight, bias = own.get("in_proj_weight"), own.get("in_proj_bias")
-        right = weight is None or weight.dtype in (dtype, torch.int8)
+        right = weight is None or weight.dtype is dtype
         if right and (bias is None or bias.dtype is dtype):
             return False
         return not torch.is_autocast_enabled(query.device.type)

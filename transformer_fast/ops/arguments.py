@@ -210,6 +210,7 @@ class Int8LinearArguments(NamedTuple):
     #: Name of the activation, None, or the callable the user gave.
     activation: Any
     residual: Tensor | None
+    factors: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.input, self.bias, self.residual
@@ -226,6 +227,8 @@ class Int8FeedForwardArguments(NamedTuple):
     bias2: Tensor | None
     #: Name of the activation, or the callable the user gave.
     activation: Any
+    factors1: Tensor | None = None
+    factors2: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.input, self.bias1, self.bias2

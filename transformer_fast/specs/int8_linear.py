@@ -22,26 +22,41 @@ from .linear import _linear
 from .spec import Build, Case, Draw, OpSpec, Text, bytes_of, case
 
 
-def linear_arguments(*sizes: Any, **options: Any) -> Callable[[Draw], tuple[Any, ...]]:
+def linear_arguments(
+    *sizes: Any, factors: bool = False, **options: Any
+) -> Callable[[Draw], tuple[Any, ...]]:
     """Like `linear`'s, with a quantised weight. Rows differ in size, sign and offset."""
     build = _linear(*sizes, **options)
 
     def quantized(draw: Draw) -> tuple[Any, ...]:
         x, weight, bias, activation, residual = build(draw)
-        return varied(draw, x), *quantize_weight(weight), bias, activation, residual
+        found = (drawn_factors(draw, x.shape[-1]),) if factors else ()
+        return varied(draw, x), *quantize_weight(weight, *found), bias, activation, residual, *found
 
     return quantized
 
 
-def feed_forward_arguments(*sizes: Any, **options: Any) -> Callable[[Draw], tuple[Any, ...]]:
+def feed_forward_arguments(
+    *sizes: Any, factors: tuple[bool, bool] = (False, False), **options: Any
+) -> Callable[[Draw], tuple[Any, ...]]:
     build = _feed_forward(*sizes, **options)
 
     def quantized(draw: Draw) -> tuple[Any, ...]:
         x, weight1, bias1, weight2, bias2, activation, _, _ = build(draw)
-        one, two = quantize_weight(weight1), quantize_weight(weight2)
-        return varied(draw, x), *one, bias1, *two, bias2, activation
+        found = [
+            drawn_factors(draw, weight.shape[1]) if has else None
+            for has, weight in zip(factors, (weight1, weight2), strict=True)
+        ]
+        one, two = quantize_weight(weight1, found[0]), quantize_weight(weight2, found[1])
+        rest = tuple(found) if any(factors) else ()
+        return varied(draw, x), *one, bias1, *two, bias2, activation, *rest
 
     return quantized
+
+
+def drawn_factors(draw: Draw, columns: int) -> Tensor:
+    """Returns powers of two, float32 (columns,)."""
+    return (draw.normal(columns).float() * 2.0).round().clamp(-4.0, 0.0).exp2()
 
 
 def varied(draw: Draw, x: Tensor) -> Tensor:
@@ -87,6 +102,8 @@ _LINEAR_CASES = (
     case("transposed", _transposed),
     case("strided", _strided),
     case("callable activation", _callable),
+    case("factors", linear_arguments((37,), 61, 53, factors=True, activation="relu")),
+    case("factors, one row", linear_arguments((1,), 129, 40, factors=True, residual=True)),
 )
 _FEED_FORWARD_CASES = (
     case("relu", feed_forward_arguments((19,), 32, 96)),
@@ -101,6 +118,9 @@ _FEED_FORWARD_CASES = (
     case("a single hidden value", feed_forward_arguments((30,), 20, 1)),
     case("no bias", feed_forward_arguments((19,), 32, 96, bias=(False, False))),
     case("callable activation", feed_forward_arguments((19,), 24, 40, activation=Tensor.tanh)),
+    case("factors", feed_forward_arguments((300,), 31, 101, factors=(True, True))),
+    case("factors of the input", feed_forward_arguments((19,), 32, 96, factors=(True, False))),
+    case("factors, few rows", feed_forward_arguments((3,), 32, 96, factors=(False, True))),
 )
 
 
@@ -145,21 +165,23 @@ def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
 def _step(arguments: tuple[Any, ...]) -> float:
     """Hidden values are rounded to bfloat16 and then to the steps of their row. Where the last bits of
     activations differ, about one of 16 moves by a unit of bfloat16, which is up to a step, and a step."""
-    x, weight1, scale1, bias1, _, scale2, _, activation = arguments
-    hidden = int8_linear(x, weight1, scale1, bias1, activation, None)
+    x, weight1, scale1, bias1, _, scale2, _, activation, *factors = arguments
+    one, two = factors or (None, None)
+    hidden = int8_linear(x, weight1, scale1, bias1, activation, None, one)
     if hidden.numel() == 0 or scale2.numel() == 0:
         return 0.0
+    hidden = hidden if two is None else hidden * two
     step = width_of(hidden.float()).nan_to_num(0.0, 0.0, 0.0).amax() / STEPS
     moved = max(1.0, hidden.shape[-1] / 16)
     return float(2.0 * step * LARGEST * scale2.amax() * moved**0.5)
 
 
 def _map_by_pytorch(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, activation: Any
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Any, activation: Any, factors: Any = None
 ) -> Tensor:
     """PyTorch's product takes signed values: those of a row, less the middle of its range."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    quantized, row_scale = quantize_rows(x.flatten(0, -2) if x.dim() > 1 else x[None])
+    quantized, row_scale = quantize_rows(x.flatten(0, -2) if x.dim() > 1 else x[None], factors)
     middle = (quantized.amax(-1, keepdim=True) + quantized.amin(-1, keepdim=True)).div(2).ceil()
     signed = (quantized - middle).to(torch.int8)
     shift = middle.int() * weight.sum(-1, dtype=torch.int32)
@@ -169,18 +191,20 @@ def _map_by_pytorch(
 
 
 def _linear_by_pytorch(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Any, activation: Any, residual: Any
-) -> Tensor:
-    y = _map_by_pytorch(x, weight, scale, bias, activation)
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Any, activation: Any, residual: Any,
+    factors: Any = None,
+) -> Tensor:  # fmt: skip
+    y = _map_by_pytorch(x, weight, scale, bias, activation, factors)
     return (y if residual is None else y + residual.to(y.dtype)).to(x.dtype)
 
 
 def _network_by_pytorch(
-    x: Tensor, w1: Tensor, s1: Tensor, b1: Any, w2: Tensor, s2: Tensor, b2: Any, activation: Any
-) -> Tensor:
-    hidden = _map_by_pytorch(x, w1, s1, b1, activation)
+    x: Tensor, w1: Tensor, s1: Tensor, b1: Any, w2: Tensor, s2: Tensor, b2: Any, activation: Any,
+    factors1: Any = None, factors2: Any = None,
+) -> Tensor:  # fmt: skip
+    hidden = _map_by_pytorch(x, w1, s1, b1, activation, factors1)
     hidden = hidden.to(torch.bfloat16).to(hidden.dtype)
-    return _map_by_pytorch(hidden, w2, s2, b2, None).to(x.dtype)
+    return _map_by_pytorch(hidden, w2, s2, b2, None, factors2).to(x.dtype)
 
 
 def _text(text: Text) -> list[tuple[Any, ...]]:
@@ -200,7 +224,7 @@ INT8_LINEAR = OpSpec(
     name="int8_linear",
     summary="A linear map with 8-bit products, then optionally an activation and a residual.",
     paper=_PAPER,
-    arguments=("input", "weight", "scale", "bias", "activation", "residual"),
+    arguments=("input", "weight", "scale", "bias", "activation", "residual", "factors"),
     results=("output",),
     gradients_of=(),
     cases=_LINEAR_CASES,
@@ -229,6 +253,7 @@ INT8_FEED_FORWARD = OpSpec(
     paper=_PAPER,
     arguments=(
         "input", "weight1", "scale1", "bias1", "weight2", "scale2", "bias2", "activation",
+        "factors1", "factors2",
     ),
     results=("output",),
     gradients_of=(),

@@ -136,10 +136,8 @@ class DotProduct {
     } while (p < depth);
   }
 
-  static constexpr decltype(&dot_tile<1>) kTiles[kTileRows] = {
-      dot_tile<1>,  dot_tile<2>,  dot_tile<3>,  dot_tile<4>, dot_tile<5>,
-      dot_tile<6>,  dot_tile<7>,  dot_tile<8>,  dot_tile<9>, dot_tile<10>,
-      dot_tile<11>, dot_tile<12>, dot_tile<13>, dot_tile<14>};
+  static constexpr auto kTiles =
+      list_tiles([](auto rows) { return &dot_tile<decltype(rows)::value>; });
   // Not a power of two, which would map the rows of a tile to one cache set.
   static long stride(long k) { return pair_depth(k) + 32; }
 };

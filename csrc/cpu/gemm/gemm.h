@@ -5,6 +5,8 @@
 // step broadcasts one value of A per row and multiplies it by one row of the panel.
 #pragma once
 
+#include <utility>
+
 #include "cpu/core/isa.h"
 #include "cpu/simd/prefetch.h"
 #include "cpu/simd/vec.h"
@@ -118,19 +120,30 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
 
 using TileFunction = void (*)(const float*, long, const float*, long, float*, long, bool, Prefetch);
 
-#if defined(__AVX512F__)
-#define TF_TILES(form, vecs)                                                               \
-  {tile<form, 1, vecs>,  tile<form, 2, vecs>,  tile<form, 3, vecs>,  tile<form, 4, vecs>,  \
-   tile<form, 5, vecs>,  tile<form, 6, vecs>,  tile<form, 7, vecs>,  tile<form, 8, vecs>,  \
-   tile<form, 9, vecs>,  tile<form, 10, vecs>, tile<form, 11, vecs>, tile<form, 12, vecs>, \
-   tile<form, 13, vecs>, tile<form, 14, vecs>}
-#else
-#define TF_TILES(form, vecs)                                      \
-  {tile<form, 1, vecs>, tile<form, 2, vecs>, tile<form, 3, vecs>, \
-   tile<form, 4, vecs>, tile<form, 5, vecs>, tile<form, 6, vecs>}
-#endif
+// The functions for tiles of 1 to kCount rows: of(rows) for each, `rows` being a constant.
+template <class Function, int kCount>
+struct TileList {
+  Function functions[kCount];
+  constexpr Function operator[](long i) const { return functions[i]; }
+};
+template <class F, int... kEach>
+constexpr auto list_tiles(const F& of, std::integer_sequence<int, kEach...>) {
+  using Function = decltype(of(std::integral_constant<int, 1>()));
+  return TileList<Function, sizeof...(kEach)>{{of(std::integral_constant<int, kEach + 1>())...}};
+}
+template <int kCount = kTileRows, class F>
+constexpr auto list_tiles(const F& of) {
+  return list_tiles(of, std::make_integer_sequence<int, kCount>());
+}
+
+template <Form kForm, int kVecs>
+constexpr auto kTilesOfVecs = list_tiles([](auto rows) -> TileFunction {
+  return tile<kForm, decltype(rows)::value, kVecs>;
+});
+// For results of one and of two vectors.
 template <Form kForm>
-constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
+constexpr TileList<TileFunction, kTileRows> kTiles[2] = {kTilesOfVecs<kForm, 1>,
+                                                         kTilesOfVecs<kForm, 2>};
 
 // Tiles of one and two rows that sum in the same order as the larger ones.
 template <Form kForm>
@@ -157,8 +170,8 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
                           float* c, long c_stride, long columns, bool accumulate,
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
-  const TileFunction* tiles =
-      m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs] : kTiles<kForm>[vecs];
+  const TileFunction* tiles = m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs]
+                                                             : kTiles<kForm>[vecs].functions;
   constexpr long kRowBytes = kPanel * static_cast<long>(sizeof(float));
   if (m <= kTileRows && k <= kKBlock)
     return tiles[m - 1](a, a_stride, panel, k, c, c_stride, accumulate,

@@ -219,6 +219,23 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
       store_sums(c + i * kPanel + j * kLanes, sums[0][i][j]);
 }
 
+// A row of T times the factors of its columns, read like a pointer to floats.
+template <class T>
+struct ScaledRow {
+  const T* values;
+  const float* factors;
+
+  ScaledRow operator+(long p) const { return {values + p, factors + p}; }
+};
+template <class T>
+TF_INLINE Vec load(ScaledRow<T> row) {
+  return load(row.values) * load(row.factors);
+}
+template <class T>
+TF_INLINE Vec load_some(ScaledRow<T> row, long n) {
+  return load_some(row.values, n) * load_some(row.factors, n);
+}
+
 // Products of rows of T, quantised on the way, with weights in 8 bits. See engine.h for the
 // interface; multiply() passes float(sum) to the sink, and row_scale() has a row's factor.
 template <class T>
@@ -248,9 +265,16 @@ class Int8Product {
   }
   static float row_scale(const Operand* block, long row) { return header(block, row).scale; }
 
-  static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {
-    for (long i = 0; i < rows; ++i)
-      quantize_row(from + i * from_stride, k, block + i * kHeader, row_of(block, k, i));
+  // factors: (k), what the columns are multiplied by before they are quantised; nullptr: 1.
+  static void fill(const T* from, long from_stride, long rows, long k, Operand* block,
+                   const float* factors = nullptr) {
+    for (long i = 0; i < rows; ++i, from += from_stride) {
+      Operand *header = block + i * kHeader, *row = row_of(block, k, i);
+      if (factors == nullptr)
+        quantize_row(from, k, header, row);
+      else
+        quantize_row(ScaledRow<T>{from, factors}, k, header, row);
+    }
   }
 
   // Packs `count` rows of int8 W = B^T. Four values of a row move as one float.
@@ -374,15 +398,17 @@ class Int8Product {
   }
 
   // The scale follows from min(row, 0) and max(row, 0); with NaN or infinity it is NaN, and all
-  // values are 0. Rows narrower than 2^-100 are 0, since the inverse could overflow.
-  static void quantize_row(const T* from, long k, Operand* header, Operand* row) {
+  // values are 0. Rows narrower than 2^-100 are 0, since the inverse could overflow. Half of the
+  // width is finite if the row is.
+  template <class Row>
+  static void quantize_row(Row from, long k, Operand* header, Operand* row) {
     const Range range = range_of(from, k);
-    const float width = range.greatest + range.least;
-    const bool wide = range.finite && width < kInf && width >= 0x1p-100f;
-    const float inverse = wide ? kSteps / width : 0.0f;
+    const float half = 0.5f * range.greatest + 0.5f * range.least;
+    const bool wide = range.finite && half >= 0x1p-101f;
+    const float inverse = wide ? kHalfSteps / half : 0.0f;
     const int32_t zero_point =
         kHasDot8 && wide ? first_lane(round_to_integers(set1(range.least * inverse))) : 0;
-    Header found{wide ? width / kSteps : width < 0x1p-100f && range.finite ? 0.0f : kNan, 0};
+    Header found{!range.finite ? kNan : wide ? half / kHalfSteps : 0.0f, 0};
 #if defined(TF_DOT8)
     found.zero = as_pair(-kPairFactors[0] * zero_point, -kPairFactors[1] * zero_point);
 #endif
@@ -404,8 +430,8 @@ class Int8Product {
     return {as_float(least), as_float(greatest),
             (least < greatest ? greatest : least) < 0x7f800000};
   }
-  template <class From>
-  static Range range_of(const From* from, long k) {
+  template <class Row>
+  static Range range_of(Row from, long k) {
     Sums high[2] = {fill_sums(0), fill_sums(0)}, low[2] = {fill_sums(0), fill_sums(0)};
     const Sums sign = fill_sums(INT32_MIN);
     const auto widen = [&](Vec x, int u) __attribute__((always_inline)) {
@@ -418,8 +444,8 @@ class Int8Product {
     for (; p < k; p += kLanes) widen(load_some(from + p, k - p), 0);
     return range_from(reduce_max(max_sums(low[0], low[1])), reduce_max(max_sums(high[0], high[1])));
   }
-  template <class From>
-  static void quantize_values(const From* from, long k, float inverse, int32_t zero_point,
+  template <class Row>
+  static void quantize_values(Row from, long k, float inverse, int32_t zero_point,
                               Quantized* values) {
     const Vec factor = set1(inverse);
     const Sums shift = fill_sums(zero_point);
@@ -472,7 +498,7 @@ class Int8Product {
     return _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
   }
 #endif
-  static constexpr float kSteps = 254.0f, kNan = __builtin_nanf("");
+  static constexpr float kHalfSteps = 127.0f, kNan = __builtin_nanf("");
   static int32_t first_lane(Sums x) {
     int32_t lanes[kLanes];
     store_sums(lanes, x);
@@ -499,13 +525,14 @@ class Int8Product {
       next += steps * share;
     });
   }
-  static constexpr decltype(&int8_tile<1>) kTiles[] = {
-      int8_tile<1>,  int8_tile<2>,  int8_tile<3>, int8_tile<4>,  int8_tile<5>,  int8_tile<6>,
-#if defined(__AVX512F__) && !defined(__AMX_BF16__)
-      int8_tile<7>,  int8_tile<8>,  int8_tile<9>, int8_tile<10>, int8_tile<11>, int8_tile<12>,
-      int8_tile<13>, int8_tile<14>,
+#if defined(__AMX_BF16__)
+  static constexpr long kTile = 16, kFewRows = 4;  // few rows leave most of a tile empty
+  static constexpr int kVectorRows = kFewRows;
+#else
+  static constexpr int kVectorRows = kTileRows;
 #endif
-  };
+  static constexpr auto kTiles =
+      list_tiles<kVectorRows>([](auto rows) { return &int8_tile<decltype(rows)::value>; });
 
 #if defined(__AMX_BF16__)
   // Two tiles of rows by two of columns at a time, finished before the next: work between the
@@ -552,7 +579,6 @@ class Int8Product {
     Tiles::store_sums<kTwo>(c, kPanel);
     compiler_barrier();
   }
-  static constexpr long kTile = 16, kFewRows = 4;  // few rows leave most of a tile empty
 #endif
 };
 

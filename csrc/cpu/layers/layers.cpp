@@ -39,15 +39,20 @@ void check_block_input(const char* op, const Tensor& input) {
 }
 
 // Parameters of a linear layer with weight (n, k), and its cached packed copy. With a scale, one
-// float32 value per row of the weight, the weight is int8.
+// float32 value per row of the weight, the weight is int8, and there may be factors, one per
+// column, of the input.
 struct LinearParameters {
   Tensor weight;
-  MaybeTensor packed, bias, scale;
+  MaybeTensor packed, bias, scale, factors;
 
   LinearParameters(const char* op, const char* name, const MaybeTensor& w, const MaybeTensor& p,
-                   const MaybeTensor& b, const MaybeTensor& s, const Tensor& input, int64_t n,
-                   int64_t k)
-      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)), scale(as_contiguous(s)) {
+                   const MaybeTensor& b, const MaybeTensor& s, const MaybeTensor& f,
+                   const Tensor& input, int64_t n, int64_t k)
+      : weight(w ? *w : input),
+        packed(p),
+        bias(as_contiguous(b)),
+        scale(as_contiguous(s)),
+        factors(as_contiguous(f)) {
     const ScalarType type = input.scalar_type();
     STD_TORCH_CHECK(w && weight.is_cpu() &&
                         weight.scalar_type() == (scale ? ScalarType::Char : type) &&
@@ -62,11 +67,15 @@ struct LinearParameters {
     STD_TORCH_CHECK(
         scale->is_cpu() && scale->scalar_type() == ScalarType::Float && scale->numel() == n, op,
         ": the scale of ", name, " must have ", n, " float32 elements");
+    check_int8_factors(op, name, factors, k);
     if (int8_panels_of(weight, packed) == nullptr) packed = pack_int8_weight(weight);
   }
 
   const float* scales(int64_t from = 0) const {
     return scale ? static_cast<const float*>(scale->const_data_ptr()) + from : nullptr;
+  }
+  const float* input_factors() const {
+    return factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr;
   }
 };
 
@@ -117,24 +126,28 @@ class PackedLinear {
     kernels.block(args, begin, end, 0, (args.n + kernels.panel - 1) / kernels.panel,
                   bytes_of(kernel_scratch(), kernels.scratch(args)));
   }
-  // The same as run() with an 8-bit W, on this thread. x is quantised into `quantized`; if that is
-  // not nullptr, it is the result of a call with the same x. Returns it.
-  char* run_quantized(LinearArgs args, char* quantized, int64_t from = 0) const {
+  // The same as run() with an 8-bit W, on this thread. x is quantised into kernel scratch, unless
+  // `before`, called last with the same x, has done so with the same factors.
+  void run_quantized(LinearArgs args, const PackedLinear* before, int64_t from = 0) const {
     set_parameters(args, from);
     args.packed = panels_.from(from, args.k).data;
     const LinearKernels& kernels = *panels_.kernels;
-    if (quantized == nullptr) {
-      quantized = bytes_of(kernel_scratch(), kernels.panels_scratch(args));
-      kernels.fill(args, quantized);
-    }
+    char* quantized = bytes_of(kernel_scratch(), kernels.panels_scratch(args));
+    if (before == nullptr || !has_factors_of(*before)) kernels.fill(args, quantized);
     kernels.panels(args, 0, (args.n + kernels.panel - 1) / kernels.panel, quantized);
-    return quantized;
   }
 
  private:
   void set_parameters(LinearArgs& args, int64_t from) const {
     args.bias = offset_ptr(data_of(linear_.bias), type_, from);
     args.scale = linear_.scales(from);
+    args.factors = linear_.input_factors();
+  }
+  bool has_factors_of(const PackedLinear& other) const {
+    const float *mine = linear_.input_factors(), *theirs = other.linear_.input_factors();
+    if (mine == theirs) return true;
+    const size_t bytes = static_cast<size_t>(linear_.weight.size(1)) * sizeof(float);
+    return mine != nullptr && theirs != nullptr && std::memcmp(mine, theirs, bytes) == 0;
   }
 
   const LinearParameters& linear_;
@@ -218,22 +231,26 @@ struct Sublayer {
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
 // six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
-// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales. `norms`:
-// the kind of norm of each of `kinds`, or kNoNorm. `cross_parts`: how many of the query, key and
-// value projections the first weight of cross-attention contains.
+// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales and, unless
+// no weight has any, two vectors of factors. `norms`: the kind of norm of each of `kinds`, or
+// kNoNorm. `cross_parts`: how many of the query, key and value projections the first weight of
+// cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
                                      const std::vector<MaybeTensor>& scales,
+                                     const std::vector<MaybeTensor>& factors,
                                      const std::vector<double>& eps,
                                      const std::vector<int64_t>& norms, const Tensor& input,
                                      int64_t cross_parts) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
                       parameters.size() == 6 * count && packed.size() == 2 * count &&
-                      (scales.empty() || scales.size() == 2 * count),
-                  op, ": there must be 6 parameters, 2 packed weights, an eps and 2 or no scales ",
-                  "for each of ", count, " sub-layers, and ", kinds.size(), " sub-layers a layer");
+                      (scales.empty() || scales.size() == 2 * count) &&
+                      (factors.empty() || factors.size() == scales.size()),
+                  op, ": there must be 6 parameters, 2 packed weights, an eps, 2 or no scales and ",
+                  "2 or no vectors of factors for each of ", count, " sub-layers, and ",
+                  kinds.size(), " sub-layers a layer");
   STD_TORCH_CHECK(norms.size() == kinds.size(), op, ": there must be a kind of norm for each of ",
                   kinds.size(), " kinds of sub-layers");
   const int64_t width = input.size(input.dim() - 1);
@@ -244,8 +261,11 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
     const MaybeTensor* p = &parameters[6 * i];
     const auto linear = [&](const char* name, size_t which, int64_t n, int64_t k, size_t at) {
       const MaybeTensor* own = &parameters[6 * at + 2 * which];
-      return LinearParameters(op, name, own[0], packed[2 * at + which], own[1],
-                              scales.empty() ? MaybeTensor() : scales[2 * at + which], input, n, k);
+      const auto of = [&](const std::vector<MaybeTensor>& list) {
+        return list.empty() ? MaybeTensor() : list[2 * at + which];
+      };
+      return LinearParameters(op, name, own[0], packed[2 * at + which], own[1], of(scales),
+                              of(factors), input, n, k);
     };
     if (is_part(kind)) {
       const size_t next = i % kinds.size() + 1;
@@ -476,15 +496,16 @@ class LayerRunner {
     const int64_t y_stride = 3 * width_;
     x = offset_ptr(x, type_, begin * width_);
     char* to = static_cast<char*>(y) + begin * y_stride * attention_element();
-    char* quantized = nullptr;
+    std::optional<PackedLinear> before;
     for (const LinearParameters* parameters : each) {
       const PackedLinear linear(*parameters, type_, rows_, 0, type_, attention_type_);
       LinearArgs args = linear.arguments(x, end - begin, nullptr, to, width_);
       args.y_stride = y_stride;
       if (blocks_ > 0)
-        quantized = linear.run_quantized(args, quantized);
+        linear.run_quantized(args, before ? &*before : nullptr);
       else
         linear.run(args);
+      before.emplace(linear);
       to += width_ * attention_element();
     }
   }
@@ -507,7 +528,9 @@ class LayerRunner {
                          .residual = residual,
                          .residual_stride = width_,
                          .scale1 = first.scales(),
-                         .scale2 = second.scales()};
+                         .scale2 = second.scales(),
+                         .factors1 = first.input_factors(),
+                         .factors2 = second.input_factors()};
     if (!first.scale)
       return run_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
                               kHiddenSlot);
@@ -542,7 +565,8 @@ class LayerRunner {
       const LinearArgs down = second.arguments(hidden, rows, offset_ptr(residual, type_, place),
                                                offset_ptr(y, type_, place), width_);
       if (blocks_ > 0) {
-        values.run_quantized(up, gates.run_quantized(gate, nullptr), from);
+        gates.run_quantized(gate, nullptr);
+        values.run_quantized(up, &gates, from);
         second.run_rows(down, 0, rows);
       } else {
         gates.run(gate);
@@ -744,8 +768,8 @@ class Layers : LayerRunner {
 
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-              std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
-              std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
+              std::vector<MaybeTensor> scales, std::vector<MaybeTensor> factors,
+              std::vector<double> eps, bool norm_first, std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
               MaybeTensor mask, bool is_causal, MaybeTensor memory_mask, bool memory_is_causal,
               MaybeTensor starts, MaybeTensor memory_starts, MaybeTensor cos, MaybeTensor sin) {
   check_block_input(kOp, input);
@@ -764,7 +788,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
   run.set_rotation(cos, sin);
   Tensor output =
-      run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, norms, input, 3));
+      run.run(read_sublayers(kOp, each, parameters, packed, scales, factors, eps, norms, input, 3));
   trim_shared_scratch();
   return output;
 }
@@ -885,8 +909,9 @@ void check_places(const char* name, const Tensor& tensor, const Tensor& input, S
 
 Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
                     std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-                    std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
-                    int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
+                    std::vector<MaybeTensor> scales, std::vector<MaybeTensor> factors,
+                    std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
+                    MaybeTensor key_lengths) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
@@ -906,7 +931,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
   const std::vector<Sublayer> sublayers = read_sublayers(
-      kDecodeOp, kinds, parameters, packed, scales, eps,
+      kDecodeOp, kinds, parameters, packed, scales, factors, eps,
       std::vector<int64_t>(kinds.size(), static_cast<int64_t>(NormKind::layer)), input, 1);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
@@ -937,15 +962,14 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
-      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int[] norms, int heads, "
-      "int activation, bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
-      "bool memory_is_causal, Tensor? starts, Tensor? memory_starts, Tensor? cos, "
-      "Tensor? sin) -> Tensor");
+      "Tensor?[] packed, Tensor?[] scales, Tensor?[] factors, float[] eps, bool norm_first, "
+      "int[] norms, int heads, int activation, bool batch_first, Tensor? mask, bool is_causal, "
+      "Tensor? memory_mask, bool memory_is_causal, Tensor? starts, Tensor? memory_starts, "
+      "Tensor? cos, Tensor? sin) -> Tensor");
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
-      "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "
-      "int activation, "
-      "Tensor? mask, Tensor? key_lengths) -> Tensor");
+      "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, Tensor?[] factors, float[] eps, "
+      "bool norm_first, int activation, Tensor? mask, Tensor? key_lengths) -> Tensor");
   m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }
 

@@ -113,7 +113,8 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
               .y_stride = args.f,
               // As in the fused kernel.
               .activation = coarse(args.activation),
-              .scale = args.scale1},
+              .scale = args.scale1,
+              .factors = args.factors1},
              {TF_DISPATCH(int8_linear_kernels, type, type, hidden_type), args.packed1});
   run_linear({.type = type,
               .x = hidden,
@@ -128,7 +129,8 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
               .residual_stride = args.residual_stride,
               .y_stride = args.n,
               .activation = kIdentity,
-              .scale = args.scale2},
+              .scale = args.scale2,
+              .factors = args.factors2},
              {TF_DISPATCH(int8_linear_kernels, type, hidden_type, type), args.packed2});
 }
 

@@ -46,12 +46,14 @@ const void* int8_panels(const Tensor& weight, const std::optional<Tensor>& packe
 }
 
 void check_parameters(const char* op, const char* name, const Tensor& input, const Tensor& weight,
-                      const Tensor& scale, const std::optional<Tensor>& bias, int64_t columns) {
+                      const Tensor& scale, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& factors, int64_t columns) {
   check_int8_weight(op, name, weight);
   STD_TORCH_CHECK(weight.size(1) == columns, op, ": ", name, " must be (out, ", columns, ")");
   STD_TORCH_CHECK(scale.is_cpu() && scale.scalar_type() == ScalarType::Float && scale.dim() == 1 &&
                       scale.size(0) == weight.size(0),
                   op, ": the scale must have one float32 value per row of ", name);
+  check_int8_factors(op, name, factors, columns);
   if (!bias) return;
   check_type(op, "bias", *bias, input.scalar_type(), "input");
   STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
@@ -64,15 +66,16 @@ void check_input(const char* op, const Tensor& input) {
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
 }
 
-const float* floats_of(const Tensor& tensor) {
-  return static_cast<const float*>(tensor.const_data_ptr());
+const float* floats_of(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
 }
 
 Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> packed,
-                   std::optional<Tensor> bias, std::optional<Tensor> residual, int64_t activation) {
+                   std::optional<Tensor> bias, std::optional<Tensor> residual,
+                   std::optional<Tensor> factors, int64_t activation) {
   const char* op = "int8_linear";
   check_input(op, input);
-  check_parameters(op, "weight", input, weight, scale, bias, input.size(input.dim() - 1));
+  check_parameters(op, "weight", input, weight, scale, bias, factors, input.size(input.dim() - 1));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   Tensor output = empty_rows(input, n);
   if (residual) {
@@ -83,7 +86,7 @@ Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tens
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
-  const std::optional<Tensor> b = as_contiguous(bias);
+  const std::optional<Tensor> b = as_contiguous(bias), c = as_contiguous(factors);
   const Tensor s = as_contiguous(scale);
   const Element type = element_of(input);
   run_linear({.type = type,
@@ -99,7 +102,8 @@ Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tens
               .residual_stride = r.stride,
               .y_stride = n,
               .activation = checked_activation(op, activation),
-              .scale = floats_of(s)},
+              .scale = floats_of(s),
+              .factors = floats_of(c)},
              {&kernels_in_use(type), int8_panels(weight, packed, 0)});
   trim_shared_scratch();
   return output;
@@ -108,16 +112,19 @@ Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tens
 Tensor int8_feed_forward(Tensor input, Tensor weight1, Tensor scale1, std::optional<Tensor> packed1,
                          std::optional<Tensor> bias1, Tensor weight2, Tensor scale2,
                          std::optional<Tensor> packed2, std::optional<Tensor> bias2,
+                         std::optional<Tensor> factors1, std::optional<Tensor> factors2,
                          int64_t activation) {
   const char* op = "int8_feed_forward";
   check_input(op, input);
-  check_parameters(op, "weight1", input, weight1, scale1, bias1, input.size(input.dim() - 1));
-  check_parameters(op, "weight2", input, weight2, scale2, bias2, weight1.size(0));
+  check_parameters(op, "weight1", input, weight1, scale1, bias1, factors1,
+                   input.size(input.dim() - 1));
+  check_parameters(op, "weight2", input, weight2, scale2, bias2, factors2, weight1.size(0));
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   Tensor output = empty_rows(input, n);
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
+  const std::optional<Tensor> c1 = as_contiguous(factors1), c2 = as_contiguous(factors2);
   const Tensor s1 = as_contiguous(scale1), s2 = as_contiguous(scale2);
   const Element type = element_of(input);
   run_int8_feed_forward({.type = type,
@@ -134,7 +141,9 @@ Tensor int8_feed_forward(Tensor input, Tensor weight1, Tensor scale1, std::optio
                          .x_stride = x.stride,
                          .activation = checked_activation(op, activation),
                          .scale1 = floats_of(s1),
-                         .scale2 = floats_of(s2)},
+                         .scale2 = floats_of(s2),
+                         .factors1 = floats_of(c1),
+                         .factors2 = floats_of(c2)},
                         2);
   trim_shared_scratch();
   return output;
@@ -148,6 +157,13 @@ void check_int8_weight(const char* op, const char* name, const Tensor& weight) {
   STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
   STD_TORCH_CHECK(weight.size(1) <= kMaxInt8Depth, op, ": ", name, " must have at most ",
                   kMaxInt8Depth, " columns");
+}
+
+void check_int8_factors(const char* op, const char* name, const std::optional<Tensor>& factors,
+                        int64_t columns) {
+  STD_TORCH_CHECK(!factors || (factors->is_cpu() && factors->scalar_type() == ScalarType::Float &&
+                               factors->dim() == 1 && factors->size(0) == columns),
+                  op, ": the factors must have one float32 value per column of ", name);
 }
 
 const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed) {

@@ -71,7 +71,7 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   const auto* w2 = static_cast<const char*>(args.packed2);
   First::enter();
   First::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k,
-              work.x);
+              work.x, args.factors1);
   with_coarse_activation(args.activation, [&](auto activation) {
     for (long j = 0; j < args.f; j += kPanel, w1 += First::panel_size(args.k)) {
       First::multiply(
@@ -89,7 +89,7 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
           {work.hidden + j, work.hidden_stride * static_cast<long>(sizeof(Hidden))});
     }
   });
-  Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized);
+  Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized, args.factors2);
   T* y = static_cast<T*>(args.y) + begin * args.n;
   const auto* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;

@@ -52,6 +52,9 @@ Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int 
 Tensor pack_int8_weight(const Tensor& weight);
 const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed);
 void check_int8_weight(const char* op, const char* name, const Tensor& weight);
+// Of the columns that the weight `name` is multiplied by.
+void check_int8_factors(const char* op, const char* name, const std::optional<Tensor>& factors,
+                        int64_t columns);
 
 // Panels for products with W instead of W^T, packed now.
 Panels column_panels_of(const Tensor& weight, int slot, int64_t m);

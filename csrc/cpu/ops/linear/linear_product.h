@@ -128,6 +128,16 @@ class RowEpilogue {
   bool multiplies_;
 };
 
+// Packs `rows` rows of x from row `row` on.
+template <class X, class P>
+void fill_rows(const LinearArgs& args, long row, long rows, typename P::Operand* block) {
+  const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
+  if constexpr (P::kQuantizes)
+    P::fill(x, args.x_stride, rows, args.k, block, args.factors);
+  else
+    P::fill(x, args.x_stride, rows, args.k, block);
+}
+
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).
 template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 void row_panels(const LinearArgs& args, long row, long rows, long begin, long end, void* scratch) {
@@ -135,7 +145,7 @@ void row_panels(const LinearArgs& args, long row, long rows, long begin, long en
   auto* a = static_cast<typename P::Operand*>(scratch);
   float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), args.k));
   const long size = P::panel_size(args.k);
-  P::fill(static_cast<const X*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+  fill_rows<X, P>(args, row, rows, a);
   const RowEpilogue<T, P, X, Y> row_epilogue(args, row, a);
   for (long p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
@@ -218,8 +228,7 @@ long packed_bytes(long n, long k) {
 
 template <class X, class P = PackedProduct<X>>
 void fill(const LinearArgs& args, void* scratch) {
-  P::fill(static_cast<const X*>(args.x), args.x_stride, args.m, args.k,
-          static_cast<typename P::Operand*>(scratch));
+  fill_rows<X, P>(args, 0, args.m, static_cast<typename P::Operand*>(scratch));
 }
 
 // Without args.packed, packs panels for this product only, in the cache of the thread that
