@@ -63,13 +63,15 @@ def flat(sublayers: list[list[Any]]) -> list[Any]:
 def _linear(x: Tensor, weight: Any, bias: Any) -> Tensor:
     if isinstance(weight, Tensor):
         return linear(x, weight, bias, None, None)
-    return int8_linear(x, *weight, bias, None, None)
+    values, scale, factors = weight
+    return int8_linear(x, values, scale, bias, None, None, factors)
 
 
 def _network(x: Tensor, w1: Any, b1: Any, w2: Any, b2: Any, activation: str) -> Tensor:
     if isinstance(w1, Tensor):
         return feed_forward(x, w1, b1, w2, b2, activation, 0.0, None)
-    return int8_feed_forward(x, *w1, b1, *w2, b2, activation)
+    (w1, s1, f1), (w2, s2, f2) = w1, w2
+    return int8_feed_forward(x, w1, s1, b1, w2, s2, b2, activation, f1, f2)
 
 
 def step_of_parts(
@@ -166,9 +168,12 @@ def test_a_step_matches_its_ops(
         # In fp64 products with the values that the quantised weights stand for.
         for sublayer in weights if quantized else ():
             for i in (0, 2):
-                values, scale = quantize_weight(sublayer[i])
+                columns = torch.arange(sublayer[i].shape[1])
+                factors = (-(columns % 3)).float().exp2() if beams > 1 else None
+                values, scale = quantize_weight(sublayer[i], factors)
                 exact = values.to(kind) * scale[:, None].to(kind)
-                sublayer[i] = exact if kind == torch.float64 else (values, scale)
+                exact = exact if factors is None else exact * factors
+                sublayer[i] = exact if kind == torch.float64 else (values, scale, factors)
         remembered = [to(m) for m in memories]
         given = to(x)
         before = given.clone()
@@ -180,7 +185,7 @@ def test_a_step_matches_its_ops(
         x: Tensor, cache: Tensor, start: int, weights: Any, memories: Any, norm_first: bool,
         activation: str, mask: Tensor | None, lengths: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        scales = [s[i][1] for s in weights for i in (0, 2)] if quantized else []
+        scales = [s[i][n] for s in weights for n in (1, 2) for i in (0, 2)] if quantized else []
         tensors = [w[0] if isinstance(w, tuple) else w for s in weights for w in s]
         tensors = [w if w is None else torch.nn.Parameter(w, False) for w in tensors]
         eps = [1e-5] * len(weights)

@@ -128,8 +128,7 @@ def test_special_rows(int8_isa, dtype):
 @pytest.mark.parametrize("factors", [False, True])
 def test_rows_whose_range_exceeds_float32_have_the_error_of_their_steps(int8_isa, factors):
     x, weight, scale, bias = drawn(40, 70, 30)
-    for row in x:
-        row *= 3.0e38 / row.abs().amax()
+    x = x / x.abs().amax(-1, keepdim=True) * 3e38
     x[0, :2], x[1, :2] = torch.tensor([2e38, -2e38]), torch.finfo(torch.float32).max
     scale = scale * 1e-4  # no sum exceeds float32
     given = torch.ones(70).scatter(0, torch.arange(0, 70, 3), 0.25) if factors else None
@@ -209,29 +208,30 @@ def test_the_error_is_that_of_rounding_to_the_steps(kind):
 WIDTH, HEADS, HIDDEN = 64, 4, 100
 
 
-def sublayers(kinds: list[int]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the parameters, scales and factors of two layers; some weights have no factors."""
+def sublayers(kinds: list[int]) -> tuple[list[Any], list[Any]]:
+    """Returns the parameters and scales of two layers; some weights have no factors of the input."""
     generator = torch.Generator().manual_seed(0)
     parameters: list[Any] = []
     scales: list[Any] = []
-    factors: list[Any] = []
     attends, network = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH)), ((HIDDEN, WIDTH), (WIDTH, HIDDEN))
     for kind in 2 * kinds:
+        both: list[Any] = []
         for rows, columns in network if kind == 2 else attends:
             weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
             drawn = torch.randint(-3, 1, (columns,), generator=generator).float().exp2()
-            factors.append(drawn if len(factors) % 4 else None)
-            values, scale = reference.quantize_weight(weight, factors[-1])
+            factors = drawn if len(parameters) % 3 else None
+            values, scale = reference.quantize_weight(weight, factors)
             parameters += [torch.nn.Parameter(values, requires_grad=False)]
             parameters += [torch.randn(rows, generator=generator)]
-            scales.append(scale)
+            both.append((scale, factors))
+        scales += [scale for scale, _ in both] + [factors for _, factors in both]
         parameters += [torch.randn(WIDTH, generator=generator), None]
-    return parameters, scales, factors
+    return parameters, scales
 
 
 def by_ops(
     x: Tensor, memory: Tensor, kinds: list[int], parameters: list[Any], scales: list[Any],
-    factors: list[Any], norm_first: bool, lowp: torch.dtype,
+    norm_first: bool, lowp: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """What fused layers compute, one op after the other; attention in ``lowp``."""
 
@@ -243,8 +243,7 @@ def by_ops(
 
     for i, kind in enumerate(2 * kinds):
         w1, b1, w2, b2, weight, _ = parameters[6 * i : 6 * i + 6]
-        s1, s2 = scales[2 * i : 2 * i + 2]
-        f1, f2 = factors[2 * i : 2 * i + 2]
+        s1, s2, f1, f2 = scales[4 * i : 4 * i + 4]
         entered = norm(x, weight) if norm_first else x
         if kind == 2:
             y = x + int8_feed_forward(entered, w1, s1, b1, w2, s2, b2, "gelu", f1, f2)
@@ -260,9 +259,8 @@ def by_ops(
 
 
 def fused(
-    x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any],
-    factors: list[Any], first: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor, memory: Any, kinds: list[int], parameters: list[Any], scales: list[Any], first: bool
+) -> Tensor:
     given = x, None, False, memory if 1 in kinds else None
     rest = (
         kinds,
@@ -273,7 +271,6 @@ def fused(
         "gelu",
         parameters,
         scales,
-        factors,
         [1e-5] * (len(parameters) // 6),
     )
     return cpu_blocks.layers(torch.nn.Module(), *rest, *given)
@@ -283,10 +280,10 @@ def fused(
 @pytest.mark.parametrize("kinds", [[0, 2], [0, 1, 2]], ids=str)
 def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, kinds):
     """In few rows, whose products the threads share, and in blocks of rows that threads take."""
-    parameters, scales, factors = sublayers(kinds)
+    parameters, scales = sublayers(kinds)
     plain = [p if p is None else p.detach() for p in parameters]  # no Parameters: no packed copies
     lowp = torch.bfloat16 if "bf16" in _native.module.dot_types() else torch.float32
-    rest = kinds, parameters, scales, factors, norm_first
+    rest = kinds, parameters, scales, norm_first
     for batch, length in ((1, 3), (3, 37)):
         x, memory = torch.randn(batch, length, WIDTH), torch.randn(batch, 21, WIDTH)
         run = functools.partial(fused, x, memory, *rest)
@@ -294,7 +291,7 @@ def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, 
             found = run()
             check_threads(run)
             assert same_bits(found, by_ops(x, memory, *rest, lowp)), (batch, length)
-            assert same_bits(fused(x, memory, kinds, plain, scales, factors, norm_first), found)
+            assert same_bits(fused(x, memory, kinds, plain, scales, norm_first), found)
             assert same_bits(fused(x[:1], memory[:1], *rest), found[:1])
 
 

@@ -59,7 +59,6 @@ def layers(
     activation: str | None,
     parameters: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
-    factors: Sequence[Tensor | None],
     eps: Sequence[float],
     input: Tensor,
     mask: Tensor | None = None,
@@ -81,10 +80,8 @@ def layers(
         parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
             maps of attention are those of queries, keys and values, (3 M, M), and of the output,
             (M, M); a network's (F, M) and (M, F), a gated one's (2 F, M) and (M, F).
-        scales: of each sub-layer those of the two weights, (rows of the weight,), if they are int8;
-            empty: none is.
-        factors: of each sub-layer those of the inputs of the two weights, (columns of the weight,), or
-            None; empty: none has any.
+        scales: of each sub-layer those of the two weights, (rows of the weight,), and of their inputs,
+            (columns of the weight,) or None, if the weights are int8; empty: none is.
         eps: of each sub-layer's norm.
         input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
         mask: of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: of attention
@@ -99,9 +96,9 @@ def layers(
         packed = _packed[owner] = PackedWeights()
     rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.layers.cpu(
-        input, memory, kinds, parameters, packed(_weights(parameters), rows), scales, factors, eps,
-        norm_first, norms, heads, CODES[activation], batch_first, mask, is_causal, memory_mask,
-        memory_is_causal, starts, memory_starts, cos, sin,
+        input, memory, kinds, parameters, packed(_weights(parameters), rows), scales, eps, norm_first,
+        norms, heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
+        starts, memory_starts, cos, sin,
     )  # fmt: skip
 
 
@@ -120,7 +117,7 @@ class DecodeStack:
             none) and feed-forward network six: first weight, bias, second weight, bias, norm's
             weight, bias. Weights are those of self-attention (3 M, M) and (M, M), of attention to
             the memory (M, M) both, and of the network (F, M) and (M, F).
-        scales, factors: as in `layers`.
+        scales: as in `layers`.
         eps: of each sub-layer's norm.
         norm_first: ``x + f(norm(x))`` instead of ``norm(x + f(x))``.
         activation: the network's.
@@ -134,7 +131,6 @@ class DecodeStack:
         self,
         parameters: Sequence[Tensor | None],
         scales: Sequence[Tensor | None],
-        factors: Sequence[Tensor | None],
         eps: Sequence[float],
         norm_first: bool,
         activation: str,
@@ -146,8 +142,7 @@ class DecodeStack:
         self.parameters = list(parameters)
         self.weights, self.rows = _weights(parameters), rows
         self.packed = PackedWeights()
-        self.scales, self.factors = list(scales), list(factors)
-        self.eps, self.norm_first = list(eps), norm_first
+        self.scales, self.eps, self.norm_first = list(scales), list(eps), norm_first
         self.activation = CODES[activation]
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
 
@@ -160,8 +155,8 @@ class DecodeStack:
         """
         return torch.ops.transformer_fast.decode_stack.cpu(
             input, cache, start, self.memories, self.parameters,
-            self.packed(self.weights, self.rows), self.scales, self.factors, self.eps,
-            self.norm_first, self.activation, self.mask, self.key_lengths,
+            self.packed(self.weights, self.rows), self.scales, self.eps, self.norm_first, self.activation,
+            self.mask, self.key_lengths,
         )  # fmt: skip
 
 

@@ -61,10 +61,9 @@ class Parameters(NamedTuple):
     #: For each sub-layer weight1, bias1, weight2, bias2, and the norm's weight and bias. Quantised
     #: weights are given by their int8 values.
     tensors: list[Any]
-    #: For each sub-layer the scales of its two weights; None: not quantised. Empty: none of all is.
+    #: For each sub-layer the scales of its two weights, None if not quantised, and the factors of their
+    #: inputs, or None. Empty: no weight of all is quantised.
     scales: list[Tensor | None]
-    #: For each sub-layer the factors of the inputs of its two weights, or None. Empty: as scales.
-    factors: list[Tensor | None]
     #: The floating-point tensors, and those of the quantised weights.
     floats: list[Any]
     quantized: list[Any]
@@ -73,19 +72,21 @@ class Parameters(NamedTuple):
     def of(given: list[Any]) -> Parameters:
         """``given``: as ``tensors``, with `Int8Weight`s. Raises `Unreadable`."""
         if Int8Weight not in map(type, given):
-            return Parameters(given, [], [], given, [])
+            return Parameters(given, [], given, [])
         weights = [given[i + j] for i in range(0, len(given), 6) for j in (0, 2)]
         found = [isinstance(weight, Int8Weight) for weight in weights]
         if found[0::2] != found[1::2]:
             raise Unreadable("weights are int8 in part")
         tensors = [p.values if isinstance(p, Int8Weight) else p for p in given]
-        scales, factors = (
-            [getattr(weight, name, None) for weight in weights] for name in ("scale", "factors")
-        )
+        scales = [
+            getattr(weight, name, None)
+            for pair in zip(weights[0::2], weights[1::2], strict=True)
+            for name in ("scale", "factors")
+            for weight in pair
+        ]
         floats = [p for p in given if not isinstance(p, Int8Weight)]
         int8 = [w for w in weights if isinstance(w, Int8Weight)]
-        quantized = [t for w in int8 for t in (w.values, w.scale)]
-        return Parameters(tensors, scales, factors, floats, quantized)
+        return Parameters(tensors, scales, floats, [t for w in int8 for t in (w.values, w.scale)])
 
 
 def _options(layer: Layer) -> tuple[Any, ...]:
@@ -162,8 +163,7 @@ def _prepare(
         grad = wants_grad(*tensors, *own[:2], *cross[:2])
         op = "encoder_layer" if memory is None else "decoder_layer"
         call = Call(op, tensors, grad, LayerArguments(p, options[-1], given.quantized, gated))
-        arguments = (layers[0].module, *options, *given[:3], eps)
-        calls.append((call, arguments))
+        calls.append((call, (layers[0].module, *options, given.tensors, given.scales, eps)))
     if memory is not None:
         batch = 0 if groups[0][0][4] else 1
         if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):

@@ -230,7 +230,7 @@ def freed_weights(module: torch.nn.Module) -> list[tuple[str, FreedWeight]]:
 
 
 def is_freed(module: torch.nn.Module) -> bool:
-    return INT8 in module.__dict__ and bool(freed_weights(module))
+    return any(type(parameter) is FreedWeight for parameter in module._parameters.values())
 
 
 class FreedWeight(Tensor):
@@ -299,8 +299,9 @@ class FreedWeight(Tensor):
             values, scale, factors = new.held.values, new.held.scale, new.held.factors
             held.factors = None if factors is None else factors.clone()
         else:
+            new = torch.empty(self.shape, dtype=self.dtype, device=self.device).copy_(new.detach())
             turned = new.t() if self.transposed else new
-            values, scale = functional.quantize_weight(turned.detach(), held.factors)
+            values, scale = functional.quantize_weight(turned, held.factors)
             values = values.t() if self.transposed else values
         with torch.no_grad():
             held.values.copy_(values)
@@ -328,7 +329,7 @@ class FreedWeight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
+        if func is torch.ops.aten.detach.default and type(args[0]) is FreedWeight:
             return FreedWeight(args[0].held, args[0].transposed)
         if func is torch.ops.aten.copy_.default and type(args[0]) is FreedWeight:
             args[0].write(args[1])
@@ -449,7 +450,7 @@ class HoldsInt8(torch.nn.Module):
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        freed = freed_weights(self) if INT8 in self.__dict__ else []
+        freed = freed_weights(self)
         for name, _ in freed:
             self._parameters[name] = None
         try:
@@ -462,7 +463,7 @@ class HoldsInt8(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        for name, weight in freed_weights(self) if INT8 in self.__dict__ else ():
+        for name, weight in freed_weights(self):
             held = weight.held
             parts = (name, held.values), (SCALE_OF.format(name), held.scale)
             parts = *parts, (FACTORS_OF.format(name), held.factors)  # type: ignore[assignment]

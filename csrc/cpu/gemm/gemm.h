@@ -137,9 +137,8 @@ constexpr auto list_tiles(const F& of) {
 }
 
 template <Form kForm, int kVecs>
-constexpr auto kTilesOfVecs = list_tiles([](auto rows) -> TileFunction {
-  return tile<kForm, decltype(rows)::value, kVecs>;
-});
+constexpr auto kTilesOfVecs =
+    list_tiles([](auto rows) -> TileFunction { return tile<kForm, decltype(rows)::value, kVecs>; });
 // For results of one and of two vectors.
 template <Form kForm>
 constexpr TileList<TileFunction, kTileRows> kTiles[2] = {kTilesOfVecs<kForm, 1>,
@@ -170,8 +169,8 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
                           float* c, long c_stride, long columns, bool accumulate,
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
-  const TileFunction* tiles = m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs]
-                                                             : kTiles<kForm>[vecs].functions;
+  const TileFunction* tiles =
+      m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs] : kTiles<kForm>[vecs].functions;
   constexpr long kRowBytes = kPanel * static_cast<long>(sizeof(float));
   if (m <= kTileRows && k <= kKBlock)
     return tiles[m - 1](a, a_stride, panel, k, c, c_stride, accumulate,

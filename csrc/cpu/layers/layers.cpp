@@ -231,26 +231,22 @@ struct Sublayer {
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
 // six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
-// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales and, unless
-// no weight has any, two vectors of factors. `norms`: the kind of norm of each of `kinds`, or
-// kNoNorm. `cross_parts`: how many of the query, key and value projections the first weight of
-// cross-attention contains.
+// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales and two
+// vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm. `cross_parts`: how
+// many of the query, key and value projections the first weight of cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
                                      const std::vector<MaybeTensor>& scales,
-                                     const std::vector<MaybeTensor>& factors,
                                      const std::vector<double>& eps,
                                      const std::vector<int64_t>& norms, const Tensor& input,
                                      int64_t cross_parts) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
                       parameters.size() == 6 * count && packed.size() == 2 * count &&
-                      (scales.empty() || scales.size() == 2 * count) &&
-                      (factors.empty() || factors.size() == scales.size()),
-                  op, ": there must be 6 parameters, 2 packed weights, an eps, 2 or no scales and ",
-                  "2 or no vectors of factors for each of ", count, " sub-layers, and ",
-                  kinds.size(), " sub-layers a layer");
+                      (scales.empty() || scales.size() == 4 * count),
+                  op, ": there must be 6 parameters, 2 packed weights, an eps and 4 or no scales ",
+                  "for each of ", count, " sub-layers, and ", kinds.size(), " sub-layers a layer");
   STD_TORCH_CHECK(norms.size() == kinds.size(), op, ": there must be a kind of norm for each of ",
                   kinds.size(), " kinds of sub-layers");
   const int64_t width = input.size(input.dim() - 1);
@@ -261,11 +257,11 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
     const MaybeTensor* p = &parameters[6 * i];
     const auto linear = [&](const char* name, size_t which, int64_t n, int64_t k, size_t at) {
       const MaybeTensor* own = &parameters[6 * at + 2 * which];
-      const auto of = [&](const std::vector<MaybeTensor>& list) {
-        return list.empty() ? MaybeTensor() : list[2 * at + which];
+      const auto scale = [&](size_t i) {
+        return scales.empty() ? MaybeTensor() : scales[4 * at + i];
       };
-      return LinearParameters(op, name, own[0], packed[2 * at + which], own[1], of(scales),
-                              of(factors), input, n, k);
+      return LinearParameters(op, name, own[0], packed[2 * at + which], own[1], scale(which),
+                              scale(2 + which), input, n, k);
     };
     if (is_part(kind)) {
       const size_t next = i % kinds.size() + 1;
@@ -768,8 +764,8 @@ class Layers : LayerRunner {
 
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-              std::vector<MaybeTensor> scales, std::vector<MaybeTensor> factors,
-              std::vector<double> eps, bool norm_first, std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
+              std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
+              std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
               MaybeTensor mask, bool is_causal, MaybeTensor memory_mask, bool memory_is_causal,
               MaybeTensor starts, MaybeTensor memory_starts, MaybeTensor cos, MaybeTensor sin) {
   check_block_input(kOp, input);
@@ -788,7 +784,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
   run.set_rotation(cos, sin);
   Tensor output =
-      run.run(read_sublayers(kOp, each, parameters, packed, scales, factors, eps, norms, input, 3));
+      run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, norms, input, 3));
   trim_shared_scratch();
   return output;
 }
@@ -909,9 +905,8 @@ void check_places(const char* name, const Tensor& tensor, const Tensor& input, S
 
 Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
                     std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-                    std::vector<MaybeTensor> scales, std::vector<MaybeTensor> factors,
-                    std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
-                    MaybeTensor key_lengths) {
+                    std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
+                    int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
@@ -931,7 +926,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
                   ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
   const std::vector<Sublayer> sublayers = read_sublayers(
-      kDecodeOp, kinds, parameters, packed, scales, factors, eps,
+      kDecodeOp, kinds, parameters, packed, scales, eps,
       std::vector<int64_t>(kinds.size(), static_cast<int64_t>(NormKind::layer)), input, 1);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
@@ -962,14 +957,15 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "layers.cpu(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
-      "Tensor?[] packed, Tensor?[] scales, Tensor?[] factors, float[] eps, bool norm_first, "
-      "int[] norms, int heads, int activation, bool batch_first, Tensor? mask, bool is_causal, "
-      "Tensor? memory_mask, bool memory_is_causal, Tensor? starts, Tensor? memory_starts, "
-      "Tensor? cos, Tensor? sin) -> Tensor");
+      "Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, int[] norms, int heads, "
+      "int activation, bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
+      "bool memory_is_causal, Tensor? starts, Tensor? memory_starts, Tensor? cos, "
+      "Tensor? sin) -> Tensor");
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
-      "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, Tensor?[] factors, float[] eps, "
-      "bool norm_first, int activation, Tensor? mask, Tensor? key_lengths) -> Tensor");
+      "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "
+      "int activation, "
+      "Tensor? mask, Tensor? key_lengths) -> Tensor");
   m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }
 

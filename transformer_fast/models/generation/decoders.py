@@ -222,7 +222,7 @@ def bind_stack(
     if kernel is None or sample.shape[0] == 0 or is_traced():
         return None
     return kernel.function(  # type: ignore[no-any-return]
-        *given[:3], eps, stack.norm_first, activation, sample.shape[0], memories, mask,
+        given.tensors, given.scales, eps, stack.norm_first, activation, sample.shape[0], memories, mask,
         key_lengths,
     )  # fmt: skip
 
