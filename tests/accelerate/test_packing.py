@@ -389,9 +389,8 @@ def test_mpnet_refuses_masks_that_hide_nothing() -> None:
             ):
                 ours(tokens, mask)
         mask = torch.where(hidden == 1, 0.0, torch.finfo(torch.float32).min)
-        torch.testing.assert_close(
-            ours(tokens, mask)[0], theirs(tokens, mask)[0], rtol=1e-3, atol=1e-3
-        )
+        states = (model(tokens, mask)[0][:, :3] for model in (ours, theirs))
+        torch.testing.assert_close(*states, rtol=1e-3, atol=1e-3)
 
 
 def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:

@@ -51,6 +51,7 @@ _SIZES = {
 _SOUND = {
     **_ENCODER, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
 }  # fmt: skip
 FAMILIES = (
     "Albert", "Bert", "Camembert", "DebertaV2", "DistilBert", "Electra", "Esm", "ModernBert",
