@@ -112,7 +112,7 @@ def test_calls_run_little_python(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 #: Packages and modules in the order in which they may import: each only those before it.
 _ORDER = """
-_version _switches _on_import _context _native _console reference proof ops specs dispatch fast_path
+_version _switches _on_import _native _context _console reference proof ops specs dispatch fast_path
 memory backends functional testing _sdpa_operators _sdpa nn models _explain compile accelerate
 measure cli training viz __init__ __main__
 """

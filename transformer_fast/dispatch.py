@@ -28,6 +28,7 @@ from ._context import (
     is_exporting,
     is_jit_tracing,
     is_transformed,
+    settings,
 )
 from .ops.arguments import RECORDS, LayerArguments
 from .reference import ANNOTATED as ANNOTATED
@@ -360,7 +361,7 @@ def only_pytorch_runs(op: str, first: Tensor) -> bool:
 
 def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     """Returns the reason why a later backend is preferred for a supported call, or None."""
-    if is_compiling() or current_settings().batch_invariant:
+    if is_compiling() or settings.current.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype
     for limit in kernel.prefers_later:
@@ -423,7 +424,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     backend does not support the call, or in strict mode if only the reference does.
     """
-    now = current_settings()
+    now = settings.traced or settings.current  # `current_settings` without a call
     if backend is None:
         backend = now.backend
     if has_transforms() and _is_transformed(call):
@@ -526,8 +527,9 @@ def find(call: Call) -> Kernel | None:
 
     A named backend runs its own kernel for it, or its own ops.
     """
+    backend = (settings.traced or settings.current).backend  # `current_settings` without a call
     for kernel in candidates(call.op, call.tensors[0]):
-        if current_settings().backend in (None, kernel.backend) and _supports(kernel, call):
+        if backend in (None, kernel.backend) and _supports(kernel, call):
             return None if is_transformed(*call.tensors) else kernel
     return None
 
