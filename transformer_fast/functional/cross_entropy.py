@@ -187,9 +187,11 @@ def cross_entropy(
         and settings.current.falls_back
         and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
     ):
-        return _run_pytorchs(
-            input, target, None, None, ignore_index, None, reduction, label_smoothing
+        wide = input if input.dtype is fast_path.FLOAT else input.float()  # see `_run_pytorchs`
+        loss = F.cross_entropy(
+            wide, target, None, None, ignore_index, None, reduction, label_smoothing
         )
+        return loss if wide is input else loss.to(_result_dtype(input))
     probable = _is_floating(target)
     deferred = defers_to_torch("cross_entropy", backend, input, target)
     if deferred or others or probable:
