@@ -173,8 +173,8 @@ def cuda_version() -> str:
 
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"the native kernels need Linux on x86-64; this is {system} on {machine}")
+    if system != "Linux" or machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
+        raise BuildError(f"the native kernels need Linux on x86-64 or 64-bit ARM; this is {system} on {machine}")
     compiler = os.environ.get("CXX", "").split()
     names = compiler[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in names):

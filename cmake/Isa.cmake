@@ -14,7 +14,13 @@ set(_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vec
 set(_avx512_vnni ${_avx512} -mavx512vnni)
 # The table of csrc/cpu/core/isa.h: sets in ascending order of preference, and the set that each one
 # extends.
-set(TF_ALL_ISAS baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+  set(TF_ALL_ISAS neon neon_dot neon_i8mm)
+  set(_other_isas baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
+else()
+  set(TF_ALL_ISAS baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
+  set(_other_isas neon neon_dot neon_i8mm)
+endif()
 if(NOT TF_ISAS)
   set(TF_ISAS ${TF_ALL_ISAS})
 endif()
@@ -26,6 +32,16 @@ set(TF_EXTENDS_avx512_vnni avx512)
 set(TF_EXTENDS_avx512_bf16 avx512_vnni)
 set(TF_EXTENDS_amx avx512_bf16)
 
+set(TF_EXTENDS_neon "")
+set(TF_EXTENDS_neon_dot neon)
+set(TF_EXTENDS_neon_i8mm neon_dot)
+set(TF_FLAGS_neon "")  # ARMv8.0: its vectors are part of every 64-bit ARM
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # GCC schedules before it allocates registers on ARM, not on x86, and then spills register tiles.
+  set(TF_FLAGS_neon -fno-schedule-insns)
+endif()
+set(TF_FLAGS_neon_dot ${TF_FLAGS_neon} -march=armv8.2-a+dotprod)
+set(TF_FLAGS_neon_i8mm ${TF_FLAGS_neon} -march=armv8.2-a+dotprod+i8mm)
 set(TF_FLAGS_baseline "")
 set(TF_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(TF_FLAGS_avx_vnni ${TF_FLAGS_avx2} -mavxvnni)
@@ -40,6 +56,10 @@ endif()
 
 # An old compiler may lack the newest sets: kernels then go without those builds.
 set(TF_ISA_DEFINITIONS "")
+foreach(isa ${_other_isas})
+  string(TOUPPER ${isa} upper)
+  list(APPEND TF_ISA_DEFINITIONS TF_HAVE_${upper}=0)
+endforeach()
 foreach(isa ${TF_ALL_ISAS})
   set(have 0)
   string(REPLACE ";" " " flags "${TF_FLAGS_${isa}}")
@@ -56,10 +76,10 @@ endforeach()
 set(TF_KERNEL_OBJECTS "")
 
 # What the macros of csrc/cpu/core/isa.h declare a kernel for.
-set(TF_KERNEL baseline avx2 avx512)
+set(TF_KERNEL baseline avx2 avx512 neon)
 set(TF_KERNEL_AMX ${TF_KERNEL} avx512_bf16 amx)
 set(TF_KERNEL_UNITS avx512_bf16 amx)
-set(TF_KERNEL_INT8 ${TF_KERNEL_AMX} avx_vnni avx512_vnni)
+set(TF_KERNEL_INT8 ${TF_KERNEL_AMX} avx_vnni avx512_vnni neon_dot neon_i8mm)
 set(TF_KERNEL_BF16X3 amx)
 
 # tf_add_kernel(<path> <macro>...): builds csrc/cpu/<path>_kernel.cpp, into namespace tf::<isa>. Of the

@@ -42,6 +42,11 @@ py::dict build_info() {
 py::dict cpu_features() {
   const tf::CpuFeatures& cpu = tf::cpu_features();
   py::dict features;
+#if defined(__aarch64__)
+  features["neon"] = cpu.neon;
+  features["dotprod"] = cpu.dotprod;
+  features["i8mm"] = cpu.i8mm;
+#else
   features["avx2"] = cpu.avx2;
   features["fma"] = cpu.fma;
   features["f16c"] = cpu.f16c;
@@ -55,6 +60,7 @@ py::dict cpu_features() {
   features["amx_tile"] = cpu.amx_tile;
   features["amx_bf16"] = cpu.amx_bf16;
   features["amx_int8"] = cpu.amx_int8;
+#endif
   return features;
 }
 
@@ -143,7 +149,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
   m.def("isa", [] { return tf::isa_name(tf::current_isa()); }, "The instruction set in use.");
   m.def(
-      "is_intel", [] { return __builtin_cpu_is("intel") != 0; },
+      "is_intel", &tf::is_intel,
       "Whether Intel made this CPU: on others MKL, behind PyTorch's products, does without "
       "AVX-512.");
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");

@@ -44,7 +44,7 @@ ISAS = tuple(isa for isa in INT8_ISAS if "vnni" not in isa)
 ISAS_AND_INT8 = [(isa, int8) for int8 in (False, True) for isa in (INT8_ISAS if int8 else ISAS)]
 #: Instruction sets with their own builds of the fp32 kernels, and all pairs (dtype, instruction
 #: set) that select different builds.
-FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512"))
+FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512", "neon"))
 BUILDS = [(d, isa) for d in DTYPES for isa in (FLOAT_ISAS if d == torch.float32 else ISAS)]
 
 

@@ -43,8 +43,8 @@ def _build_record() -> ModuleType | None:
 def _why_absent() -> str:
     """Returns the reason why there is no module for this interpreter."""
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
-        return f"the native kernels need Linux on x86-64; this is {system} on {machine}"
+    if system != "Linux" or machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
+        return f"the native kernels need Linux on x86-64 or 64-bit ARM; this is {system} on {machine}"
     record = _build_record()
     if record is None:
         return "the native module was not built: run `pip install .` or `make build`"

@@ -1,6 +1,8 @@
 #include "cpu/core/isa.h"
 
+#if !defined(__aarch64__)
 #include <cpuid.h>
+#endif
 #include <strings.h>
 
 #include <atomic>
@@ -12,7 +14,12 @@
 
 #include "cpu/core/host.h"
 
-#ifdef __linux__
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -37,6 +44,9 @@ bool has_amx([[maybe_unused]] const CpuFeatures& cpu) {
   return cpu.amx_tile && cpu.amx_bf16 && cpu.amx_int8;
 #endif
 }
+bool has_neon(const CpuFeatures& cpu) { return cpu.neon; }
+bool has_neon_dot(const CpuFeatures& cpu) { return cpu.dotprod; }
+bool has_neon_i8mm(const CpuFeatures& cpu) { return cpu.i8mm; }
 
 struct Entry {
   Isa isa, extended;
@@ -56,6 +66,9 @@ constexpr Entry kSets[] = {
     {Isa::avx512_bf16, Isa::avx512_vnni, "avx512_bf16", TF_HAVE_AVX512_BF16, has_avx512_bf16,
      Dot::bf16},
     {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx, Dot::none},
+    {Isa::neon, Isa::no_set, "neon", TF_HAVE_NEON, has_neon, Dot::none},
+    {Isa::neon_dot, Isa::neon, "neon_dot", TF_HAVE_NEON_DOT, has_neon_dot, Dot::int8},
+    {Isa::neon_i8mm, Isa::neon_dot, "neon_i8mm", TF_HAVE_NEON_I8MM, has_neon_i8mm, Dot::none},
 };
 
 const Entry* entry_of(Isa isa) {
@@ -63,6 +76,28 @@ const Entry* entry_of(Isa isa) {
     if (set.isa == isa) return &set;
   return nullptr;
 }
+
+#if defined(__aarch64__)
+
+CpuFeatures detect() {
+  CpuFeatures found{};
+  found.neon = true;
+#if defined(__linux__)
+  found.dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+  found.i8mm = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+#elif defined(__APPLE__)
+  const auto has = [](const char* name) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  found.dotprod = has("hw.optional.arm.FEAT_DotProd");
+  found.i8mm = has("hw.optional.arm.FEAT_I8MM");
+#endif
+  return found;
+}
+
+#else
 
 bool bit(unsigned word, int index) { return (word >> index) & 1u; }
 
@@ -117,6 +152,8 @@ CpuFeatures detect() {
   }
   return found;
 }
+
+#endif
 
 std::string names_of(bool all) {
   std::string names;
@@ -202,9 +239,17 @@ Isa product_isa(Element type) {
   // Intel CPUs run vdpbf16ps at half the rate of fp32 multiply-adds (Emerald Rapids and later, AMX
   // aside), so converted operands take 0.55 of the time. Unpacked weights of few rows are read as
   // they are, see direct_rows().
-  static const bool slow = __builtin_cpu_is("intel") && isa_supported(Isa::avx512);
+  static const bool slow = is_intel() && isa_supported(Isa::avx512);
   const Isa isa = current_isa();
   return type == Element::bfloat16 && isa == Isa::avx512_bf16 && slow ? Isa::avx512 : isa;
+}
+
+bool is_intel() {
+#if defined(__aarch64__)
+  return false;
+#else
+  return __builtin_cpu_is("intel") != 0;
+#endif
 }
 
 const char* dot_name(Dot type) { return type == Dot::int8 ? "int8" : "bf16"; }
@@ -230,7 +275,7 @@ long direct_rows(Element type, long elements) {
     case Element::float32:
       return uncached ? 8 : 4;
     case Element::float16:  // with F16C
-      return isa_extends(isa, Isa::avx2) ? 4 : 0;
+      return isa_extends(isa, Isa::avx2) || isa_extends(isa, Isa::neon) ? 4 : 0;
     case Element::bfloat16:
       // Converted to fp32, it is 1.3 to 2.2 times slower than packed. AMX multiplies 16 rows by a
       // panel in the time of one.

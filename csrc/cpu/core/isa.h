@@ -24,15 +24,31 @@ namespace tf {
   TF_IN(TF_HAVE_AVX_VNNI, X(avx_vnni, avx2, __VA_ARGS__))         \
   TF_IN(TF_HAVE_AVX512, X(avx512, avx2, __VA_ARGS__))             \
   TF_IN(TF_HAVE_AVX512_VNNI, X(avx512_vnni, avx512, __VA_ARGS__)) \
+  TF_IN(TF_HAVE_NEON, X(neon, no_set, __VA_ARGS__))               \
+  TF_IN(TF_HAVE_NEON_DOT, X(neon_dot, neon, __VA_ARGS__))         \
+  TF_IN(TF_HAVE_NEON_I8MM, X(neon_i8mm, neon_dot, __VA_ARGS__))   \
   TF_ISA_TABLE_UNITS(X, __VA_ARGS__)
 // Those with bfloat16 units: vdpbf16ps or AMX.
 #define TF_ISA_TABLE_UNITS(X, ...)                                     \
   TF_IN(TF_HAVE_AVX512_BF16, X(avx512_bf16, avx512_vnni, __VA_ARGS__)) \
   TF_IN(TF_HAVE_AMX, X(amx, avx512_bf16, __VA_ARGS__))
 
-enum class Isa { no_set, baseline, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx };
+enum class Isa {
+  no_set,
+  baseline,
+  avx2,
+  avx_vnni,
+  avx512,
+  avx512_vnni,
+  avx512_bf16,
+  amx,
+  neon,
+  neon_dot,
+  neon_i8mm
+};
 constexpr Isa kIsas[] = {Isa::baseline,    Isa::avx2,        Isa::avx_vnni, Isa::avx512,
-                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx,      Isa::neon,
+                         Isa::neon_dot,    Isa::neon_i8mm};
 
 // Element types with instructions of their own: dot products, or AMX tiles.
 enum class Dot { none, int8, bf16 };
@@ -84,12 +100,16 @@ bool splits_panels(long rows);
 // packed copy is cached for so few rows.
 long direct_rows(Element type, long elements);
 
-// CPU features reported by CPUID and enabled by the operating system.
+// CPU features that the CPU reports and the operating system has enabled; false for those of other
+// architectures.
 struct CpuFeatures {
   bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx_vnni, avx512_vnni, avx512_bf16,
       amx_tile, amx_bf16, amx_int8;
+  bool neon, dotprod, i8mm;
 };
 const CpuFeatures& cpu_features();
+// True if Intel made the CPU.
+bool is_intel();
 
 }  // namespace tf
 
@@ -103,18 +123,21 @@ const CpuFeatures& cpu_features();
 #define TF_KERNEL(...)                 \
   TF_DECLARE_IN(baseline, __VA_ARGS__) \
   TF_DECLARE_IN(avx2, __VA_ARGS__)     \
-  TF_DECLARE_IN(avx512, __VA_ARGS__)
+  TF_DECLARE_IN(avx512, __VA_ARGS__)   \
+  TF_DECLARE_IN(neon, __VA_ARGS__)
 
 // Requires bfloat16 units: vdpbf16ps or AMX.
 #define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
 
 #define TF_KERNEL_AMX(...) TF_KERNEL(__VA_ARGS__) TF_KERNEL_UNITS(__VA_ARGS__)
 
-// 8-bit products, the only ones that the sets avx_vnni and avx512_vnni add to those they extend.
-#define TF_KERNEL_INT8(...)            \
-  TF_KERNEL_AMX(__VA_ARGS__)           \
-  TF_DECLARE_IN(avx_vnni, __VA_ARGS__) \
-  TF_DECLARE_IN(avx512_vnni, __VA_ARGS__)
+// 8-bit products, the only ones that the sets with VNNI, SDOT or USDOT add to those they extend.
+#define TF_KERNEL_INT8(...)               \
+  TF_KERNEL_AMX(__VA_ARGS__)              \
+  TF_DECLARE_IN(avx_vnni, __VA_ARGS__)    \
+  TF_DECLARE_IN(avx512_vnni, __VA_ARGS__) \
+  TF_DECLARE_IN(neon_dot, __VA_ARGS__)    \
+  TF_DECLARE_IN(neon_i8mm, __VA_ARGS__)
 
 // fp32 emulated by bf16x3, which is faster than FMA on AMX only.
 #define TF_KERNEL_BF16X3(...) TF_DECLARE_IN(amx, __VA_ARGS__)
@@ -154,6 +177,15 @@ using namespace avx512_vnni;
 }
 namespace amx {
 using namespace avx512_bf16;
+}
+namespace neon {
+using namespace no_set;
+}
+namespace neon_dot {
+using namespace neon;
+}
+namespace neon_i8mm {
+using namespace neon_dot;
 }
 }  // namespace tf
 

@@ -18,6 +18,8 @@ namespace {
 constexpr int kPanel = 2 * kLanes;
 #if defined(__AVX512F__)
 constexpr int kTileRows = 14;  // 28 accumulators, 2 vectors of B and 1 of A: 31 of 32 registers
+#elif defined(__aarch64__)
+constexpr int kTileRows = 12;  // 24 accumulators, 2 vectors of B and up to 6 of A: 32 registers
 #else
 constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 #endif
@@ -246,7 +248,15 @@ TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, fl
   Vec a = rows > 0 ? load(from) : zero(), b = rows > 1 ? load(from + from_stride) : zero();
   Vec c = rows > 2 ? load(from + 2 * from_stride) : zero();
   Vec d = rows > 3 ? load(from + 3 * from_stride) : zero();
+#if defined(__aarch64__)
+  const float32x4x2_t ab = vtrnq_f32(a, b), cd = vtrnq_f32(c, d);
+  a = vcombine_f32(vget_low_f32(ab.val[0]), vget_low_f32(cd.val[0]));
+  b = vcombine_f32(vget_low_f32(ab.val[1]), vget_low_f32(cd.val[1]));
+  c = vcombine_f32(vget_high_f32(ab.val[0]), vget_high_f32(cd.val[0]));
+  d = vcombine_f32(vget_high_f32(ab.val[1]), vget_high_f32(cd.val[1]));
+#else
   _MM_TRANSPOSE4_PS(a, b, c, d);
+#endif
   store(to, a);
   store(to + to_stride, b);
   store(to + 2 * to_stride, c);

@@ -2,8 +2,9 @@
 // is filled: per row, 254 steps from its least to its largest value, 0 included. For kernel files
 // only.
 //
-// vpdpbusd and AMX multiply unsigned by signed 8 bits, so A is stored with its zero point added,
-// and zero * (column sum of B) is subtracted from the sums. Other sets multiply pairs of 16 bits
+// vpdpbusd, USDOT and AMX multiply unsigned by signed 8 bits, so A is stored with its zero point
+// added, and zero * (column sum of B) is subtracted from the sums. SDOT multiplies signed values, A
+// less 128. Other sets multiply pairs of 16 bits
 // (pmaddwd), which hold A as it is: vpmaddubsw would saturate its sums of two products.
 #pragma once
 
@@ -20,7 +21,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define TF_DOT8
 constexpr bool kHasDot8 = true;
 #else
@@ -28,7 +29,21 @@ constexpr bool kHasDot8 = false;
 #endif
 
 // A vector of 32-bit sums.
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+using Sums = int32x4_t;
+TF_INLINE Sums load_sums(const void* p) {
+  return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p)));
+}
+TF_INLINE void store_sums(void* p, Sums x) {
+  vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(x));
+}
+TF_INLINE Sums fill_sums(int32_t x) { return vdupq_n_s32(x); }
+TF_INLINE Sums add_sums(Sums a, Sums b) { return vaddq_s32(a, b); }
+TF_INLINE Sums max_sums(Sums a, Sums b) { return vmaxq_s32(a, b); }
+TF_INLINE Sums bits_of(Vec x) { return vreinterpretq_s32_f32(x); }
+TF_INLINE Vec to_floats(Sums x) { return vcvtq_f32_s32(x); }
+TF_INLINE Sums round_to_integers(Vec x) { return vcvtnq_s32_f32(x); }
+#elif defined(__AVX512F__)
 using Sums = __m512i;
 TF_INLINE Sums load_sums(const void* p) { return _mm512_loadu_si512(p); }
 TF_INLINE void store_sums(void* p, Sums x) { _mm512_storeu_si512(p, x); }
@@ -81,10 +96,32 @@ TF_INLINE float as_float(int32_t bits) {
   return value;
 }
 
-// sum += the products of a lane's four 8-bit, or two 16-bit, values.
+// Four bytes of a row of A in all lanes, for dot().
+TF_INLINE Sums load_bytes(const char* p) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  // In the lowest lane only, which dot() selects: ld1r would take one of the slots of the products.
+  Sums x;
+  asm("ldr %s0, %1" : "=w"(x) : "m"(*reinterpret_cast<const char(*)[4]>(p)));
+  return x;
+#else
+  int32_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return fill_sums(bytes);
+#endif
+}
+
+// sum += the products of a lane's four 8-bit, or two 16-bit, values. All lanes of a are equal.
 TF_INLINE void dot(Sums& sum, Sums a, Sums b) {
   // In place: with the intrinsic, GCC 12 copies the sums and runs out of registers.
-#if defined(__AVX512VNNI__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  sum = vsudotq_laneq_s32(sum, vreinterpretq_s8_s32(b), vreinterpretq_u8_s32(a), 0);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  sum = vdotq_laneq_s32(sum, vreinterpretq_s8_s32(b), vreinterpretq_s8_s32(a), 0);
+#elif defined(__aarch64__)
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  sum = vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(x, y)));
+#elif defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #elif defined(__AVXVNNI__)
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -100,7 +137,11 @@ TF_INLINE void dot(Sums& sum, Sums a, Sums b) {
 #if defined(TF_DOT8)
 // sum + the products of a lane's two 16-bit values.
 TF_INLINE Sums add_pair_products(Sums sum, Sums a, Sums b) {
-#if defined(__AVX512VNNI__)
+#if defined(__aarch64__)
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(x, y)));
+#elif defined(__AVX512VNNI__)
   return _mm512_dpwssd_epi32(sum, a, b);
 #else
   asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -122,10 +163,20 @@ TF_INLINE int32_t split_column_sum(int32_t sum) {
 }
 #endif
 
+// SDOT multiplies signed values: A and its zero point are stored less this.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int32_t kSignedShift = 128;
+#else
+constexpr int32_t kSignedShift = 0;
+#endif
+
 // Stores 2 * kLanes integers as elements of A.
 #if defined(TF_DOT8)
 TF_INLINE void store_quantized(uint8_t* to, Sums low, Sums high) {
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+  const uint16x8_t words = vcombine_u16(vqmovun_s32(low), vqmovun_s32(high));
+  vst1_u8(to, vsub_u8(vqmovn_u16(words), vdup_n_u8(kSignedShift)));
+#elif defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(low));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kLanes), _mm512_cvtepi32_epi8(high));
 #else
@@ -138,7 +189,9 @@ TF_INLINE void store_quantized(uint8_t* to, Sums low, Sums high) {
 }
 #else
 TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+  vst1q_s16(to, vcombine_s16(vqmovn_s32(low), vqmovn_s32(high)));
+#elif defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(low));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kLanes), _mm512_cvtepi32_epi16(high));
 #elif defined(__AVX2__)
@@ -180,9 +233,7 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
     const Sums low = load_sums(panel + u * kRowBytes);
     const Sums high = load_sums(panel + u * kRowBytes + kRowBytes / 2);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      int32_t values;
-      std::memcpy(&values, row[i / 3] + (i % 3) * a_stride + 4 * u, sizeof(values));
-      const Sums x = fill_sums(values);
+      const Sums x = load_bytes(row[i / 3] + (i % 3) * a_stride + 4 * u);
       dot(sums[u % kSums][i][0], x, low);
       dot(sums[u % kSums][i][1], x, high);
     }
@@ -410,7 +461,8 @@ class Int8Product {
         kHasDot8 && wide ? first_lane(round_to_integers(set1(range.least * inverse))) : 0;
     Header found{!range.finite ? kNan : wide ? half / kHalfSteps : 0.0f, 0};
 #if defined(TF_DOT8)
-    found.zero = as_pair(-kPairFactors[0] * zero_point, -kPairFactors[1] * zero_point);
+    const int32_t stored = zero_point - kSignedShift;
+    found.zero = as_pair(-kPairFactors[0] * stored, -kPairFactors[1] * stored);
 #endif
     std::memcpy(header, &found, sizeof(found));
     auto* values = reinterpret_cast<Quantized*>(row);

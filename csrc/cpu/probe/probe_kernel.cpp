@@ -1,19 +1,23 @@
-// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover a
-// latency of 4 cycles on 2 ports, and nothing that a compiler could fold, contract or eliminate.
+// Roofline loops. The arithmetic is inline assembly on twelve accumulators, or sixteen on ARM: enough to
+// cover a latency of 4 cycles on 2 ports (Neoverse V1 and later: 4), and nothing that a compiler could
+// fold, contract or eliminate.
 #include "cpu/probe/probe.h"
 #include "cpu/simd/vec.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-constexpr int kAccumulators = 12;
-
-#ifdef __FMA__
+#if defined(__aarch64__)
+#define TF_MULTIPLY_ADD(i) "fmla %" #i ".4s, %16.4s, %17.4s\n\t"
+#elif defined(__FMA__)
 #define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
 #else
 #define TF_MULTIPLY_ADD(i) "mulps %12, %" #i "\n\taddps %13, %" #i "\n\t"
 #endif
-#ifdef __AVX512F__
+#if defined(__aarch64__)
+#define TF_REGISTER "+w"
+#define TF_INPUT "w"
+#elif defined(__AVX512F__)
 #define TF_REGISTER "+v"
 #define TF_INPUT "v"
 #else
@@ -21,14 +25,22 @@ constexpr int kAccumulators = 12;
 #define TF_INPUT "x"
 #endif
 
-#define TF_TWELVE_TIMES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
-#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                    \
-  asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                      \
-               : TF_REGISTER(acc[0]), TF_REGISTER(acc[1]), TF_REGISTER(acc[2]),  \
-                 TF_REGISTER(acc[3]), TF_REGISTER(acc[4]), TF_REGISTER(acc[5]),  \
-                 TF_REGISTER(acc[6]), TF_REGISTER(acc[7]), TF_REGISTER(acc[8]),  \
-                 TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11]) \
-               : TF_INPUT(x), TF_INPUT(y))
+#define TF_FOUR(X, a, b, c, d) X(a) X(b) X(c) X(d)
+#define TF_TWELVE_TIMES(X) TF_FOUR(X, 0, 1, 2, 3) TF_FOUR(X, 4, 5, 6, 7) TF_FOUR(X, 8, 9, 10, 11)
+#define TF_FOUR_SUMS(acc) \
+  TF_REGISTER((acc)[0]), TF_REGISTER((acc)[1]), TF_REGISTER((acc)[2]), TF_REGISTER((acc)[3])
+#define TF_TWELVE_SUMS(acc) TF_FOUR_SUMS(acc), TF_FOUR_SUMS(acc + 4), TF_FOUR_SUMS(acc + 8)
+#if defined(__aarch64__)
+constexpr int kAccumulators = 16;
+#define TF_EACH(X) TF_TWELVE_TIMES(X) TF_FOUR(X, 12, 13, 14, 15)
+#define TF_SUMS(acc) TF_TWELVE_SUMS(acc), TF_FOUR_SUMS(acc + 12)
+#else
+constexpr int kAccumulators = 12;
+#define TF_EACH TF_TWELVE_TIMES
+#define TF_SUMS TF_TWELVE_SUMS
+#endif
+#define TF_ACCUMULATE(INSTRUCTION, acc, x, y) \
+  asm volatile(TF_EACH(INSTRUCTION) : TF_SUMS(acc) : TF_INPUT(x), TF_INPUT(y))
 
 #if defined(__AMX_BF16__)
 
@@ -68,8 +80,12 @@ constexpr double kTileSums = 4 * 16 * 16;
 #else
 
 #define TF_BF16_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define TF_INT8_DOT(i) "usdot %" #i ".4s, %16.16b, %17.16b\n\t"
+#elif defined(__aarch64__)
+#define TF_INT8_DOT(i) "sdot %" #i ".4s, %16.16b, %17.16b\n\t"
 // AVX-VNNI is the VEX encoding, which has to be asked for.
-#if defined(__AVX512VNNI__)
+#elif defined(__AVX512VNNI__)
 #define TF_INT8_DOT(i) "vpdpbusd %12, %13, %" #i "\n\t"
 #else
 #define TF_INT8_DOT(i) "%{vex%} vpdpbusd %12, %13, %" #i "\n\t"
@@ -115,7 +131,7 @@ double bf16_dot_flops([[maybe_unused]] long iterations) {
 }
 
 double int8_dot_flops([[maybe_unused]] long iterations) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
   TF_DOT_LOOP(TF_INT8_DOT, iterations);
 #endif
   return 8.0 * kLanes * kAccumulators * static_cast<double>(iterations);

@@ -9,7 +9,37 @@ namespace tf::TF_ISA {
 namespace {
 
 // kLanes 16-bit values as stored in memory, and their conversions.
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+
+using Bits = uint16x4_t;
+TF_INLINE Bits load_bits(const void* p) {
+  Bits x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+TF_INLINE void store_bits(void* p, Bits x) { std::memcpy(p, &x, sizeof(x)); }
+TF_INLINE Bits load_bits_n(const void* p, long n) {
+  uint16_t buffer[kLanes] = {};
+  for (long i = 0; i < n; ++i) buffer[i] = static_cast<const uint16_t*>(p)[i];
+  return load_bits(buffer);
+}
+TF_INLINE void store_bits_n(void* p, Bits x, long n) {
+  uint16_t buffer[kLanes];
+  store_bits(buffer, x);
+  for (long i = 0; i < n; ++i) static_cast<uint16_t*>(p)[i] = buffer[i];
+}
+TF_INLINE Vec from_bf16(Bits x) { return vreinterpretq_f32_u32(vshll_n_u16(x, 16)); }
+TF_INLINE Bits to_bf16(Vec x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t up = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+  return vshrn_n_u32(vbslq_u32(is_nan(x), quiet, up), 16);
+}
+TF_INLINE Vec from_fp16(Bits x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+TF_INLINE Bits to_fp16(Vec x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+
+#elif defined(__AVX512F__)
 
 using Bits = __m256i;
 TF_INLINE Bits load_bits(const void* p) {

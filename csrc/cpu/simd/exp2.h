@@ -93,12 +93,23 @@ TF_INLINE Vec softmax_exp(Vec x) { return exp(x); }
 
 // Sets DAZ and FTZ for this thread: denormals are read and written as 0. Returns the previous state
 // for restore_denormals().
+#if defined(__aarch64__)
+TF_INLINE void set_fpcr(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+TF_INLINE unsigned flush_denormals() {
+  uint64_t before;
+  asm volatile("mrs %0, fpcr" : "=r"(before));
+  set_fpcr(before | 1u << 24);  // FZ
+  return static_cast<unsigned>(before);
+}
+TF_INLINE void restore_denormals(unsigned before) { set_fpcr(before); }
+#else
 TF_INLINE unsigned flush_denormals() {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);
   return before;
 }
 TF_INLINE void restore_denormals(unsigned before) { _mm_setcsr(before); }
+#endif
 
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -2,7 +2,11 @@
 // has internal linkage, so that no two builds share a symbol.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -23,9 +27,73 @@ constexpr int kRootHalf = 0x3f3504f3;  // the bits of sqrt(0.5)
 
 // After the last store_uncached(), whose address must be aligned: orders these stores before later
 // ones.
-TF_INLINE void finish_uncached_stores() { _mm_sfence(); }
+TF_INLINE void finish_uncached_stores() {
+#if !defined(__aarch64__)  // where they are ordinary stores
+  _mm_sfence();
+#endif
+}
 
-#if defined(__AVX512F__)
+// Vector registers: limits how many sums a kernel keeps in them.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+#if defined(__aarch64__)
+
+using Vec = float32x4_t;
+using Mask = uint32x4_t;
+constexpr int kLanes = 4;
+
+TF_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
+TF_INLINE Vec load(const float* p) { return vld1q_f32(p); }
+TF_INLINE void store(float* p, Vec x) { vst1q_f32(p, x); }
+TF_INLINE void store_uncached(float* p, Vec x) { vst1q_f32(p, x); }
+TF_INLINE Vec load_n(const float* p, long n) {
+  float buffer[kLanes] = {0, 0, 0, 0};
+  for (long i = 0; i < n; ++i) buffer[i] = p[i];
+  return load(buffer);
+}
+TF_INLINE void store_n(float* p, Vec x, long n) {
+  float buffer[kLanes];
+  store(buffer, x);
+  for (long i = 0; i < n; ++i) p[i] = buffer[i];
+}
+TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+// Not fmax, which returns NaN, nor fmaxnm, which returns x, where y alone is NaN.
+TF_INLINE Vec max(Vec x, Vec y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
+TF_INLINE Vec min(Vec x, Vec y) { return vbslq_f32(vcltq_f32(x, y), x, y); }
+TF_INLINE Vec round(Vec x) { return vrndnq_f32(x); }
+TF_INLINE Mask equal(Vec x, Vec y) { return vceqq_f32(x, y); }
+TF_INLINE Mask less(Vec x, Vec y) { return vcltq_f32(x, y); }
+TF_INLINE Mask not_less(Vec x, Vec y) { return vmvnq_u32(vcltq_f32(x, y)); }
+TF_INLINE Mask is_nan(Vec x) { return vmvnq_u32(vceqq_f32(x, x)); }
+TF_INLINE Vec select(Mask m, Vec x, Vec y) { return vbslq_f32(m, x, y); }
+TF_INLINE bool any(Mask m) { return vmaxvq_u32(m) != 0; }
+TF_INLINE float reduce_add(Vec x) { return vaddvq_f32(x); }
+TF_INLINE float reduce_max(Vec x) { return vmaxvq_f32(x); }
+TF_INLINE Vec scale_by_power(Vec x, Vec n) {
+  const int32x4_t bits = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+  return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(bits, 23)));
+}
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) {
+  return vreinterpretq_f32_u32(vandq_u32(m, vreinterpretq_u32_f32(scale_by_power(x, n))));
+}
+TF_INLINE Vec split_power(Vec x, Vec& m) {
+  const int32x4_t bits = vreinterpretq_s32_f32(x);
+  const int32x4_t n = vshrq_n_s32(vsubq_s32(bits, vdupq_n_s32(kRootHalf)), 23);
+  m = vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
+  return vcvtq_f32_s32(n);
+}
+TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  const uint32x4_t b = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+  return vtstq_u32(b, b);
+}
+
+#elif defined(__AVX512F__)
 
 using Vec = __m512;
 using Mask = __mmask16;
@@ -186,7 +254,7 @@ TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
 
 // Rounded like a vector lane, whether or not the compiler contracts a * b + c.
 TF_INLINE float fma(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;

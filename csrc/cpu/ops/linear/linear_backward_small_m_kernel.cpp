@@ -10,11 +10,8 @@
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kRows = 6, kVecs = 4;  // 24 sums of 32 registers
-#else
-constexpr int kRows = 4, kVecs = 2;  // 8 of 16
-#endif
+// 24 sums in 32 registers, 8 in 16.
+constexpr int kRows = kRegisters == 32 ? 6 : 4, kVecs = kRegisters == 32 ? 4 : 2;
 constexpr long kColumns = kVecs * kLanes;
 constexpr long kLargeGradient = 1 << 22;  // values: 16 MiB
 constexpr long kCacheLine = 16;           // values
@@ -87,12 +84,10 @@ void tile_of(long rows, const Tile& t) {
       return tile<2, kWhole>(t);
     case 3:
       return tile<3, kWhole>(t);
-#if defined(__AVX512F__)
     case 4:
-      return tile<4, kWhole>(t);
+      return tile<kRows < 4 ? kRows : 4, kWhole>(t);
     case 5:
-      return tile<5, kWhole>(t);
-#endif
+      return tile<kRows < 5 ? kRows : 5, kWhole>(t);
     default:
       return tile<kRows, kWhole>(t);
   }

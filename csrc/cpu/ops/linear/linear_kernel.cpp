@@ -84,20 +84,17 @@ void direct_panels(const LinearArgs& args, long begin, long end) {
   }
 }
 
-// Accumulators: up to 16 of 32 registers, or 8 of 16.
+// Accumulators: at most half of the registers.
 template <class T>
 void direct(const LinearArgs& args, long column_begin, long column_end) {
   const long begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
-#if defined(__AVX512F__)
+  if constexpr (kRegisters < 32) return direct_panels<T, 2>(args, begin, end);
   // One row of x leaves little to compute: what counts is how W is read. The hardware prefetches
   // short rows of fp32 best one after the other; longer ones (than a page) need more software
   // prefetches in flight, for which the registers of one or two rows of x have room.
   constexpr long kShortRow = std::is_same_v<T, float> ? 1024 : 0;
   if (args.m == 1 && args.k <= kShortRow) return direct_panels<T, 1>(args, begin, end);
   (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
-#else
-  direct_panels<T, 2>(args, begin, end);
-#endif
 }
 
 // For products of operands in T.
