@@ -31,6 +31,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
+#: Systems and architectures with kernels, as in transformer_fast/_native.py.
+MACHINES = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
+PLATFORMS = "Linux on x86-64 or 64-bit ARM, or macOS on Apple silicon"
 REASON_FILE = "_build_info.py"
 CUDA_LIBRARY = "_C_cuda.so"
 #: What NVIDIA's driver makes where there is a GPU: on Linux, and on Linux in Windows.
@@ -173,8 +176,8 @@ def cuda_version() -> str:
 
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        raise BuildError(f"the native kernels need Linux on x86-64 or 64-bit ARM; this is {system} on {machine}")
+    if (system, machine) not in MACHINES:
+        raise BuildError(f"the native kernels need {PLATFORMS}; this is {system} on {machine}")
     compiler = os.environ.get("CXX", "").split()
     names = compiler[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in names):
@@ -235,7 +238,9 @@ def build(build_dir: Path, output_dir: Path) -> Built:
         "-DTF_ISAS=",  # not those of an earlier build
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
-    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    # macOS has no affinity.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = os.environ.get("MAX_JOBS") or str(cpus)
 
     def make(folder: Path, target: str, library: str, *options: str) -> None:
         try:

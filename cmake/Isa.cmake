@@ -14,12 +14,12 @@ set(_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vec
 set(_avx512_vnni ${_avx512} -mavx512vnni)
 # The table of csrc/cpu/core/isa.h: sets in ascending order of preference, and the set that each one
 # extends.
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
-  set(TF_ALL_ISAS neon neon_dot neon_i8mm)
-  set(_other_isas baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
-else()
-  set(TF_ALL_ISAS baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
-  set(_other_isas neon neon_dot neon_i8mm)
+set(TF_ALL_ISAS baseline avx2 avx_vnni avx512 avx512_vnni avx512_bf16 amx)
+set(_other_isas neon neon_dot neon_i8mm)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  set(_swap ${TF_ALL_ISAS})
+  set(TF_ALL_ISAS ${_other_isas})
+  set(_other_isas ${_swap})
 endif()
 if(NOT TF_ISAS)
   set(TF_ISAS ${TF_ALL_ISAS})
@@ -31,14 +31,15 @@ set(TF_EXTENDS_avx512 avx2)
 set(TF_EXTENDS_avx512_vnni avx512)
 set(TF_EXTENDS_avx512_bf16 avx512_vnni)
 set(TF_EXTENDS_amx avx512_bf16)
-
 set(TF_EXTENDS_neon "")
 set(TF_EXTENDS_neon_dot neon)
 set(TF_EXTENDS_neon_i8mm neon_dot)
-set(TF_FLAGS_neon "")  # ARMv8.0: its vectors are part of every 64-bit ARM
+# ARMv8.0: its vectors are part of every 64-bit ARM.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC schedules before it allocates registers on ARM, not on x86, and then spills register tiles.
   set(TF_FLAGS_neon -fno-schedule-insns)
+else()
+  set(TF_FLAGS_neon -ffp-contract=fast)  # GCC's default, on which equal bits of kernels rely
 endif()
 set(TF_FLAGS_neon_dot ${TF_FLAGS_neon} -march=armv8.2-a+dotprod)
 set(TF_FLAGS_neon_i8mm ${TF_FLAGS_neon} -march=armv8.2-a+dotprod+i8mm)

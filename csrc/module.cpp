@@ -148,10 +148,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "Compiler, flags and torch that this module was built with.");
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
   m.def("isa", [] { return tf::isa_name(tf::current_isa()); }, "The instruction set in use.");
-  m.def(
-      "is_intel", &tf::is_intel,
-      "Whether Intel made this CPU: on others MKL, behind PyTorch's products, does without "
-      "AVX-512.");
+  m.def("isa_proven", &tf::isa_proven,
+        "Whether kernels of the instruction set in use were timed on hardware, or it was named.");
+  m.def("is_intel", &tf::is_intel,
+        "Whether Intel made this CPU: on others MKL, behind PyTorch's products, does without "
+        "AVX-512.");
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
   m.def("dot_types", &dot_types, py::arg("isa") = py::none(),
         "'int8', 'bf16': types that an instruction set multiplies by dot products or tiles; isa "

@@ -264,8 +264,25 @@ def test_cpu_names_without_a_model_number_get_one(name, expected, monkeypatch):
     up.
     """
     one = f"cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nstepping\t: 1\n"
-    monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: one + "\n" + one)
-    assert machine.cpu_model() == expected
+    monkeypatch.setattr(_native.Path, "read_text", lambda *_, **__: one + "\n" + one)
+    assert _native.cpu_model() == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["0xd40"] * 2, "Neoverse V1"),
+        (["0xd03", "0xd08", "0xd08"], "Cortex-A53 and Cortex-A72"),
+        (["0xfff"], "ARM 0x41:0xfff"),
+    ],
+)
+def test_arm_cpus_are_named_by_their_parts(parts, expected, monkeypatch):
+    text = "".join(
+        f"processor\t: {i}\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: {one}\n\n"
+        for i, one in enumerate(parts)
+    )
+    monkeypatch.setattr(_native.Path, "read_text", lambda *_, **__: text)
+    assert _native.cpu_model() == expected
 
 
 @pytest.mark.parametrize(

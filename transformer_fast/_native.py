@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import platform
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +23,9 @@ import torch
 from . import _switches
 
 OLDEST_TORCH = (2, 10)
+#: Systems and architectures with kernels, as in setup.py.
+MACHINES = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
+PLATFORMS = "Linux on x86-64 or 64-bit ARM, or macOS on Apple silicon"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -43,8 +47,8 @@ def _build_record() -> ModuleType | None:
 def _why_absent() -> str:
     """Returns the reason why there is no module for this interpreter."""
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        return f"the native kernels need Linux on x86-64 or 64-bit ARM; this is {system} on {machine}"
+    if (system, machine) not in MACHINES:
+        return f"the native kernels need {PLATFORMS}; this is {system} on {machine}"
     record = _build_record()
     if record is None:
         return "the native module was not built: run `pip install .` or `make build`"
@@ -111,6 +115,51 @@ def warn_of_absence() -> None:
 
 
 CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
+
+
+#: Names of ARM CPUs by /proc/cpuinfo's implementer and part (util-linux has the whole list).
+_ARM_CPUS = {
+    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76", (0x41, 0xD0C): "Neoverse N1", (0x41, 0xD40): "Neoverse V1",
+    (0x41, 0xD49): "Neoverse N2", (0x41, 0xD4F): "Neoverse V2", (0x41, 0xD84): "Neoverse V3",
+    (0x41, 0xD8E): "Neoverse N3", (0x48, 0xD01): "Kunpeng 920", (0x6D, 0xD49): "Azure Cobalt 100",
+    (0xC0, 0xAC3): "Ampere-1", (0xC0, 0xAC4): "Ampere-1a",
+}  # fmt: skip
+
+
+def cpu_model() -> str:
+    """Returns the CPU's name; adds family and model if it has no number, as in virtual machines."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    parts = r"^CPU implementer\s*:\s*(\w+)$(?:\n.*)*?\nCPU part\s*:\s*(\w+)$"
+    cores = [(int(a, 16), int(b, 16)) for a, b in re.findall(parts, text, re.MULTILINE)]
+    if cores:  # of several kinds in phones and small boards
+        named = (_ARM_CPUS.get(one, "ARM {:#x}:{:#x}".format(*one)) for one in cores)
+        return " and ".join(dict.fromkeys(named))
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "Apple"
+    found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    name = " ".join((found[1] if found else platform.processor() or platform.machine()).split())
+    numbers = [
+        f"{what} {value}"
+        for what, value in re.findall(r"^(?:cpu )?(family|model)\s*:\s*(\d+)$", text, re.MULTILINE)
+    ]
+    hidden = not re.search(r"\d", name.partition("@")[0])
+    return ", ".join([name, *dict.fromkeys(numbers)]) if hidden else name
+
+
+def why_unproven() -> str | None:
+    """Returns why the CPU kernels are selected by a validation record only (`proof`), or None.
+
+    The kernels of the instruction set in use were never timed on hardware, and it is not named by
+    ``TRANSFORMER_FAST_CPU_ISA``.
+    """
+    if module is None or module.isa_proven():
+        return None
+    return f"kernels for {module.isa()} were never timed on hardware"
 
 
 def driver_version() -> int:

@@ -2,7 +2,7 @@
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
 first kernel without a reason to refuse the call. Sizes at which a later backend was measured to be faster
-are `PreferLater` records. Of several GPU kernels that are validated it takes the fastest.
+are `PreferLater` records. Of several kernels that are validated on this machine it takes the fastest.
 `explain` gives the reasons, in sentences.
 """
 
@@ -133,8 +133,9 @@ class Kernel:
     activations: frozenset[str | None] | None = None  # None: any, callables too
     #: Reason why the kernel cannot run on this machine (not built, no GPU, ...), or None.
     unavailable: str | None = None
-    #: Compute capabilities (90 for 9.0) on which results and speed are validated: on any other GPU the
-    #: kernel runs only if named. None: no validation needed.
+    #: Compute capabilities (90 for 9.0) on which results and speed are validated: on any other GPU, and
+    #: on CPUs, the kernel runs only if the machine's record selects it or if named. None: no validation
+    #: needed.
     proven: frozenset[int] | None = None
     #: Extra check: returns the reason why the call is unsupported, or None.
     refuses: Callable[[Call], str | None] | None = None
@@ -157,6 +158,10 @@ class Kernel:
         limited = [name for name in names if not getattr(self, name)]
         object.__setattr__(self, "limited", frozenset(limited))
         object.__setattr__(self, "has_activation", "activation" in has)
+
+    def runs_on(self, kind: str) -> bool:
+        """True if the kernel supports tensors on this type of device."""
+        return not self.devices or kind in self.devices
 
     def run(self, *arguments: Any) -> Any:
         """Runs the kernel on the arguments of ``reference.<op>``; of `FUSED` ops on its own."""
@@ -228,40 +233,42 @@ def compute_capability(device: torch.device | int | None = None) -> int:
 def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
     """Returns the reason why a kernel is not validated for calls like this one, or None if it is.
 
-    Validation covers results and speed, per GPU, dtype and class of shapes. This function is the single
-    source of truth for it. Without a call: for any call on the current GPU.
+    Validation covers results and speed, per machine, dtype and class of shapes. This function is the
+    single source of truth for it. Without a call: for any call on the CPU or the current GPU.
     """
     if kernel.proven is None:
         return None
-    device = torch.device("cuda")
+    kind = kernel.devices[0] if kernel.devices else "cuda"
     if call is not None:
         device = call.tensors[0].device
-    if device.type != "cuda" or (call is None and not torch.cuda.is_available()):
+    elif kind == "cuda" and torch.cuda.is_available():
+        device = torch.device(kind, torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+    if device.type != kind:
         if not kernel.proven:
             return "not validated on a GPU yet, so it runs only if named"
         known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
         return f"validated on {known} only, so elsewhere it runs only if named"
     if kernel.proven and compute_capability(device) in kernel.proven:
         return None
+    if kernel.op in FUSED:
+        return "whole layers are not validated, only the ops in them, so it runs only if named"
     return proof.why_not(kernel.op, kernel.backend, call, device)
 
 
 def _gain(kernel: Kernel, call: Call) -> float:
-    """Returns the measured speedup of a kernel over PyTorch's op on the call's GPU; 0 if unknown."""
-    device = call.tensors[0].device
-    return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
-
-
-def _is_elsewhere(kernel: Kernel, kind: str) -> bool:
-    """True if the kernel does not support this type of device."""
-    return bool(kernel.devices) and kind not in kernel.devices
+    """Returns the measured speed-up of a kernel over PyTorch's op on the call's device; 0 if unknown."""
+    if kernel.proven is None:
+        return 0.0
+    return proof.gain(kernel.op, kernel.backend, call, call.tensors[0].device)
 
 
 def why_not(kernel: Kernel, call: Call) -> list[str]:
     """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
     reasons = []
     kind = call.tensors[0].device.type
-    if _is_elsewhere(kernel, kind):
+    if not kernel.runs_on(kind):
         known = " and ".join(kernel.devices)
         reasons.append(f"it supports {known} tensors, and these are on {kind}")
     if kernel.unavailable is not None:
@@ -331,7 +338,7 @@ def _is_transformed(call: Call) -> bool:
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     """Returns the kernels that are available for this type of device."""
-    return tuple(k for k in kernels if k.unavailable is None and not _is_elsewhere(k, kind))
+    return tuple(k for k in kernels if k.unavailable is None and k.runs_on(kind))
 
 
 def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
@@ -378,7 +385,7 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
 
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     kind = call.tensors[0].device.type
-    if _is_elsewhere(kernel, kind):  # the other reasons are irrelevant then
+    if not kernel.runs_on(kind):  # the other reasons are irrelevant then
         return [f"the tensors are on {_PLACES.get(kind, f'a {kind} device')}"]
     reasons = why_not(kernel, call)
     if (unproven := why_unproven(kernel, call)) is not None:
@@ -391,7 +398,7 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
 def _reasons(call: Call) -> dict[str, list[str]]:
     """Returns for each backend the reasons why it is not chosen; those of other devices last."""
     kind = call.tensors[0].device.type
-    kernels = sorted(registry.kernels[call.op], key=lambda kernel: _is_elsewhere(kernel, kind))
+    kernels = sorted(registry.kernels[call.op], key=lambda kernel: not kernel.runs_on(kind))
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
 
 
@@ -415,7 +422,7 @@ def _strict_refusal(call: Call) -> NotImplementedError:
 def select(call: Call, backend: Any = None) -> Kernel:
     """Returns the kernel that runs ``call``.
 
-    ``backend=None``: the validated GPU kernel with the largest gain; else the first that supports the
+    ``backend=None``: the validated kernel with the largest gain; else the first that supports the
     call and for which no later backend is preferred, and finally the reference. A named backend, given
     here, by `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back. While a program is
     exported (`is_exporting`) the kernel consists of PyTorch's operators. Calls under `is_transformed` run
@@ -529,7 +536,9 @@ def find(call: Call) -> Kernel | None:
     """
     backend = (settings.traced or settings.current).backend  # `current_settings` without a call
     for kernel in candidates(call.op, call.tensors[0]):
-        if backend in (None, kernel.backend) and _supports(kernel, call):
+        if backend not in (None, kernel.backend) or not _supports(kernel, call):
+            continue
+        if backend is not None or why_unproven(kernel, call) is None:
             return None if is_transformed(*call.tensors) else kernel
     return None
 
@@ -609,7 +618,8 @@ def _explain(call: Call, backend: str | None) -> Explanation:
             own, best = (_gain(one, call) for one in (kernel, chosen))
             if own:
                 sentence = (
-                    "on this GPU it is {:.3g} times as fast as PyTorch's op, and '{}' {:.3g} times"
+                    "on this machine it is {:.3g} times as fast as PyTorch's op, and '{}' {:.3g} "
+                    "times"
                 )
                 reasons[kernel.backend] = [sentence.format(own, chosen.backend, best)]
     remark = chosen.remark(call) if chosen.remark is not None else None

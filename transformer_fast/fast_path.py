@@ -110,12 +110,14 @@ def direct_kernel(
     """Returns the kernel's function for a call that passed `is_plain_eager` and is not small.
 
     That is the CPU kernel's, or in training the one that further limits select. None if the call must
-    be dispatched: there is no kernel, autocast is on, or the tensors are not all of one floating dtype,
-    strided and in CPU memory.
+    be dispatched: there is no kernel, it needs validation, autocast is on, or the tensors are not all of
+    one floating dtype, strided and in CPU memory.
     """
     kernels, usable = registry.usable[op]
     found = usable["cpu"][0]
     if found.backend != "cpu" or kernels is not registry.kernels[op] or _is_autocast_enabled("cpu"):
+        return None
+    if found.proven is not None:  # its record decides
         return None
     dtype = tensors[0].dtype
     if dtype not in found.dtypes:

@@ -1,10 +1,10 @@
-"""Validation records of GPU kernels: which are correct and faster than PyTorch on this machine.
+"""Validation records of kernels: which are correct and faster than PyTorch on this machine.
 
-``python -m transformer_fast prove`` writes a record to the user's cache folder
-(``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one file for each
-combination of GPU, driver, torch, Triton and version of this package. ``python -m transformer_fast
-compare`` does the same for the most common classes of shapes only. The dispatcher looks a call up by
-its `shape_class` and selects only kernels that the record has verdicts for. Calls measure nothing.
+Kernels for GPUs, and for CPUs' instruction sets that were never timed on hardware, are selected by such
+a record only. ``python -m transformer_fast prove`` writes it to the user's cache folder
+(``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one file for each `Machine`.
+``python -m transformer_fast compare`` does the same for the most common classes of shapes only. The
+dispatcher looks a call up by its `shape_class`. Calls measure nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ COMMAND = "python -m transformer_fast prove"
 DURATION = "a quarter of an hour to half an hour"
 #: The command that measures common calls only (`specs.gpu.COMMON`), and its duration.
 SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"
-#: Version of the file format. 3: times of the host, checks on the timed calls, finer classes.
-#: 4: `Verdict.short`.
-_FORMAT = 4
+#: Version of the file format. 5: CPUs; one time for a call.
+_FORMAT = 5
 #: Least speed-up over PyTorch for which a kernel is selected; smaller ones are noise.
 MARGIN = 1.04
 
@@ -42,10 +41,11 @@ MARGIN = 1.04
 class Machine(NamedTuple):
     """The machine and versions that a record is valid for."""
 
-    gpu: str
-    #: Compute capability, 90 for 9.0.
-    capability: int
-    driver: str
+    #: Name of the GPU or CPU.
+    device: str
+    #: Of a GPU compute capability and driver, "sm_90, driver 13000"; of a CPU the instruction set and the
+    #: number of threads, "neon_dot, 4 threads".
+    target: str
     torch: str
     triton: str
     transformer_fast: str
@@ -63,27 +63,18 @@ class Verdict(NamedTuple):
     gradients: bool
     #: True if all errors against fp64 are within the error budget.
     right: bool
-    #: Seconds of one call (with gradients: forward and backward) on the device, and on the host until
-    #: it is launched; then the same for PyTorch's fastest candidate. None if not timed.
-    device: float | None = None
-    host: float | None = None
-    torch_device: float | None = None
-    torch_host: float | None = None
+    #: Seconds of one call (with gradients: forward and backward), and of PyTorch's fastest candidate;
+    #: on a GPU the longer of the device's time and the host's until it is launched. None if not timed.
+    time: float | None = None
+    torch_time: float | None = None
     #: Why it is wrong or was not timed, as a sentence.
     problem: str | None = None
-    #: True if `SHORT_COMMAND` measured it; those results never replace ones of `COMMAND`.
-    short: bool = False
 
     @property
     def gain(self) -> float:
-        """The speed-up over PyTorch; 0 if the kernel is wrong or was not timed.
-
-        In an eager program a call takes the longer of the device's and the host's time.
-        """
-        times = self.device, self.host, self.torch_device, self.torch_host
-        if not self.right or None in times:
-            return 0.0
-        return max(times[2:]) / max(times[:2])  # type: ignore[type-var, operator]
+        """The speed-up over PyTorch; 0 if the kernel is wrong or was not timed."""
+        timed = self.right and self.time is not None and self.torch_time is not None
+        return self.torch_time / self.time if timed else 0.0  # type: ignore[operator]
 
     @property
     def chosen(self) -> bool:
@@ -94,14 +85,12 @@ class Verdict(NamedTuple):
         """Returns the reason why it is not `chosen`."""
         call = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
         if not self.right:
-            return f"its results were wrong on this GPU ({call}: {self.problem})"
-        times = self.torch_device, self.torch_host, self.device, self.host
-        if None in times:
-            return f"it could not be timed on this GPU ({call}: {self.problem})"
-        theirs, their_host, own, own_host = (1e6 * time for time in times)  # type: ignore[operator]
+            return f"its results were wrong on this machine ({call}: {self.problem})"
+        if self.time is None or self.torch_time is None:
+            return f"it could not be timed on this machine ({call}: {self.problem})"
         return (
-            f"not faster than PyTorch on this GPU: {own:.3g} us on the device and {own_host:.3g} us on "
-            f"the host, PyTorch {theirs:.3g} us and {their_host:.3g} us ({call})"
+            f"not faster than PyTorch on this machine: {1e6 * self.time:.3g} us, PyTorch "
+            f"{1e6 * self.torch_time:.3g} us ({call})"
         )
 
 
@@ -191,15 +180,23 @@ def shape_class(call: Any) -> str:
     return ", ".join([*words, "dropout"] if getattr(call.arguments, "dropout_p", 0.0) else words)
 
 
-def machine_of(device: torch.device | int | None = None) -> Machine:
-    """Describes a CUDA device (None: the current one) and the versions in use."""
-    major, minor = torch.cuda.get_device_capability(device)
-    found = importlib.util.find_spec("triton") is not None
-    triton = importlib.metadata.version("triton") if found else "none"
-    return Machine(
-        torch.cuda.get_device_name(device), 10 * major + minor, str(_native.driver_version()),
-        torch.__version__, triton, __version__,
-    )  # fmt: skip
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Describes a device and the versions in use; of a CPU also the number of threads."""
+    triton = "none"
+    if device.type == "cpu":
+        isa = "none" if _native.module is None else _native.module.isa()
+        name, target = _native.cpu_model(), f"{isa}, {_threads(torch.get_num_threads())}"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        target = f"sm_{10 * major + minor}, driver {_native.driver_version()}"
+        if importlib.util.find_spec("triton") is not None:
+            triton = importlib.metadata.version("triton")
+    return Machine(name, target, torch.__version__, triton, __version__)
 
 
 def folder() -> Path:
@@ -225,27 +222,15 @@ def write_whole(path: Path, content: Any) -> None:
         raise
 
 
-def merged(
-    before: Proof | None, found: Proof, replaced: Collection[str] = (), short: bool = False
-) -> Proof:
-    """Merges the results ``found`` of a run into the earlier record ``before``.
+def merged(before: Proof | None, found: Proof, crashed: Collection[str] = ()) -> Proof:
+    """Adds the earlier verdicts for which a run has no new ones to its results ``found``.
 
-    All earlier verdicts of the ops in ``replaced`` are dropped; of other ops, only those with a new
-    verdict. A short run keeps the verdicts of `COMMAND`, except where it found the kernel wrong.
+    None of those of the ops in ``crashed``, whose kernels ended their process.
     """
+    new = {verdict[:5] for verdict in found.verdicts}
     old = before.verdicts if before else ()
-    wrong = {v[:5] for v in found.verdicts if not v.right}
-    lasting = [v for v in old if short and not v.short and v[:5] not in wrong]
-    measured = {v[:5] for v in lasting}
-    new = [v._replace(short=short) for v in found.verdicts if v[:5] not in measured]
-    measured |= {v[:5] for v in new}
-    kept = [
-        v
-        for v in old
-        if not (short and not v.short) and v[:5] not in measured and v.op not in replaced
-    ]
-    about = before if before and lasting else found
-    return about._replace(verdicts=(*lasting, *kept, *new))
+    kept = (v for v in old if v[:5] not in new and v.op not in crashed)
+    return found._replace(verdicts=(*kept, *found.verdicts))
 
 
 def write(proof: Proof) -> Path:
@@ -283,7 +268,7 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None, (
-            f"nothing was measured on this GPU yet: `{SHORT_COMMAND}` does it for common calls, in "
+            f"nothing was measured on this machine yet: `{SHORT_COMMAND}` does it for common calls, in "
             f"{SHORT_DURATION}, and `{COMMAND}` for more, in {DURATION}"
         )
     except OSError as error:
@@ -313,13 +298,17 @@ epoch = 0
 def _clear_cache() -> None:
     global epoch
     epoch += 1
-    record_of.cache_clear()
+    _record.cache_clear()
+
+
+def record_of(device: torch.device) -> tuple[Proof | None, str | None]:
+    """Returns `read` for a device, cached for the process."""
+    return _record(device.type, device.index or 0, torch.get_num_threads())
 
 
 @functools.cache
-def record_of(device: int) -> tuple[Proof | None, str | None]:
-    """Returns `read` for a CUDA device, cached for the process."""
-    return read(machine_of(device))
+def _record(kind: str, index: int, threads: int) -> tuple[Proof | None, str | None]:
+    return read(machine_of(torch.device(kind, index)))
 
 
 def forget() -> list[Path]:
@@ -337,13 +326,13 @@ def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | Non
     ``call=None``: why it selects the kernel for no call at all.
     """
     if call is None:
-        return _never(op, backend, torch.cuda.current_device())
-    return _decide(op, backend, *_about(call), device.index or 0)
+        return _never(op, backend, device)
+    return _decide(op, backend, *_about(call), device)
 
 
 def gain(op: str, backend: str, call: Any, device: torch.device) -> float:
     """Returns `Verdict.gain` of a kernel for the call's class; 0 without a verdict."""
-    return _gain(op, backend, *_about(call), device.index or 0)
+    return _gain(op, backend, *_about(call), device)
 
 
 def _about(call: Any) -> tuple[str, str, bool]:
@@ -351,33 +340,27 @@ def _about(call: Any) -> tuple[str, str, bool]:
 
 
 def _unmeasured(problem: str | None) -> str:
-    return f"not validated on this GPU yet ({problem}), so it runs only if named"
-
-
-def longer_way(proof: Proof, op: str | None = None) -> str:
-    """Returns a clause that recommends `COMMAND`; "" if it has measured the op (None: any op)."""
-    if any(not verdict.short for verdict in proof.verdicts if op in (None, verdict.op)):
-        return ""
-    return f"; `{COMMAND}` measures more, in {DURATION}"
+    return f"not validated on this machine yet ({problem}), so it runs only if named"
 
 
 def _decide(
-    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int
+    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
 ) -> str | None:
     proof, problem = record_of(device)
     if proof is None:
         return _unmeasured(problem)
     verdict = proof.find(op, backend, dtype, shape, gradients)
     if verdict is None:
-        more = longer_way(proof, op)
-        command = SHORT_COMMAND if more else COMMAND
         return (
-            f"`{command}` did not measure calls like this one on this GPU ({dtype}, {shape}){more}"
+            f"no call like this one was measured on this machine ({dtype}, {shape}); `{COMMAND}` "
+            f"measures most, in {DURATION}"
         )
     return None if verdict.chosen else verdict.why_not()
 
 
-def _gain(op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int) -> float:
+def _gain(
+    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
+) -> float:
     proof, _ = record_of(device)
     verdict = proof and proof.find(op, backend, dtype, shape, gradients)
     return verdict.gain if verdict else 0.0
@@ -388,12 +371,11 @@ _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _never(op: str, backend: str, device: int) -> str | None:
+def _never(op: str, backend: str, device: torch.device) -> str | None:
     proof, problem = record_of(device)
     if proof is None:
         return _unmeasured(problem)
     mine = [v for v in proof.verdicts if (v.op, v.backend) == (op, backend)]
     if any(verdict.chosen for verdict in mine):
         return None
-    cases = f"in any of {len(mine)} cases{longer_way(proof, op)}"
-    return f"not both correct and faster than PyTorch on this GPU {cases}"
+    return f"not both correct and faster than PyTorch on this machine in any of {len(mine)} cases"

@@ -1,4 +1,4 @@
-"""C++ kernels for x86-64 CPUs, chosen at run time by instruction set (``csrc/cpu``)."""
+"""C++ kernels for CPUs, chosen at run time by instruction set (``csrc/cpu``)."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ def register_kernel(kernel: Kernel) -> None:
             devices=("cpu",),
             dtypes=kernel.dtypes or _FLOATS,
             unavailable=_native.why_not,
+            proven=None if _native.why_unproven() is None else frozenset(),
             prefers_later=(*fast_path.prefers_later(kernel.op), *others),
         )
     )

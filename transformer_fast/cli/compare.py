@@ -17,6 +17,7 @@ from torch import nn
 from .. import _native, proof
 from .._console import bullets, output, progress
 from ..dispatch import BACKENDS, OPS, kernels
+from ..measure import device as on_device
 from ..measure import machine
 from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Row, run_case, worse
 from ..measure.cases import (
@@ -94,17 +95,17 @@ def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu = ", then the kernels of a GPU, if there is one, on calls of their own"
-    add_work(parser, COMPARED, gpu)
+    more = ", then the kernels that need validation here, those of a GPU say, on calls of their own"
+    add_work(parser, COMPARED, more)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds and less text, no GPU kernels"
+        "--quick", action="store_true", help="fewer rounds and less text, no validation"
     )
     parser.add_argument(
         "--compile", action="store_true", help="also time torch.compile (takes minutes)"
     )
     parser.add_argument(
         "--no-proof", action="store_true",
-        help="do not save the GPU results. By default, GPU kernels found to be correct and faster "
+        help="do not save the validation. By default, kernels found to be correct and faster "
         f"are used from then on ({SHORT_DURATION}; skipped with --device, --backend or --quick)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
@@ -214,7 +215,7 @@ def show(
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 0 if all selected results were checked and are right, and nothing crashed; else 1."""
-    on_gpu = gpu_ops(options)
+    devices = unproven(options)
     options.device = options.device or "cpu"
     require_folder(parser, options)
     device = device_of(parser, options)
@@ -222,8 +223,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     plan = QUICK if options.quick else _PLAN
     # The roof is measured once per case, not twice, because that takes as long as the timing.
     rows, remarks = run([*text_cases(options, device, text)], plan, probe_before=False)
-    measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
-    kept = None if options.no_proof else prove.keep(measured, short=True)
+    validations = []
+    for one in devices:
+        validations.append(prove.measure(validated_ops(options, one), one, short=True))
+        if validations[-1].interrupted:
+            break
     about = machine.describe(device)
     real = sum(int(b.lengths.sum()) for b in text)
     places = sum(b.tokens.numel() for b in text)
@@ -232,19 +236,22 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch', 'batches')} "
         f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
     ]
-    if on_gpu:
-        record, _ = proof.record_of(torch.cuda.current_device())
-        rows = sorted(
-            [*rows, *gpu_rows(measured.findings, record)], key=lambda row: COMPARED.index(row.op)
-        )
+    remarks_of: list[str] = []
+    for measured in validations:
+        kept = None if options.no_proof else measured.keep()
+        record, _ = proof.record_of(measured.device)
+        rows += validated_rows(measured, record)
+        remarks_of += validation_remarks(measured, kept)
+        name = proof.machine_of(measured.device).device
         head.append(
-            f"GPU: {torch.cuda.get_device_name()}, one call of each common case, without gradients "
-            "and with them; the longer of the device's and the host's time"
+            f"{_LABELS[measured.device.type]}: {name}, one call of each common case, without gradients "
+            "and with them; on a GPU the longer of the device's and the host's time"
         )
+    rows.sort(key=lambda row: COMPARED.index(row.op))
     sections = {
         "Failed": form.failures(rows),
-        "Not finished": measured.problem_lines(),
-        "GPU kernels": gpu_remarks(measured, kept) if on_gpu else [],
+        "Not finished": [line for one in validations for line in one.problem_lines()],
+        "Validation": remarks_of,
         "Not run by a kernel of ours": remarks,
         "Not measured": form.absent(rows),
     }
@@ -263,11 +270,12 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         _write(options, about, rows, sections)
     if (busy := form.busy(rows)) is not None:
         console.print(f"\n{busy}", style="yellow")
-    if measured.interrupted:
+    if any(one.interrupted for one in validations):
         raise KeyboardInterrupt
     wrong = _verdict(rows, options)
-    if wrong is None and measured.crashed:
-        wrong = f"GPU kernels crashed: {', '.join(measured.crashed)}"
+    crashed = [op for one in validations for op in one.crashed]
+    if wrong is None and crashed:
+        wrong = f"kernels crashed: {', '.join(crashed)}"
     if wrong is None:
         console.print(f"\n{form.summary(rows)}", style="bold green")
         return 0
@@ -275,21 +283,30 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 1
 
 
-# GPU kernels: the findings of `prove`, by op, dtype and kernel.
+# Kernels that need validation: the findings of `prove`, by op, dtype and kernel.
+
+#: Names of the types of devices in the table.
+_LABELS = {"cpu": "CPU", "cuda": "GPU"}
 
 
-def gpu_ops(options: argparse.Namespace) -> list[str]:
-    """Returns the ops whose GPU kernels are measured; none without a GPU, or if options exclude it."""
-    if options.device or options.backend or options.quick or not torch.cuda.is_available():
-        return []
+def unproven(options: argparse.Namespace) -> list[torch.device]:
+    """Returns the devices whose kernels are validated; none if options exclude it."""
+    return [] if options.device or options.backend or options.quick else on_device.unproven()
+
+
+def validated_ops(options: argparse.Namespace, device: torch.device) -> list[str]:
+    """Returns the ops whose kernels are validated on the device."""
     wanted = [
         op
         for op in OPS
         if op in options.op
-        and any(one.proven is not None and one.unavailable is None for one in kernels(op))
+        and any(
+            one.proven is not None and one.unavailable is None and one.runs_on(device.type)
+            for one in kernels(op)
+        )
     ]
     # The op with most classes comes last, so that a time limit cuts off some of its classes only.
-    return sorted(wanted, key=lambda op: len(COMMON[op]))
+    return sorted(wanted, key=lambda op: len(COMMON.get(op, ())))
 
 
 def _selected(known: Proof | None) -> set[tuple[object, ...]]:
@@ -302,18 +319,18 @@ def _selected(known: Proof | None) -> set[tuple[object, ...]]:
     return {verdict[:5] for verdict in best.values()}
 
 
-def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
+def validated_rows(measured: prove.Measured, known: Proof | None) -> list[Row]:
     """Returns a row per op, dtype and kernel: the worst error, and the summed time of all cases."""
     selected = _selected(known)
     found: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in findings:
+    for one in measured.findings:
         op, backend, dtype = one.verdict[:3]
         found.setdefault((op, dtype, backend), []).append(one)
     result = []
     for op, dtype, backend in sorted(found):
         mine = found[op, dtype, backend]
         chosen = any(one.verdict[:5] in selected for one in mine)
-        row = Row(op, f"GPU, {dtype}", backend, True, chosen)
+        row = Row(op, f"{_LABELS[measured.device.type]}, {dtype}", backend, True, chosen)
         wrong = [one.verdict for one in mine if not one.verdict.right]
         row.ok = not wrong
         for one in mine:
@@ -336,7 +353,7 @@ def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
     return result
 
 
-def gpu_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> list[str]:
+def validation_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> list[str]:
     """Returns lines on the verdicts, and on the file by which the dispatcher selects from now on."""
     verdicts = measured.verdicts
     chosen = sum(verdict.chosen for verdict in verdicts)
@@ -346,8 +363,8 @@ def gpu_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> li
     ]
     if kept is None:
         return [*lines, "nothing was written"]
-    known, path = kept
-    return [*lines, f"the dispatcher selects by {path}{proof.longer_way(known)}"]
+    more = f"`{proof.COMMAND}` measures more, in {proof.DURATION}"
+    return [*lines, f"the dispatcher selects by {kept[1]}; {more}"]
 
 
 # Exit status and JSON output.

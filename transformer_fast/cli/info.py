@@ -16,6 +16,7 @@ from .. import _cgroup, _native, _switches, proof, specs
 from .._console import bullets, columns, output, progress
 from ..dispatch import AHEAD, BACKENDS, OPS, STATES, Kernel, kernels, why_unproven
 from ..measure import machine
+from ..measure.device import unproven
 from ..reference.linear import ACTIVATIONS
 from . import form
 
@@ -42,16 +43,23 @@ def gpu_state() -> str:
 
 
 def proof_state() -> str:
-    """Returns a sentence on the validation record of the current GPU."""
-    if not torch.cuda.is_available():
-        return "none: kernels are validated on the GPU that will run them"
-    found, problem = proof.record_of(torch.cuda.current_device())
+    """Returns a sentence on the validation records of this machine's devices."""
+    devices = unproven()
+    if not devices:
+        return (
+            "not needed for this CPU; kernels for GPUs are validated on the GPU that will run them"
+        )
+    return "; ".join(f"{one.type}: {_record_state(one)}" for one in devices)
+
+
+def _record_state(device: torch.device) -> str:
+    found, problem = proof.record_of(device)
     if found is None:
         return f"none: {problem}"
     chosen = sum(verdict.chosen for verdict in found.verdicts)
     return (
         f"of {found.taken}, in {found.seconds / 60:.0f} minutes: {chosen} of {len(found.verdicts)} "
-        f"are right and faster than PyTorch{proof.longer_way(found)}"
+        "are right and faster than PyTorch"
     )
 
 
@@ -66,7 +74,7 @@ def _native_lines() -> Iterable[tuple[str, str]]:
     features = module.cpu_features()
     has = [name for name, there in features.items() if there]
     lacks = [name for name, there in features.items() if not there]
-    yield "CPU has", " ".join(has) or "nothing beyond x86-64"
+    yield "CPU has", " ".join(has) or "nothing that kernels use"
     if lacks:
         yield "CPU lacks", " ".join(lacks)
     supported = module.supported_isas()
@@ -74,6 +82,8 @@ def _native_lines() -> Iterable[tuple[str, str]]:
     text = f"{module.isa()} in use, of {', '.join(supported)}"
     if beyond:
         text += f"; built, but not in this CPU: {', '.join(beyond)}"
+    if (why := _native.why_unproven()) is not None:
+        text += f"; {why}, so they are selected by `{proof.COMMAND}` only, or if named"
     yield "instruction sets", text
 
 

@@ -67,7 +67,7 @@ class _Sublayer:
 
 def rewrite_sublayers(editor: Editor) -> None:
     """Replaces stacks of sub-layers that contain attention with one call of `Sublayers` each."""
-    if _native.module is None:
+    if _native.module is None or _native.why_unproven() is not None:
         return
     _share_sizes(editor.graph)
     stacks: list[list[_Sublayer]] = []

@@ -179,6 +179,14 @@ class DeviceClock:
         return times  # every attempt was late, so the call itself synchronizes
 
 
+class HostClock:
+    """Times calls on the CPU, where the launch is part of the call."""
+
+    def __call__(self, call: Call, inputs: int, repeats: int, host: float = 0.0) -> Times:
+        each = _sample(call, inputs, 0, repeats, torch.device("cpu"))
+        return Times(each, each)
+
+
 #: Seven rounds, without a time limit.
 _ON_DEVICE = Plan(rounds=7, seconds=math.inf, sample=2e-3)
 

@@ -1,4 +1,4 @@
-"""Checks and times GPU kernels, for `prove`, `compare` and `benchmarks.gpu`.
+"""Checks and times kernels that need validation, for `prove`, `compare` and `benchmarks.gpu`.
 
 They run in subprocesses, which isolate crashes and hangs.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import dispatch
+from .. import _native, dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
@@ -26,7 +26,7 @@ from ..specs.gpu import COMMON, GPU_CASES, GpuCase
 from ..testing import Parity, call_of, nan_memory, require_grad
 from .accuracy import BothWays, OpChecker, leaves
 from .benchmark_case import problem_of
-from .clock import Call, Clock, Times, in_turn, medians
+from .clock import Call, Clock, DeviceClock, HostClock, Times, in_turn, medians
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,16 +39,23 @@ def why_no_gpu(command: str) -> str | None:
     return f"{command} needs an NVIDIA GPU and a PyTorch with CUDA, and this machine has {has}"
 
 
-def cache_bytes(device: torch.device) -> int:
-    """Returns the size of the last-level cache: the L2 of a GPU, or an estimate for other devices."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return 32 << 20
+def unproven() -> list[torch.device]:
+    """Returns the devices of this machine on which kernels of ours need validation."""
+    cpu = [] if _native.why_unproven() is None else [torch.device("cpu")]
+    gpu = torch.cuda.is_available()
+    return [*cpu, *([torch.device("cuda", torch.cuda.current_device())] if gpu else [])]
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def copies_for(size: float, device: torch.device) -> int:
-    """Returns how many inputs of ``size`` bytes to cycle through so that each is out of the cache."""
-    return max(2, min(32, -int(-2.5 * cache_bytes(device) // max(1.0, size))))
+    """Returns how many inputs of ``size`` bytes to cycle through; on a GPU each is out of its L2."""
+    if device.type != "cuda":
+        return 2
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return max(2, min(32, -int(-2.5 * cache // max(1.0, size))))
 
 
 #: GPU memory of a process in bytes: for the CUDA context alone, and for checking results.
@@ -154,19 +161,17 @@ def checker(
                     rivals[name] = work
             samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
         checks |= {name: trial.check(work, len(trial.inputs) - 1) for name, work in right.items()}
-    none = None, None
-    times = {name: medians(taken) for name, taken in samples.items()}
-    fastest = min(rivals, key=lambda name: max(times[name]), default="")
-    best = times.get(fastest, none)
+    times = {name: max(medians(taken)) for name, taken in samples.items()}
+    fastest = min(rivals, key=times.__getitem__, default="")
     about = str(dtype)[6:], shape_class(trial.call), gradients
-    lonely = "PyTorch has no equivalent to compare it with" if best is none else None
+    lonely = None if rivals else "PyTorch has no equivalent to compare it with"
     found = []
     for name, (parity, problem) in checks.items():
-        measured = *times.get(name, none), *best
+        measured = times.get(name), times.get(fastest)
         verdict = Verdict._make(
-            (case.op, name, *about, problem is None, *measured, problem or lonely, False)
+            (case.op, name, *about, problem is None, *measured, problem or lonely)
         )
-        errors = (parity.error, parity.ratio) if parity else none
+        errors = (parity.error, parity.ratio) if parity else (None, None)
         taken = ([max(one) for one in samples.get(each, ())] for each in (name, fastest))
         found.append(Finding(verdict, *errors, *taken))
     return found
@@ -176,8 +181,21 @@ def class_of(case: GpuCase) -> str:
     return shape_class(call_of(case.op, case.case.build(torch.float32, "meta", None)))
 
 
-def cases_of(op: str, short: bool = False) -> list[GpuCase]:
-    """Returns the cases of an op; ``short``: only those of classes in `COMMON`, sorted by class."""
+#: Largest FLOPs of a case on a CPU: in short runs, and in others.
+_CPU_FLOPS = 1e9, 2e10
+
+
+def cases_of(op: str, short: bool = False, kind: str = "cuda") -> list[GpuCase]:
+    """Returns the cases of an op for a type of device; on CPUs they are the benchmark's.
+
+    ``short``: only those of classes in `COMMON`, sorted by class; on CPUs the small ones.
+    """
+    if kind == "cpu":
+        cases = [GpuCase(op, case) for case in OPS[op].bench_cases]
+        most = _CPU_FLOPS[0 if short else 1]
+        return [
+            c for c in cases if OPS[op].flops(c.case.build(torch.float32, "meta", None)) <= most
+        ]
     cases = [case for case in GPU_CASES if case.op == op]
     if not short:
         return cases
@@ -185,11 +203,13 @@ def cases_of(op: str, short: bool = False) -> list[GpuCase]:
     return sorted(common, key=lambda case: COMMON[op].index(class_of(case)))
 
 
-def trials(op: str, short: bool = False) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
+def trials(
+    op: str, short: bool = False, kind: str = "cuda"
+) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
     """Yields what to check: (case, dtype, with gradients)."""
-    for case in cases_of(op, short):
+    for case in cases_of(op, short, kind):
         for dtype in DTYPES:
-            for gradients in (False, True) if case.gradients else (False,):
+            for gradients in (False, True) if case.gradients and OPS[op].gradients_of else (False,):
                 yield case, dtype, gradients
 
 

@@ -19,22 +19,6 @@ from .._version import __version__
 IDENTITY = ("cpu", "logical_cpus", "threads", "isa", "gpu")
 
 
-def cpu_model() -> str:
-    """Returns the CPU's name; adds family and model if it has no number, as in virtual machines."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    name = " ".join((found[1] if found else platform.processor() or platform.machine()).split())
-    numbers = [
-        f"{what} {value}"
-        for what, value in re.findall(r"^(?:cpu )?(family|model)\s*:\s*(\d+)$", text, re.MULTILINE)
-    ]
-    hidden = not re.search(r"\d", name.partition("@")[0])
-    return ", ".join([name, *dict.fromkeys(numbers)]) if hidden else name
-
-
 #: Generations of server CPUs: (vendor, family, models (None: all), name).
 _GENERATIONS: tuple[tuple[str, int, range | None, str], ...] = (
     ("AMD", 23, range(16), "Zen"),
@@ -122,7 +106,7 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
     device = torch.device(device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
-        "cpu": cpu_model(),
+        "cpu": _native.cpu_model(),
         "logical_cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "isa": _native.module.isa() if _native.module is not None else None,

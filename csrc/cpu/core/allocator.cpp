@@ -125,7 +125,7 @@ class CachingAllocator {
     if (begin + kHugePage > first)
       munmap(reinterpret_cast<void*>(first + bytes), begin + kHugePage - first);
     void* data = reinterpret_cast<void*>(first);
-    madvise(data, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);  // whole huge pages only
+    use_huge_pages(data, bytes / kHugePage * kHugePage);  // whole huge pages only
     return {data, bytes};
   }
 
@@ -170,7 +170,7 @@ void prefer_huge_pages(const Tensor& tensor) {
   const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
   if (end - begin > kMaxBytes) return;
   const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (last > first) use_huge_pages(reinterpret_cast<void*>(first), last - first);
 }
 
 void free_block(void* data, void* bytes) {
@@ -271,8 +271,8 @@ Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16) 
   const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
   const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
   // Whole huge pages only, to waste no memory.
-  madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
-          static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
+  use_huge_pages(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
+                 static_cast<size_t>(bytes / kHuge * kHuge));
   return torch::stable::narrow(all, 0, skip / element, count);
 }
 

@@ -19,6 +19,12 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr size_t kHugePage = size_t{2} << 20;
+// Requests huge pages for a range; macOS has no such request.
+inline void use_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+}
 // Smaller tensors are allocated by PyTorch.
 #ifdef TF_SANITIZE
 constexpr int64_t kMinCachedBytes = INT64_MAX;  // the sanitizer checks what malloc returns

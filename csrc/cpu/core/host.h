@@ -98,7 +98,7 @@ class Scratch {
       if (kExact)
         std::memset(memory_, 0xff, rounded);
       else
-        madvise(memory_, rounded, MADV_HUGEPAGE);
+        use_huge_pages(memory_, rounded);
       size_ = rounded;
     }
     return static_cast<float*>(memory_);

@@ -53,22 +53,25 @@ struct Entry {
   const char* name;
   bool built;
   bool (*has)(const CpuFeatures&);
-  Dot dot;  // what it adds to the sets that it extends
+  Dot dot;      // what it adds to the sets that it extends
+  bool proven;  // its kernels were timed on hardware
 };
 
 // All sets, in ascending order of preference; see TF_ISA_TABLE.
 constexpr Entry kSets[] = {
-    {Isa::baseline, Isa::no_set, "baseline", TF_HAVE_BASELINE, has_baseline, Dot::none},
-    {Isa::avx2, Isa::baseline, "avx2", TF_HAVE_AVX2, has_avx2, Dot::none},
-    {Isa::avx_vnni, Isa::avx2, "avx_vnni", TF_HAVE_AVX_VNNI, has_avx_vnni, Dot::int8},
-    {Isa::avx512, Isa::avx2, "avx512", TF_HAVE_AVX512, has_avx512, Dot::none},
-    {Isa::avx512_vnni, Isa::avx512, "avx512_vnni", TF_HAVE_AVX512_VNNI, has_avx512_vnni, Dot::int8},
+    {Isa::baseline, Isa::no_set, "baseline", TF_HAVE_BASELINE, has_baseline, Dot::none, true},
+    {Isa::avx2, Isa::baseline, "avx2", TF_HAVE_AVX2, has_avx2, Dot::none, true},
+    {Isa::avx_vnni, Isa::avx2, "avx_vnni", TF_HAVE_AVX_VNNI, has_avx_vnni, Dot::int8, true},
+    {Isa::avx512, Isa::avx2, "avx512", TF_HAVE_AVX512, has_avx512, Dot::none, true},
+    {Isa::avx512_vnni, Isa::avx512, "avx512_vnni", TF_HAVE_AVX512_VNNI, has_avx512_vnni, Dot::int8,
+     true},
     {Isa::avx512_bf16, Isa::avx512_vnni, "avx512_bf16", TF_HAVE_AVX512_BF16, has_avx512_bf16,
-     Dot::bf16},
-    {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx, Dot::none},
-    {Isa::neon, Isa::no_set, "neon", TF_HAVE_NEON, has_neon, Dot::none},
-    {Isa::neon_dot, Isa::neon, "neon_dot", TF_HAVE_NEON_DOT, has_neon_dot, Dot::int8},
-    {Isa::neon_i8mm, Isa::neon_dot, "neon_i8mm", TF_HAVE_NEON_I8MM, has_neon_i8mm, Dot::none},
+     Dot::bf16, true},
+    {Isa::amx, Isa::avx512_bf16, "amx", TF_HAVE_AMX, has_amx, Dot::none, true},
+    {Isa::neon, Isa::no_set, "neon", TF_HAVE_NEON, has_neon, Dot::none, false},
+    {Isa::neon_dot, Isa::neon, "neon_dot", TF_HAVE_NEON_DOT, has_neon_dot, Dot::int8, false},
+    {Isa::neon_i8mm, Isa::neon_dot, "neon_i8mm", TF_HAVE_NEON_I8MM, has_neon_i8mm, Dot::none,
+     false},
 };
 
 const Entry* entry_of(Isa isa) {
@@ -222,6 +225,11 @@ bool isa_supported(Isa isa) {
   for (; set != nullptr; set = entry_of(set->extended))
     if (!set->has(cpu_features())) return false;
   return true;
+}
+
+bool isa_proven() {
+  static const char* const named = std::getenv("TRANSFORMER_FAST_CPU_ISA");
+  return entry_of(current_isa())->proven || (named != nullptr && *named != '\0');
 }
 
 bool isa_extends(Isa isa, Isa base) {

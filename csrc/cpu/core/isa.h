@@ -68,6 +68,9 @@ Isa find_isa(const char* name, const char* argument);
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
+// True if the kernels of the set in use were timed on hardware, or TRANSFORMER_FAST_CPU_ISA names
+// it.
+bool isa_proven();
 // True if `isa` is `base` or extends it, directly or through others.
 bool isa_extends(Isa isa, Isa base);
 // True if `isa`, or a set that it extends, has instructions for the type.

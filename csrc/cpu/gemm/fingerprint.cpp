@@ -16,7 +16,7 @@ constexpr int64_t kWeights = 4;
 int64_t grain_of(int64_t lines_per_row) { return std::max<int64_t>(1, kGrain / lines_per_row); }
 
 void add_to(uint64_t& sum, uint64_t part) {
-  std::atomic_ref(sum).fetch_add(part, std::memory_order_relaxed);
+  __atomic_fetch_add(&sum, part, __ATOMIC_RELAXED);  // std::atomic_ref: not in every libc++
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ TF_INLINE Sums load_bytes(const char* p) {
 #if defined(__ARM_FEATURE_DOTPROD)
   // In the lowest lane only, which dot() selects: ld1r would take one of the slots of the products.
   Sums x;
-  asm("ldr %s0, %1" : "=w"(x) : "m"(*reinterpret_cast<const char(*)[4]>(p)));
+  asm("ldr %s0, %1" : "=w"(x) : "m"(*reinterpret_cast<const char (*)[4]>(p)));
   return x;
 #else
   int32_t bytes;

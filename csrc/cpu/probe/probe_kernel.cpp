@@ -1,6 +1,6 @@
-// Roofline loops. The arithmetic is inline assembly on twelve accumulators, or sixteen on ARM: enough to
-// cover a latency of 4 cycles on 2 ports (Neoverse V1 and later: 4), and nothing that a compiler could
-// fold, contract or eliminate.
+// Roofline loops. The arithmetic is inline assembly on twelve accumulators, or sixteen on ARM:
+// enough to cover a latency of 4 cycles on 2 ports (Neoverse V1 and later: 4), and nothing that a
+// compiler could fold, contract or eliminate.
 #include "cpu/probe/probe.h"
 #include "cpu/simd/vec.h"
 
@@ -8,7 +8,7 @@ namespace tf::TF_ISA {
 namespace {
 
 #if defined(__aarch64__)
-#define TF_MULTIPLY_ADD(i) "fmla %" #i ".4s, %16.4s, %17.4s\n\t"
+#define TF_MULTIPLY_ADD(i) "fmla %" #i ".4s, %8.4s, %9.4s\n\t"
 #elif defined(__FMA__)
 #define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
 #else
@@ -25,22 +25,28 @@ namespace {
 #define TF_INPUT "x"
 #endif
 
-#define TF_FOUR(X, a, b, c, d) X(a) X(b) X(c) X(d)
-#define TF_TWELVE_TIMES(X) TF_FOUR(X, 0, 1, 2, 3) TF_FOUR(X, 4, 5, 6, 7) TF_FOUR(X, 8, 9, 10, 11)
+#define TF_EIGHT_TIMES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define TF_TWELVE_TIMES(X) TF_EIGHT_TIMES(X) X(8) X(9) X(10) X(11)
 #define TF_FOUR_SUMS(acc) \
   TF_REGISTER((acc)[0]), TF_REGISTER((acc)[1]), TF_REGISTER((acc)[2]), TF_REGISTER((acc)[3])
-#define TF_TWELVE_SUMS(acc) TF_FOUR_SUMS(acc), TF_FOUR_SUMS(acc + 4), TF_FOUR_SUMS(acc + 8)
 #if defined(__aarch64__)
-constexpr int kAccumulators = 16;
-#define TF_EACH(X) TF_TWELVE_TIMES(X) TF_FOUR(X, 12, 13, 14, 15)
-#define TF_SUMS(acc) TF_TWELVE_SUMS(acc), TF_FOUR_SUMS(acc + 12)
+constexpr int kAccumulators = 16;  // in two statements, which have at most 30 operands
+#define TF_ACCUMULATE_EIGHT(INSTRUCTION, acc, x, y)         \
+  asm volatile(TF_EIGHT_TIMES(INSTRUCTION)                  \
+               : TF_FOUR_SUMS(acc), TF_FOUR_SUMS((acc) + 4) \
+               : TF_INPUT(x), TF_INPUT(y))
+#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)        \
+  do {                                               \
+    TF_ACCUMULATE_EIGHT(INSTRUCTION, acc, x, y);     \
+    TF_ACCUMULATE_EIGHT(INSTRUCTION, acc + 8, x, y); \
+  } while (false)
 #else
 constexpr int kAccumulators = 12;
-#define TF_EACH TF_TWELVE_TIMES
-#define TF_SUMS TF_TWELVE_SUMS
+#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                        \
+  asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                          \
+               : TF_FOUR_SUMS(acc), TF_FOUR_SUMS((acc) + 4), TF_FOUR_SUMS((acc) + 8) \
+               : TF_INPUT(x), TF_INPUT(y))
 #endif
-#define TF_ACCUMULATE(INSTRUCTION, acc, x, y) \
-  asm volatile(TF_EACH(INSTRUCTION) : TF_SUMS(acc) : TF_INPUT(x), TF_INPUT(y))
 
 #if defined(__AMX_BF16__)
 
@@ -81,9 +87,9 @@ constexpr double kTileSums = 4 * 16 * 16;
 
 #define TF_BF16_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-#define TF_INT8_DOT(i) "usdot %" #i ".4s, %16.16b, %17.16b\n\t"
+#define TF_INT8_DOT(i) "usdot %" #i ".4s, %8.16b, %9.16b\n\t"
 #elif defined(__aarch64__)
-#define TF_INT8_DOT(i) "sdot %" #i ".4s, %16.16b, %17.16b\n\t"
+#define TF_INT8_DOT(i) "sdot %" #i ".4s, %8.16b, %9.16b\n\t"
 // AVX-VNNI is the VEX encoding, which has to be asked for.
 #elif defined(__AVX512VNNI__)
 #define TF_INT8_DOT(i) "vpdpbusd %12, %13, %" #i "\n\t"

@@ -13,9 +13,13 @@ namespace {
 
 using WideWords = uint64x2_t;
 TF_INLINE WideWords words(uint64_t x) { return vdupq_n_u64(x); }
-TF_INLINE WideWords multiply(WideWords a, WideWords b) { return vmull_u32(vmovn_u64(a), vmovn_u64(b)); }
+TF_INLINE WideWords multiply(WideWords a, WideWords b) {
+  return vmull_u32(vmovn_u64(a), vmovn_u64(b));
+}
 TF_INLINE WideWords high_half(WideWords a) { return vshrq_n_u64(a, 32); }
-TF_INLINE WideWords xor_of(WideWords a, WideWords b, WideWords c) { return veorq_u64(veorq_u64(a, b), c); }
+TF_INLINE WideWords xor_of(WideWords a, WideWords b, WideWords c) {
+  return veorq_u64(veorq_u64(a, b), c);
+}
 TF_INLINE WideWords join(WideWords a, WideWords b) { return vsliq_n_u64(a, b, 32); }
 TF_INLINE WideWords even_pairs(WideWords a, WideWords b) { return vzip1q_u64(a, b); }
 TF_INLINE WideWords odd_pairs(WideWords a, WideWords b) { return vzip2q_u64(a, b); }
@@ -104,7 +108,9 @@ using WideWords = __m128i;
 TF_INLINE WideWords words(uint64_t x) { return _mm_set1_epi64x(static_cast<long long>(x)); }
 TF_INLINE WideWords multiply(WideWords a, WideWords b) { return _mm_mul_epu32(a, b); }
 TF_INLINE WideWords high_half(WideWords a) { return _mm_srli_epi64(a, 32); }
-TF_INLINE WideWords xor_of(WideWords a, WideWords b, WideWords c) { return _mm_xor_si128(_mm_xor_si128(a, b), c); }
+TF_INLINE WideWords xor_of(WideWords a, WideWords b, WideWords c) {
+  return _mm_xor_si128(_mm_xor_si128(a, b), c);
+}
 TF_INLINE WideWords join(WideWords a, WideWords b) {
   const WideWords low = _mm_set1_epi64x(0xffffffff);
   return _mm_or_si128(_mm_and_si128(a, low), _mm_slli_epi64(b, 32));

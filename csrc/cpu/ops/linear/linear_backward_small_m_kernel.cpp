@@ -85,9 +85,9 @@ void tile_of(long rows, const Tile& t) {
     case 3:
       return tile<3, kWhole>(t);
     case 4:
-      return tile<kRows < 4 ? kRows : 4, kWhole>(t);
+      return tile < kRows<4 ? kRows : 4, kWhole>(t);
     case 5:
-      return tile<kRows < 5 ? kRows : 5, kWhole>(t);
+      return tile < kRows<5 ? kRows : 5, kWhole>(t);
     default:
       return tile<kRows, kWhole>(t);
   }
