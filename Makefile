@@ -1,7 +1,7 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
-#   make compare   parity and speed of every kernel against the reference, here; on a GPU the proof
-#                  that its kernels are selected by
+#   make compare   parity and speed of every kernel against the reference, here; on a GPU, and on ARM,
+#                  the record that its kernels are selected by
 #   make test      the tests that show the kernels are correct here, some three minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
@@ -10,6 +10,8 @@
 #                  the instruction sets in between; some ten minutes of two cores
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
+#   make test-arm  cross-compiles for 64-bit ARM and tests the kernels under qemu: outputs of every op,
+#                  8-bit products, some gradients, same bits; Debian or Ubuntu; some five minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions
@@ -26,7 +28,8 @@
 #   make wheel     dist/: this Python's manylinux wheel, the pure one, and the source archive
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
-# Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test,
+# Variables: PYTHON (python3), VENV (.venv), ARM_ROOT (build/arm-root: Python and PyTorch for ARM),
+# PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test,
 # example, gpu-check and the bench targets pass on, as in `make compare ARGS="--op attention"`.
 
 PYTHON ?= python3
@@ -42,7 +45,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
-.PHONY: help setup build compare test test-all test-exhaustive sanitize sanitize-quick example lint format clean distclean
+.PHONY: help setup build compare test test-all test-exhaustive test-arm sanitize sanitize-quick example lint format clean distclean
 .PHONY: docs wheel peers gpu-check bench bench-quick bench-pytest bench-scaling bench-compare bench-report figures
 
 help:
@@ -70,6 +73,9 @@ test-all: $(STAMPS)/cuda
 
 test-exhaustive: $(STAMPS)/cuda
 	$(PYTEST) -m exhaustive $(ARGS)
+
+test-arm: $(STAMPS)/env
+	VENV=$(VENV) ARGS='$(ARGS)' .ci/arm test
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx_vnni;avx512;avx512_vnni;avx512_bf16;amx

@@ -30,7 +30,7 @@ from transformer_fast.specs import OPS
 
 # Triton reads TRITON_INTERPRET at its first import. Modules that other tests import, such as
 # transformers, import Triton too.
-sys.path.insert(0, str(Path(__file__).parent / "triton"))
+sys.path.insert(0, str(Path(__file__).parent / "triton_kernels"))
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # hand-written models
 import interpreted
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if interpreted.WHY_NOT is not None:
-    collect_ignore_glob = ["triton/test_triton_[!h]*.py"]
+    collect_ignore_glob = ["triton_kernels/test_triton_[!h]*.py"]
 
 #: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
 #: their emulators are slow.

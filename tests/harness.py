@@ -36,15 +36,20 @@ from transformer_fast.testing.oracle import as_results
 
 #: The dtypes whose error an fp64 oracle can measure.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Instruction sets of this machine, narrowest vectors first; `ISAS` omits those that add nothing but
-#: 8-bit products, since other kernels have no builds for them.
-INT8_ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
-ISAS = tuple(isa for isa in INT8_ISAS if "vnni" not in isa)
+#: Instruction sets of this machine, narrowest vectors first, with the types that have dot products.
+_DOTS = (
+    {isa: set(_native.module.dot_types(isa)) for isa in _native.module.supported_isas()}
+    if (_native.module)
+    else {}
+)
+INT8_ISAS: tuple[str, ...] = tuple(_DOTS)
+#: Those that add more than 8-bit products: other kernels have no builds for the rest.
+ISAS = tuple(isa for isa, dots in _DOTS.items() if dots != {"int8"})
 #: All pairs (instruction set, int8) that select different builds.
 ISAS_AND_INT8 = [(isa, int8) for int8 in (False, True) for isa in (INT8_ISAS if int8 else ISAS)]
 #: Instruction sets with their own builds of the fp32 kernels, and all pairs (dtype, instruction
 #: set) that select different builds.
-FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512", "neon"))
+FLOAT_ISAS = tuple(isa for isa, dots in _DOTS.items() if not dots)
 BUILDS = [(d, isa) for d in DTYPES for isa in (FLOAT_ISAS if d == torch.float32 else ISAS)]
 
 
@@ -91,7 +96,7 @@ def _cannot_run_here(kernel: Kernel) -> str | None:
     if kernel.unavailable is not None:
         return kernel.unavailable
     if kernel.backend in ("triton", "cuda") and not torch.cuda.is_available():
-        return "no GPU here; tests/triton runs small cases in Triton's interpreter"
+        return "no GPU here; tests/triton_kernels runs small cases in Triton's interpreter"
     return None
 
 

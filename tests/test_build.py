@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -27,9 +28,14 @@ pytestmark = [
 
 _C = _native.module
 ROOT = Path(__file__).resolve().parents[1]
+#: The instruction sets of this architecture, from low to high.
+ON_ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = ["baseline", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+if ON_ARM:
+    ISAS = ["neon", "neon_dot", "neon_i8mm"]
+on_x86 = pytest.mark.skipif(ON_ARM, reason="this CPU is no x86-64")
 #: Sets with 8-bit dot products and no others.
-VNNI = ("avx_vnni", "avx512_vnni")
+DOT8 = ("avx_vnni", "avx512_vnni", "neon_dot", "neon_i8mm")
 SUPPORTED = _C.supported_isas() if _C else []
 
 
@@ -129,6 +135,10 @@ def test_set_isa_while_other_threads_compute():
 def test_supported_isas_follow_from_cpu_features():
     cpu = _C.cpu_features()
     assert [isa for isa in ISAS if isa in SUPPORTED] == SUPPORTED  # from low to high
+    if ON_ARM:
+        assert cpu["neon"]
+        assert ("neon_i8mm" in SUPPORTED) == (cpu["dotprod"] and cpu["i8mm"])
+        return
     assert ("avx2" in SUPPORTED) == (cpu["avx2"] and cpu["fma"] and cpu["f16c"])
     for isa, extended in (("avx_vnni", "avx2"), ("avx512_vnni", "avx512")):
         assert (isa in SUPPORTED) == (extended in SUPPORTED and cpu[isa])
@@ -137,14 +147,15 @@ def test_supported_isas_follow_from_cpu_features():
 
 @pytest.mark.parametrize("isa", SUPPORTED)
 def test_dot_types_of_each_isa(isa):
-    types = ["int8"] if isa in VNNI else ["int8", "bf16"] if isa in ("avx512_bf16", "amx") else []
+    types = ["int8"] if isa in DOT8 else ["int8", "bf16"] if isa in ("avx512_bf16", "amx") else []
     assert _C.dot_types(isa) == types
     with in_use(isa):
         assert _C.dot_types() == types
-    with pytest.raises(ValueError, match="isa is 'neon', which is not an instruction set known"):
-        _C.dot_types("neon")
+    with pytest.raises(ValueError, match="isa is 'sse9', which is not an instruction set known"):
+        _C.dot_types("sse9")
 
 
+@on_x86
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
 def test_cpu_features_agree_with_linux():
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -156,7 +167,8 @@ def test_cpu_features_agree_with_linux():
 def test_build_info_is_recorded():
     info = _C.build_info()
     assert list(info["isa_flags"]) == [isa for isa in ISAS if isa in info["isa_flags"]]
-    assert "-mfma" in info["isa_flags"]["avx2"]
+    flag = ("neon_dot", "+dotprod") if ON_ARM else ("avx2", "-mfma")
+    assert flag[1] in info["isa_flags"][flag[0]]
     assert int(info["torch_target"], 16) >> 48 == 0x020A
     assert "-ffast-math" not in str(info)
     assert "-march=native" not in str(info)
@@ -165,15 +177,18 @@ def test_build_info_is_recorded():
 # Probes -----------------------------------------------------------------------------------------
 
 #: 8-bit operations per cycle.
-OPERATIONS = {"avx_vnni": 128, "avx512_vnni": 256, "avx512_bf16": 256, "amx": 4096}
+OPERATIONS = {
+    **{"avx_vnni": 128, "avx512_vnni": 256, "avx512_bf16": 256, "amx": 4096},
+    **dict.fromkeys(("neon_dot", "neon_i8mm"), 128),
+}
 
 
 def test_probe_fma_default_is_the_isa_in_use():
-    with in_use("baseline"):
+    with in_use(ISAS[0]):
         slow = max(_C.probe_fma(1) for _ in range(3))
     if "avx512" in SUPPORTED:
         assert max(_C.probe_fma(1, "avx512") for _ in range(3)) > 1.5 * slow
-    assert slow <= 2 * 2 * 4 * 7.0
+    assert slow <= 2 * 2 * (8 if ON_ARM else 4) * 7.0
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -187,7 +202,9 @@ def test_probes_of_dot_products_give_plausible_rates(isa, name):
         most = OPERATIONS[isa] * 7.0 / (1 if name == "int8" else 2)
         assert most / 200 < probe(1, isa) <= most
     else:
-        others = ("avx_vnni, avx512_vnni, " if name == "int8" else "") + "avx512_bf16, amx"
+        others = ", ".join(
+            one for one in OPERATIONS if one in ISAS and (name == "int8" or one not in DOT8)
+        )
         with pytest.raises(ValueError, match=f"no {name} dot product; these have: {others}"):
             probe(1, isa)
 
@@ -206,8 +223,8 @@ def test_probes_release_the_gil():
     ("name", "args", "message"),
     [
         ("probe_fma", (0,), "threads must be between 1 and 4096, got 0"),
-        ("probe_bf16_dot", (-3, "baseline"), "threads must be between 1 and 4096, got -3"),
-        ("probe_fma", (1, "neon"), "isa is 'neon', which is not an instruction set known here"),
+        ("probe_bf16_dot", (-3, ISAS[0]), "threads must be between 1 and 4096, got -3"),
+        ("probe_fma", (1, "sse9"), "isa is 'sse9', which is not an instruction set known here"),
         ("probe_read_bandwidth", (100, 1), "bytes must be at least 4096 for each thread, got 100"),
         ("probe_copy_bandwidth", (1 << 20, 0), "threads must be between 1 and 4096, got 0"),
         (
@@ -267,12 +284,13 @@ def test_builds_of_a_kernel_define_the_same_functions():
     for (kernel, isa), path in kernel_objects().items():
         symbols = re.findall(rf" T tf::{isa}::(.*)$", tool("nm", "-C", str(path)), re.MULTILINE)
         assert symbols, f"{kernel} for {isa} defines nothing"
-        if isa in ("baseline", "avx2", "avx512"):
+        if isa in ("baseline", "avx2", "avx512", "neon"):
             names.setdefault(kernel, set()).add(tuple(sorted(symbols)))
     assert all(len(variants) == 1 for variants in names.values()), names
     assert " U tf::" not in tool("nm", "-C", _C.__file__)
 
 
+@on_x86
 def test_lower_builds_use_no_wider_registers():
     wider = {"baseline": "%[yz]mm", "avx2": "%zmm", "avx_vnni": "%zmm"}
     checked = 0

@@ -278,7 +278,7 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
         assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [message])
         if why is not None:
             assert message == (
-                f"not validated on this GPU yet (no file for {why}), so it runs only if named"
+                f"not validated on this machine yet (no file for {why}), so it runs only if named"
             )
     assert select(CALL).backend == "reference"
     [message] = dispatch.explain_call(CALL).reasons["triton"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, INT8_ISAS, check_threads, in_use, same_bits
+from harness import DTYPES, FLOAT_ISAS, INT8_ISAS, check_threads, in_use, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -330,7 +330,7 @@ def test_weights_without_known_values_are_quantized():
 
 
 def test_explain_tells_which_products_run(int8_isa):
-    units = int8_isa not in ("baseline", "avx2", "avx512")
+    units = int8_isa not in FLOAT_ISAS
     found = explain("int8_linear", *drawn(5, 16, 12))
     assert found.backend == "cpu"
     assert ("16 bits" in str(found)) != units

@@ -169,7 +169,11 @@ def test_ordinary_calls_do_not_run_on_the_reference(op, generator):
 
 
 #: Bytes per vector.
-VECTOR = {"baseline": 16, "avx2": 32, "avx_vnni": 32}
+VECTOR = {
+    **dict.fromkeys(("baseline", "neon", "neon_dot", "neon_i8mm"), 16),
+    "avx2": 32,
+    "avx_vnni": 32,
+}
 #: Sizes around the panels, tiles and blocks of the kernels, and a prime beyond all of them.
 FAR = (47, 48, 49, 55, 56, 57, 63, 64, 65, 111, 112, 113, 127, 128, 129, 191, 223, 224, 225, 255,
        256, 257, 511, 513, 521)  # fmt: skip

@@ -369,13 +369,13 @@ def test_weights_of_negative_zero_give_the_bias(target):
 #: Maximum rows that read a weight in place, if not 4: some instruction sets lack the instructions.
 DIRECT_ROWS: dict[str, dict[str, int]] = {
     "float32": {},
-    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8},
+    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8, "neon": 0},
     "float16": {"baseline": 0},
 }
 #: The same for weights larger than any cache, if not 8 (float32) or 4.
 DISTANT_ROWS: dict[str, dict[str, int]] = {
     "float32": {"amx": 4},
-    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12},
+    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12, "neon": 0},
 }
 
 

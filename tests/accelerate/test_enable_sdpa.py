@@ -1,7 +1,7 @@
 """enable_sdpa: PyTorch's scaled_dot_product_attention with our forward and PyTorch's backward.
 
 PyTorch's operators for CUDA tensors are called by their dispatch key, here with CPU tensors. The
-results of the Triton kernels behind them are tested in tests/triton.
+results of the Triton kernels behind them are tested in tests/triton_kernels.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import check
 
-sys.path.append(str(Path(__file__).parents[1] / "triton"))
+sys.path.append(str(Path(__file__).parents[1] / "triton_kernels"))
 import ptx_emulator
 
 pytestmark = [

@@ -46,9 +46,13 @@ enum class Isa {
   neon_dot,
   neon_i8mm
 };
+// Those of this architecture.
+#if defined(__aarch64__)
+constexpr Isa kIsas[] = {Isa::neon, Isa::neon_dot, Isa::neon_i8mm};
+#else
 constexpr Isa kIsas[] = {Isa::baseline,    Isa::avx2,        Isa::avx_vnni, Isa::avx512,
-                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx,      Isa::neon,
-                         Isa::neon_dot,    Isa::neon_i8mm};
+                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+#endif
 
 // Element types with instructions of their own: dot products, or AMX tiles.
 enum class Dot { none, int8, bf16 };

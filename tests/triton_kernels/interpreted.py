@@ -35,7 +35,7 @@ def switched_on() -> Iterator[None]:
 
 def _why_not() -> str | None:
     spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:  # the folder of these tests is also named triton
+    if spec is None:
         return "Triton is not installed"
     if DEVICE == "cpu" and "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
         # Triton reads the switch at its first import. A skip here would lose every Triton test.
