@@ -289,7 +289,8 @@ void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
   parallel_for(0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(small_m_input_gradient, args, begin * width, std::min<int64_t>(args.k, end * width));
+    TF_DISPATCH(small_m_input_gradient, args, begin * width,
+                std::min<int64_t>(args.k, end * width));
   });
 }
 
