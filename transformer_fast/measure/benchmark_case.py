@@ -59,6 +59,8 @@ class BenchmarkCase:
     torch: tuple[str, ...] = ("torch",)
     #: Sentences or tokens in one input; None: not counted.
     items: int | None = None
+    #: Scores a candidate on other inputs than the timed ones: name of a measure -> its value.
+    score: Callable[[Callable[..., Any]], dict[str, float]] | None = None
     #: The kind of products, see `roof.probe`.
     product: str | None = None
     #: (op, backend) that the dispatcher chose -> why not the other backends. Modules: one per op.
@@ -97,6 +99,8 @@ class Row:
     items: int | None = None
     #: Peak memory of one input.
     peak_bytes: int | None = None
+    #: Name of a measure -> its value, see `BenchmarkCase.score`.
+    scores: dict[str, float] = field(default_factory=dict)
     #: Date and commit, if the row was kept from another run than its suite's last one.
     taken: str | None = None
 
@@ -241,6 +245,9 @@ def run_case(
     top = after.better(before) if after is not None else None
     for name, trial in able.items():
         trial.finish(samples[name], top)
+        if case.score is not None and trial.row.ok:
+            assert trial.run is not None
+            trial.row.scores = case.score(trial.run)
         if memory and trial.row.ok:
             trial.row.peak_bytes = peak(functools.partial(trial, 0), case.device)
     rows = [trial.row for trial in trials]

@@ -43,6 +43,9 @@ class Plan:
     #: Maximum wait in seconds for the previous candidate's threads. OpenMP threads spin for some
     #: 10 ms after each call, which would slow down candidates with thread pools of their own.
     rest: float = 0.1
+    #: Samples are CPU time of the process, not time of the wall clock. On a busy machine this is
+    #: the steadier of the two, and it is meaningful for candidates with one thread only.
+    cpu_time: bool = False
 
 
 #: Plans for continuous integration, for ordinary runs, and for published figures.
@@ -70,14 +73,21 @@ def _wait_for_threads(most: float) -> None:
             return
 
 
-def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.device) -> float:
-    """Returns the seconds per call; each call uses the next input."""
+def _sample(
+    call: Call,
+    inputs: int,
+    first: int,
+    repeats: int,
+    device: torch.device,
+    now: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Returns the seconds per call by the clock ``now``; each call uses the next input."""
     _synchronize(device)
-    start = time.perf_counter_ns()
+    start = now()
     for i in range(repeats):
         call((first + i) % inputs)
     _synchronize(device)
-    return (time.perf_counter_ns() - start) / repeats / 1e9
+    return (now() - start) / repeats / 1e9
 
 
 def in_rounds(
@@ -116,6 +126,7 @@ def alternate(
     have run before (the parity check does that).
     """
     device = torch.device(device)
+    now = time.process_time_ns if plan.cpu_time else time.perf_counter_ns
     repeats, settling = {}, {}
     for name, call in calls.items():
         once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
@@ -126,7 +137,7 @@ def alternate(
         _wait_for_threads(plan.rest)
         if settling[name]:
             _sample(calls[name], inputs, done, settling[name], device)
-        return _sample(calls[name], inputs, done, repeats[name], device)
+        return _sample(calls[name], inputs, done, repeats[name], device, now)
 
     return in_rounds(calls, plan, sample)
 
