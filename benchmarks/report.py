@@ -116,7 +116,9 @@ COLUMNS: dict[str, Callable[[Finding], str]] = {
     "vs it (95 %)": lambda found: interval(found.against),
     "Gflop/s (dense)": lambda found: _rates(found.chosen),
     "roof": lambda found: _roof(found.chosen),
-    "MiB": lambda found: form.three_digits((found.chosen.peak_bytes or math.nan) / 2**20).replace("nan", ""),
+    "MiB": lambda found: form.three_digits((found.chosen.peak_bytes or math.nan) / 2**20).replace(
+        "nan", ""
+    ),
     "error in refs": lambda found: form.times(found.chosen.error_ratio),
 }
 
@@ -140,14 +142,20 @@ def texts(rows: Sequence[Row]) -> str:
     if rows[0].op != "text_encoder":
         return ""
     names = list(dict.fromkeys(row.candidate for row in rows if row.time is not None))
-    cases = {case: {row.candidate: row for row in group} for (_, case), group in by_case(rows).items()}
-    lines = [[case, *(_of_text(known.get(name)) for name in names)] for case, known in cases.items()]
+    cases = {
+        case: {row.candidate: row for row in group} for (_, case), group in by_case(rows).items()
+    }
+    lines = [
+        [case, *(_of_text(known.get(name)) for name in names)] for case, known in cases.items()
+    ]
     shown = markdown(("sentences a second (cosine)", *names), lines, 1)
     scored = [row for row in rows if row.scores]
     if not scored:
         return f"{shown}\n\n{RANDOM}"
     heads = tuple(scored[0].scores)
-    lines = [[row.case, row.candidate, *(f"{row.scores[one]:.4f}" for one in heads)] for row in scored]
+    lines = [
+        [row.case, row.candidate, *(f"{row.scores[one]:.4f}" for one in heads)] for row in scored
+    ]
     return f"{shown}\n\n{markdown(('case', 'on', *heads), lines, 2)}\n\n{RELEASED}"
 
 
@@ -250,9 +258,13 @@ def bars(groups: Mapping[str, Mapping[str, tuple[float, str]]], title: str) -> s
     for place, label in enumerate(labels):
         shown = [(i, *group[label]) for i, group in enumerate(groups.values()) if label in group]
         at, values, colours = zip(*shown, strict=True)
-        drawn = axes.bar([i + width * place for i in at], values, 0.92 * width, color=colours, label=label)
+        drawn = axes.bar(
+            [i + width * place for i in at], values, 0.92 * width, color=colours, label=label
+        )
         axes.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=2, fontsize=9)
-    axes.set_xticks([i + width * (len(labels) - 1) / 2 for i in range(len(groups))], list(groups), fontsize=11)
+    axes.set_xticks(
+        [i + width * (len(labels) - 1) / 2 for i in range(len(groups))], list(groups), fontsize=11
+    )
     axes.grid(axis="x", visible=False)
     axes.tick_params(length=0)
     axes.set_title(title, loc="left", fontsize=11)
@@ -304,7 +316,11 @@ def _draw_roofs(axes: Axes, rows: Sequence[Row]) -> None:
     """Draws the roofline's time by size, and that of fp32's second roof if it has one."""
     able = [g[0] for g in by_case([r for r in rows if r.roof_share]).values()]
     for name, dashes in (("roof_share", "--"), ("split_share", ":")):
-        points = [(float(r.case), r.time.median * getattr(r, name)) for r in able if r.time and getattr(r, name)]
+        points = [
+            (float(r.case), r.time.median * getattr(r, name))
+            for r in able
+            if r.time and getattr(r, name)
+        ]
         if points:
             label = "roof" if name == "roof_share" else "roof of bf16 pieces"
             axes.plot(*zip(*points, strict=True), dashes, color="#555555", label=label, linewidth=1)
@@ -351,7 +367,9 @@ def page(one: Machine, others: Iterable[Machine], pictures: Path | None = None) 
     def picture(name: str, draw: Callable[[], str]) -> str:
         if pictures is None or not (svg := draw()):
             return ""
-        file = pictures / f"{one.slug}-{''.join(c if c.isalnum() else '-' for c in name.lower())}.svg"
+        file = (
+            pictures / f"{one.slug}-{''.join(c if c.isalnum() else '-' for c in name.lower())}.svg"
+        )
         file.write_text(svg, encoding="utf-8")
         return f"![{name}]({pictures.name}/{file.name})"
 

@@ -12,26 +12,34 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from benchmarks import findings, readme, report
+from transformer_fast.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MACHINES = report.machines(findings.FOLDER)
+MACHINES = findings.machines()
 #: Where plots are written before MkDocs copies them.
 PLOTS = ROOT / "build" / "plots"
 
 
-def _title(one: report.Machine) -> str:
+def _title(one: findings.Machine) -> str:
     """Returns a title such as 'AMD EPYC (Zen 5), avx512_bf16, 2 threads'; with the date if shared."""
     shared = sum(other.title == one.title for other in MACHINES) > 1
     return f"{one.title}, {one.about['date'][:10]}" if shared else one.title
 
 
-def _page(one: report.Machine) -> str:
+def _page(one: findings.Machine) -> str:
     """Returns the machine's part of the report as a page, with headings one level higher."""
-    _, _, body = report.markdown([one], PLOTS).partition(f"## {one.line}")
     # Without a table of contents at its right, a table of twelve columns fits.
-    head = f"---\nhide: [toc]\n---\n\n# {_title(one)}\n\n{one.line}"
-    return head + body.replace("\n### ", "\n## ")
+    head = f"---\nhide: [toc]\n---\n\n# {_title(one)}\n\n{machine.line(one.about)}"
+    body = "\n\n".join(filter(None, report.page(one, MACHINES, PLOTS)))
+    return f"{head}\n\n{body}\n".replace("\n### ", "\n## ")
+
+
+def _ways() -> str:
+    """Returns README's table of ways in, with links from the site's first page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("## Choose a way in\n\n")
+    return rest.partition("\n\n")[0].replace("](docs/", "](")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -69,6 +77,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "legend": lambda: report.LEGEND,
         "machines": _machines,
         "ops": readme.ops_table,
+        "ways": _ways,
         "info --help": lambda: _help("info"),
         "compare --help": lambda: _help("compare"),
         "prove --help": lambda: _help("prove"),

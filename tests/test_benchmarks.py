@@ -14,7 +14,6 @@ import math
 import os
 import types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,12 +176,37 @@ def test_sentence_encoders_are_fed_padded_text():
     assert sorted(len(one) for one in encoders.sentences(12)) == sorted(lengths.tolist())
 
 
-@pytest.mark.parametrize("precision", encoders.PRECISIONS)
+@pytest.mark.parametrize("precision", [*encoders.PRECISIONS, "float16"])
 def test_sentence_encoders_are_right_in_every_precision(precision):
     case = encoders._case(Scope(quick=True), encoders.Case("MiniLM, small", precision, 1, True))
-    for one in run_case(case, FAST):
+    rows = run_case(case, FAST)
+    for one in rows:
         assert one.ok, one
         assert one.items == 12
+    # float32 of PyTorch is beside every other precision: it may be the faster.
+    assert ("torch eager, float32" in [one.candidate for one in rows]) == (precision != "float32")
+
+
+def test_questions_and_texts_of_docstrings():
+    questions, texts = encoders.pairs(600)
+    assert len(questions) == len(set(questions)) == len(texts) == 600
+    assert min(map(len, texts)) >= 80
+
+
+def test_the_score_is_the_rank_of_the_right_text(monkeypatch):
+    work = object.__new__(encoders.Work)
+    work.oracle, work._exact = "exact", None
+    exact = torch.eye(3, dtype=torch.float64).repeat(2, 1)
+    # The second question is closer to the first text; the third vector is turned by 60 degrees.
+    wrong = exact.clone()
+    wrong[1] = torch.tensor([0.8, 0.6, 0.0])
+    wrong[2] = torch.tensor([0.0, 0.75**0.5, 0.5])
+    vectors = {"exact": exact, "right": exact, "wrong": wrong}
+    monkeypatch.setattr(encoders.Work, "_vectors", lambda self, run: vectors[run])
+    assert work.scores("right") == {"reciprocal rank": 1.0, "worst cosine": 1.0}
+    scores = work.scores("wrong")
+    assert scores["reciprocal rank"] == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
+    assert scores["worst cosine"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -201,8 +225,10 @@ def test_stacks_and_decoding_with_8_bits_match(padded):
 
 @pytest.mark.parametrize("name", [*SUITES, *SCALING])
 def test_cases_of_a_suite_have_distinct_names(name):
-    if name in ("third-party", "text encoders"):
+    if name in ("third-party", "text encoders", "half precision"):
         pytest.importorskip("transformers")
+    if name == "released text encoder":
+        pytest.importorskip(encoders.Released.PACKAGE)
     for quick in (True, False):
         work = list((SUITES | SCALING)[name](Scope(quick=quick)))
         assert work
@@ -576,119 +602,118 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_report_lists_losses_first(results, capsys):
+def test_the_report_lists_losses_first(results):
     assert main(["report", "--results", str(results)]) == 0
     text = (results / "report.md").read_text()
-    assert (
-        text.index("### Losses") < text.index("### ops") < text.index("### scaling: linear, rows")
-    )
+    assert text.index("### Losses") < text.index("### ops")
     assert text.index("<lost>") < text.index("a\\|b")
-    assert "| linear | <lost> | cpu | torch | 9.00 ms | 3.00 ms | 0.333x" in text
-    for name in ("m-ops.svg", "m-scaling--linear--rows.svg"):
-        assert f"plots/{name}" in text
-        assert "<svg" in (results / "plots" / name).read_text()
-    assert "2 cases timed" in capsys.readouterr().out
+    assert "| ops | linear | <lost> | cpu | 9.00 ms |" in text
     assert main(["report", "--results", str(results)]) == 0
     assert (results / "report.md").read_text() == text
 
 
-def test_readme_figures_come_from_results(results):
-    text = readme.figures(results)
-    assert "| linear a\\|b | 10.0 ms | 2.00x" in text
-    assert "2 cases timed" in text
-    assert "In 1 of them something else was faster." in text
-    headline = readme.headline_part(results)
-    assert "2 cases" in headline
-    assert "the speed of the best alternative in each of 2 cases\n  (PyTorch)" in headline
-    assert "slowest case: 0.33 times PyTorch's speed (linear <lost>)" in headline
-    assert "make figures" in readme.figures(results / "nothing")
-    with pytest.raises(ValueError, match="no place for"):
-        readme.generated("# nothing here")
-    names = ("headline", "ops", "figures", "other")
-    marked = "".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names)
-    with pytest.raises(ValueError, match="no generated part 'other'"):
-        readme.generated(marked)
+def test_plots_are_drawn_for_the_site(results, tmp_path):
+    (one,) = findings.machines(results)
+    text = "\n".join(report.page(one, [one], tmp_path))
+    for name in ("m-ops.svg", "m-scaling--linear--rows.svg"):
+        assert f"{tmp_path.name}/{name}" in text
+        assert "<svg" in (tmp_path / name).read_text()
 
 
-def test_sentence_encoders_have_a_table_of_their_own(tmp_path):
-    """The report shows all candidates, README ours beside the fastest other."""
+def encoded(
+    name: str, time: float, case: str, ours: bool = False, items: int | None = 30, **values: Any
+) -> Row:
+    one = row(name, *noisy(time), case=case, items=items, **values)
+    one.op, one.ours, one.chosen = "text_encoder", ours, ours
+    return one
+
+
+def readme_results(folder: Path, worst: float = 2.0) -> Path:
+    """Writes results with all rows of README's table; in int8 and bfloat16, float32 is faster."""
     rows = []
-    for precision, ours, theirs in (("float32", 10.0, 20.0), ("int8", 2.0, 4.0)):
-        case = f"MiniLM, sorted, {precision}, 2 threads"
-        named = [("accelerated", ours, 1e-3), ("peer", theirs, 1e-2)]
-        if precision == "float32":
-            named.append(("torch eager", 30.0, 1e-3))
-        for name, time, error in named:
-            one = row(name, *noisy(time), case=case, items=30)
-            one.error, one.ours = error, name == "accelerated"
-            one.chosen = one.ours
-            rows.append(one)
-    findings.write(tmp_path / "m.json", suites(*rows, name=findings.TEXT))
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
-    assert "| MiniLM, sorted, int8, 2 threads | 15000 (1.00000) | 7500 (0.99995) |" in text
-    shown = readme.headline_part(tmp_path)
+    for line in readme.LINES:
+        precision = readme.precision_of(line.case)
+        others = {"int8": {"quantize_dynamic": 60.0, "torchao": 50.0}}.get(
+            precision, {"torch eager": 40.0}
+        )
+        if precision != "float32":
+            others["torch eager, float32"] = 5.0
+        made = [
+            encoded(name, time, line.case) for name, time in (others | {"OpenVINO": 30.0}).items()
+        ]
+        rows.append((line.suite, [encoded("accelerated", 10.0, line.case, ours=True), *made]))
+    found: dict[str, Any] = {}
+    for suite, made in rows:
+        found.setdefault(suite, suites(name=suite)[suite])["rows"] += made
+    bad = [row("cpu", *noisy(3.0), case="bad"), row("torch", *noisy(2.0), case="bad")]
+    bad += [row("cpu", *noisy(worst), case="worse"), row("torch", *noisy(1.0), case="worse")]
+    bad += [row("reference", *noisy(0.1), case="worse")]
+    findings.write(folder / "m.json", found | suites(*bad))
+    return folder
+
+
+def test_a_row_of_readme_has_one_precision(tmp_path):
+    """Float32 of PyTorch is faster than int8 and bfloat16 here, and is an alternative only."""
+    text = readme.figures(readme_results(tmp_path))["table"]
+    assert "| MiniLM-size encoder, float32 | 750 /s | 3,000 /s | 4x | OpenVINO 1,000 /s |" in text
     assert (
-        "| MiniLM, sorted | float32 | 1000 | 3000 (1.00000) | peer: 1500 (0.99995) | 2.00x" in shown
+        "| MiniLM-size encoder, bfloat16 | 750 /s | 3,000 /s | 4x | PyTorch in float32 6,000 /s |"
+        in text
     )
     assert (
-        "| MiniLM, sorted | int8 | 1000 | 15000 (1.00000) | peer: 7500 (0.99995) | 2.00x" in shown
+        "| MiniLM-size encoder, int8 | 600 /s | 3,000 /s | 5x | PyTorch in float32 6,000 /s |"
+        in text
     )
-    assert findings.text_summary([one for one in rows if not one.ours]) == ""
+    rows = [encoded("accelerated", 1.0, "x", ours=True), encoded("torch eager, float32", 9.0, "x")]
+    with pytest.raises(StopIteration):
+        readme.cells(rows, "int8")
 
 
-def test_readme_shows_the_newest_results_of_each_other_cpu(monkeypatch):
-    monkeypatch.setattr(readme.machine, "cpu", lambda about: about["cpu"])
-    monkeypatch.setattr(readme.machine, "forced_isa", lambda about: about.get("isa"))
-    held, new, old, other = (
-        SimpleNamespace(about=about)
-        for about in ({"cpu": "b", "isa": "avx2"}, {"cpu": "b"}, {"cpu": "b"}, {"cpu": "c"})
+def test_the_last_row_of_readme_is_the_worst(tmp_path):
+    for worst, shown in (
+        (2.0, "worse | 1.00 ms | 2.00 ms | 0.5x"),
+        (1.2, "bad | 2.00 ms | 3.00 ms | 0.67x"),
+    ):
+        found = readme.figures(readme_results(tmp_path, worst))
+        assert shown in found["table"].splitlines()[-1]
+        assert shown[:3] in found["losses"].splitlines()[0]
+        assert found["count"] == "2"
+
+
+def test_readme_and_results_have_the_same_figures():
+    values = {"a": "1", "table": "| x |"}
+    text = "<!--= a -->9<!--/-->, <!--= table -->\nold\n\n<!--/-->"
+    assert (
+        readme.generated(text, values) == "<!--= a -->1<!--/-->, <!--= table -->\n| x |\n<!--/-->"
     )
-    first = SimpleNamespace(about={"cpu": "a"})
-    found = readme._others(first, [first, held, new, old, other])
-    assert (list(found), found["b"] is new) == (["b", "c"], True)
+    for wrong in ({"a": "1"}, values | {"other": "2"}):
+        with pytest.raises(
+            ValueError, match=r"not both in README and in the results: (table|other)"
+        ):
+            readme.generated(text, wrong)
 
 
-def test_another_instruction_set_is_another_machine(results):
-    held = suites(
-        *(row("cpu", *noisy(10.0), case="held"), row("torch", *noisy(30.0), case="held")),
-        isa="avx2",
-        cpu_isa="amx",
-        torch_isa="avx2",
-    )
-    findings.write(results / "m-avx2.json", held)
-    first, second = report.machines(results)
-    assert (first.slug, second.slug) == ("m", "m-avx2")
-    assert set(second.suites) == {"ops"}
-    text = readme.figures(results)
-    assert text.index("linear a\\|b") < text.index("held to avx2, PyTorch to avx2")
-    assert "1 case timed: on average 3.00x" in text
-    assert "| linear held" not in text
+def test_the_weights_of_sentence_encoders_are_named(tmp_path):
+    case = "MiniLM, sorted, int8, 2 threads"
+    one = encoded("accelerated", 2.0, case, ours=True)
+    one.error = 1e-2
+    text = report.texts([one])
+    assert "| MiniLM, sorted, int8, 2 threads | 15000 (0.99995) |" in text
+    assert "**The weights are random**" in text
+    one.scores = {"reciprocal rank": 0.5764, "worst cosine": 0.998}
+    text = report.texts([one])
+    assert "| MiniLM, sorted, int8, 2 threads | accelerated | 0.5764 | 0.9980 |" in text
+    assert "random" not in text
+    assert "The weights are those of all-MiniLM-L6-v2" in text
+    assert "**Their weights are random**" in readme.README.read_text(encoding="utf-8")
 
 
-def test_scaling_results_alone_give_no_table(tmp_path):
-    scaled = [row("cpu", *noisy(float(n)), case=str(n)) for n in (1, 4)]
-    scaled += [row("torch", *noisy(2.0 * n), case=str(n)) for n in (1, 4)]
-    name = "scaling: linear, rows"
-    findings.write(tmp_path / "m-scaling.json", suites(*scaled, name=name))
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    assert "Only how time grows" in (tmp_path / "report.md").read_text()
-    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
-    for text in ("linear: time by rows", ">torch<", "of PyTorch", ">1 ms<"):
-        assert text in picture, text
-    assert "make figures" in readme.figures(tmp_path)
-
-
-def test_the_bf16x3_roof_is_reported_and_drawn(tmp_path):
-    shares = {"roof_share": 1.13, "split_share": 0.44}
-    findings.write(tmp_path / "m.json", suites(row("cpu", *noisy(10.0), **shares)))
-    scaled = [row("cpu", *noisy(float(n)), case=str(n), **shares) for n in (32, 64)]
-    findings.write(tmp_path / "m-scaling.json", suites(*scaled, name="scaling: linear, rows"))
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    assert "113 % (44 %)" in (tmp_path / "report.md").read_text()
-    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
-    assert ">roof of bf16 pieces<" in picture
-    assert "six products of bfloat16 pieces" in readme.figures(tmp_path)
+@pytest.mark.parametrize("cpu", ["Intel Xeon", "AMD EPYC"])
+def test_doubtful_rows_are_marked(tmp_path, cpu):
+    about = {"cpu": cpu, "peers": {"ctranslate2": "4.8.5"}}
+    findings.write(tmp_path / "m.json", suites(row("cpu", *noisy(1.0)), **about))
+    (one,) = findings.machines(tmp_path)
+    assert ("under review" in "\n".join(report.page(one, [one]))) == (cpu == "Intel Xeon")
 
 
 def test_results_are_read_back(tmp_path):
@@ -733,36 +758,24 @@ def test_cases_that_a_run_did_not_take_keep_their_date_and_commit(tmp_path):
         "a": "2026-01-01, c1", "b": "2026-01-02, c2", "c": None
     }  # fmt: skip
     assert findings.taken(suite) == {f"2026-01-0{day}, c{day}": 1 for day in (1, 2, 3)}
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
-    assert "Taken 2026-01-01, c1 (1 case; its commit is not in this history), 2026-01-02" in text
 
 
-def test_the_report_marks_history(tmp_path):
-    """Two files of one kind of machine: the older one names the newer."""
-    for name, date, cpu in (("old", "2026-01-01", "AMD EPYC, family 26, model 1"),
-                            ("new", "2026-01-02", "AMD EPYC, family 26, model 2")):  # fmt: skip
-        about = {"date": f"{date}T10:00:00", "cpu": cpu}
-        findings.write(tmp_path / f"{name}.json", suites(row("cpu", *noisy(1.0)), **about))
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    assert (tmp_path / "report.md").read_text().count("History: newer results") == 1
-
-
-#: By at most this many commits to csrc README's first figures may be older than the kernels.
+#: README's figures may be older than the CPU kernels by at most this many commits to them.
 MOST_COMMITS_BEHIND = 100
 
 
-def test_headline_figures_are_of_recent_kernels():
+def test_readme_figures_are_of_recent_kernels():
     if machine.git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs a checkout with its whole history")
-    first, *rest = readme._machines(findings.FOLDER)
-    with_text = next(one for one in (first, *rest) if findings.TEXT in one.suites)
-    shown = [suite for _, suite, _ in first.ordinary] + [with_text.suites[findings.TEXT]]
+    one = readme.shown_machine(findings.machines())
+    shown = {line.suite for line in readme.LINES}
     behind = {
-        when: findings.commits_behind(when) for suite in shown for when in findings.taken(suite)
+        when: findings.commits_behind(when)
+        for suite in shown
+        for when in findings.taken(one.suites[suite])
     }
     too_old = {k: n for k, n in behind.items() if n is None or n > MOST_COMMITS_BEHIND}
-    assert not too_old, "take the figures of README's first machine again: make figures"
+    assert not too_old, "take the figures of README's machine again: make figures"
 
 
 @pytest.mark.parametrize(

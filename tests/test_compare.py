@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import re
 
 import pytest
 import torch
 from harness import kernel_of
-from rich.console import Console
 
-import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, form
@@ -169,23 +166,6 @@ def test_ctrl_c_exits_with_status_130(capsys, monkeypatch, command):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_version_is_printed(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"transformer_fast {transformer_fast.__version__}\n"
-
-
-def test_no_command_prints_an_overview(capsys):
-    """Shows four ways to start, on one screen."""
-    assert main([]) == 0
-    shown = capsys.readouterr().out
-    for way in ("import nn", "accelerate(model)", 'backend="transformer_fast"', "compare", "info"):
-        assert way in shown
-    assert len(shown.splitlines()) <= 12
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 def _row(candidate: str, **values: object) -> Row:
     row = Row("attention", "with weights", candidate, True, candidate == "cpu")
     row.ok, row.error, row.error_ratio = True, 1.3e-06, 0.356
@@ -194,34 +174,6 @@ def _row(candidate: str, **values: object) -> Row:
     row.roof_share, row.bound = 0.834, "bandwidth"
     row.flops = row.useful_flops = row.bytes = 1e9
     return dataclasses.replace(row, **values)
-
-
-def _drawn(rows: list[Row], width: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(form.table(rows, width))
-    return console.file.getvalue().splitlines()
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_the_table_fits_its_width(width):
-    rows = [
-        _row("cpu"),
-        _row("torch fast path"),
-        _row("peer", time=None, reason="it is not installed"),
-        _row("triton", ok=False, time=None, reason="wrong"),
-        _row("cpu", case="a long name, " * 4),
-    ]
-    lines = _drawn(rows, width)
-    text = "\n".join(lines)
-    assert max(map(len, lines)) <= width
-    assert "…" not in text
-    for piece in ("cpu *", "0.356x", "12.4 ms", "12.4x", "0.943x", "83 %"):
-        assert piece in text
-    assert re.search(r"triton .*failed", text)
-    assert "peer" not in text
-    for piece, least in (("12.1-12.9", 80), ("1.3e-06", 80), ("11.9-12.8", 140)):
-        assert (piece in text) == (width >= least), piece
-    assert "\nattention with weights\n  cpu *" in text
 
 
 def test_the_summary_gives_range_and_worst_case():

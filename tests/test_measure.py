@@ -42,6 +42,9 @@ class FakeTime:
     def process_time(self) -> float:
         return self.cpu
 
+    def process_time_ns(self) -> int:
+        return round(self.cpu * 1e9)
+
     def sleep(self, seconds: float) -> None:
         self.cpu += min(seconds, max(0.0, self.spinning_until - self.now))
         self.now += seconds
@@ -91,6 +94,15 @@ def test_rounds_are_shuffled_and_share_inputs():
     assert all(len({index for _, index in one}) == 1 for one in rounds)
     assert len({tuple(name for name, _ in one) for one in rounds}) > 2
     assert {one[0][1] for one in rounds} == {0, 1}
+
+
+def test_samples_may_be_cpu_time(fake):
+    def waiting(index: int) -> None:
+        fake.now += 3.0
+        fake.cpu += 1.0
+
+    plan = Plan(rounds=2, seconds=1e9, least=2, sample=1.0, cpu_time=True)
+    assert alternate({"a": waiting}, 1, plan) == {"a": [1.0, 1.0]}
 
 
 def test_short_calls_settle_before_timing(fake):
@@ -297,7 +309,7 @@ def test_arm_cpus_are_named_by_their_parts(parts, expected, monkeypatch):
         ({"cpu": "AMD EPYC, family 99, model 1"}, "AMD EPYC, family 99, model 1"),
         (
             {"cpu": "Intel(R) Xeon(R) Processor, family 6, model 167", "cpu_isa": "amx"},
-            "Intel Xeon (model 167, AMX)",
+            "Intel Xeon (AMX, cloud VM)",
         ),
         # results without family and model
         ({"cpu": "AMD EPYC", "peaks": {"fp32": 485.0}}, "AMD EPYC (Zen 5)"),

@@ -79,7 +79,7 @@ def _sample(
     first: int,
     repeats: int,
     device: torch.device,
-    now: Callable[[], int] = time.perf_counter_ns,
+    now: Callable[[], int],
 ) -> float:
     """Returns the seconds per call by the clock ``now``; each call uses the next input."""
     _synchronize(device)
@@ -129,14 +129,14 @@ def alternate(
     now = time.process_time_ns if plan.cpu_time else time.perf_counter_ns
     repeats, settling = {}, {}
     for name, call in calls.items():
-        once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
+        once = max(1e-7, min(_sample(call, inputs, i, 1, device, now) for i in range(2)))
         repeats[name] = max(1, round(plan.sample / once))
         settling[name] = math.ceil(plan.settle / once) if once < 4 * plan.settle else 0
 
     def sample(name: str, done: int) -> float:
         _wait_for_threads(plan.rest)
         if settling[name]:
-            _sample(calls[name], inputs, done, settling[name], device)
+            _sample(calls[name], inputs, done, settling[name], device, now)
         return _sample(calls[name], inputs, done, repeats[name], device, now)
 
     return in_rounds(calls, plan, sample)

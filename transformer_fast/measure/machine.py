@@ -51,7 +51,7 @@ def generation(machine: dict[str, Any]) -> str | None:
             if vendor in name and family == of_family and (models is None or model in models):
                 return known
         # A hypervisor may report a model that does not have the instructions.
-        return f"model {model}, AMX" if "Intel" in name and isa == "amx" else None
+        return "AMX, cloud VM" if "Intel" in name and isa == "amx" else None
     peak = (machine.get("peaks") or {}).get("fp32")
     if name == "AMD EPYC" and machine["isa"] == isa == "avx512_bf16" and peak is not None:
         return "Zen 5" if peak > _WIDE_UNITS * machine["threads"] else "Zen 4"
