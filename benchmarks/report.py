@@ -63,8 +63,8 @@ RELEASED = (
     "rank of the right text among 600; *worst cosine*: of these 1,200 texts."
 )
 UNDER_REVIEW = (
-    "Rows of CTranslate2 on virtual Intel CPUs are under review: it is slower there than Hugging "
-    "Face in float32, which its own figures contradict. Do not quote them."
+    "CTranslate2's rows are under review: on virtual Intel CPUs it is slower than Hugging Face in "
+    "float32, which its own figures contradict. Do not quote them."
 )
 
 
@@ -373,20 +373,27 @@ def page(one: Machine, others: Iterable[Machine], pictures: Path | None = None) 
         file.write_text(svg, encoding="utf-8")
         return f"![{name}]({pictures.name}/{file.name})"
 
-    yield f"{headline(one)} {_notes(one, others)}".strip()
+    notes = _notes(one, others)
+    yield f"{headline(one)} {notes}".strip()
+
+    def shown(found: Iterable[Finding], start: int = 0) -> str:
+        name = " CTranslate2 "
+        marked = f"{name}(under review) " if UNDER_REVIEW in notes else name
+        return table(found, start).replace(name, marked)
+
     failed = {name: form.failures(suite["rows"]) for name, suite in one.suites.items()}
     if wrong := [f"- {name}: {line}" for name, lines in failed.items() for line in lines]:
         yield "### Wrong results"
         yield "\n".join(wrong)
     yield "### Losses: cases in which another is faster"
     lost = losses(one.all)
-    yield table(lost) if lost else "None."
+    yield shown(lost) if lost else "None."
     for name, cases in one.ordinary.items():
         yield f"### {name}"
         yield _taken(one.suites[name])
         yield picture(name, lambda name=name, cases=cases: speed_ups(cases, name))  # type: ignore[misc]
         yield texts(one.suites[name]["rows"])
-        yield table(cases, 1)
+        yield shown(cases, 1)
     for name in filter(is_scaling, one.suites if pictures else ()):
         yield f"### {name}"
         yield picture(name, lambda name=name: scaling(one.suites[name]["rows"], name))  # type: ignore[misc]

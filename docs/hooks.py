@@ -11,8 +11,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from benchmarks import findings, readme, report
+from benchmarks import findings, report
+from transformer_fast.cli.info import kernel_row
+from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
+from transformer_fast.specs import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +65,32 @@ def _machines() -> str:
     )
 
 
+def _cell(kernel: Kernel | None) -> str:
+    if kernel is None:
+        return "-"
+    _, _, _, dtypes, gradients, dropout, _ = kernel_row(kernel)
+    passes = {"no": "forward", "yes": "forward, backward"}
+    dropped = {"": "", "no": ", no dropout", "yes": ", dropout"}[dropout]
+    return f"{dtypes}, {passes.get(gradients, 'forward, backward (not of masks)')}{dropped}"
+
+
+def ops_table() -> str:
+    """Returns the table of ops and backends, with limits that do not depend on the machine."""
+    every = {(k.op, k.backend): k for op in OPS for k in kernels(op)}
+    shown = [name for name in reversed(BACKENDS) if any(backend == name for _, backend in every)]
+    rows = [
+        # 'section 3.2.1' of '"Attention Is All You Need", section 3.2.1'.
+        (
+            f"`{op}`",
+            re.sub(r"^.*?(sections? )", r"\1", spec.paper),
+            *(_cell(every.get((op, name))) for name in shown),
+        )
+        for op, spec in OPS.items()
+    ]
+    headings = ("op", "in the paper", *(f"`{name}`" for name in shown))
+    return report.markdown(headings, rows, words=len(headings))
+
+
 def _help(command: str) -> str:
     arguments = [sys.executable, "-m", "transformer_fast", command, "--help"]
     environment = os.environ | {"COLUMNS": "88"}
@@ -76,7 +105,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     makers = {
         "legend": lambda: report.LEGEND,
         "machines": _machines,
-        "ops": readme.ops_table,
+        "ops": ops_table,
         "ways": _ways,
         "info --help": lambda: _help("info"),
         "compare --help": lambda: _help("compare"),

@@ -628,8 +628,11 @@ def encoded(
     return one
 
 
-def readme_results(folder: Path, worst: float = 2.0) -> Path:
-    """Writes results with all rows of README's table; in int8 and bfloat16, float32 is faster."""
+def readme_results(folder: Path, worst: float | None = None) -> Path:
+    """Writes results with all rows of README's table; ``worst``: time of a case beside 1 ms.
+
+    Without such a case PyTorch's float32 is twice as fast as our bfloat16 and int8.
+    """
     rows = []
     for line in readme.LINES:
         precision = readme.precision_of(line.case)
@@ -637,7 +640,7 @@ def readme_results(folder: Path, worst: float = 2.0) -> Path:
             precision, {"torch eager": 40.0}
         )
         if precision != "float32":
-            others["torch eager, float32"] = 5.0
+            others["torch eager, float32"] = 45.0 if worst else 5.0
         made = [
             encoded(name, time, line.case) for name, time in (others | {"OpenVINO": 30.0}).items()
         ]
@@ -646,7 +649,7 @@ def readme_results(folder: Path, worst: float = 2.0) -> Path:
     for suite, made in rows:
         found.setdefault(suite, suites(name=suite)[suite])["rows"] += made
     bad = [row("cpu", *noisy(3.0), case="bad"), row("torch", *noisy(2.0), case="bad")]
-    bad += [row("cpu", *noisy(worst), case="worse"), row("torch", *noisy(1.0), case="worse")]
+    bad += [row("cpu", *noisy(worst or 1.0), case="worse"), row("torch", *noisy(1.0), case="worse")]
     bad += [row("reference", *noisy(0.1), case="worse")]
     findings.write(folder / "m.json", found | suites(*bad))
     return folder
@@ -710,10 +713,13 @@ def test_the_weights_of_sentence_encoders_are_named(tmp_path):
 
 @pytest.mark.parametrize("cpu", ["Intel Xeon", "AMD EPYC"])
 def test_doubtful_rows_are_marked(tmp_path, cpu):
+    rows = row("cpu", *noisy(1.0)), row("CTranslate2", *noisy(2.0))
     about = {"cpu": cpu, "peers": {"ctranslate2": "4.8.5"}}
-    findings.write(tmp_path / "m.json", suites(row("cpu", *noisy(1.0)), **about))
+    findings.write(tmp_path / "m.json", suites(*rows, **about))
     (one,) = findings.machines(tmp_path)
-    assert ("under review" in "\n".join(report.page(one, [one]))) == (cpu == "Intel Xeon")
+    text = "\n".join(report.page(one, [one]))
+    assert ("| CTranslate2 (under review) |" in text) == (cpu == "Intel Xeon")
+    assert ("| CTranslate2 |" in text) == (cpu == "AMD EPYC")
 
 
 def test_results_are_read_back(tmp_path):
@@ -822,7 +828,7 @@ THEIRS = row("torch", *noisy(20.0))
         ),
         (
             pair(10.0, 20.0), suites(row("cpu", 1.0, case="y"), row("torch", 2.0, case="y")),
-            2, ["no timed rows in common"],
+            2, ["No timed rows in common"],
         ),
     ],
     ids=["slower", "machine slower", "machine faster", "noise", "another machine", "other cases"],
