@@ -203,8 +203,9 @@ def test_the_score_is_the_rank_of_the_right_text(monkeypatch):
     wrong[2] = torch.tensor([0.0, 0.75**0.5, 0.5])
     vectors = {"exact": exact, "right": exact, "wrong": wrong}
     monkeypatch.setattr(encoders.Work, "_vectors", lambda self, run: vectors[run])
-    assert work.scores("right") == {"reciprocal rank": 1.0, "worst cosine": 1.0}
-    scores = work.scores("wrong")
+    assert work.scores("int8", "peer", "right") == {"reciprocal rank": 1.0, "worst cosine": 1.0}
+    assert work.scores("int8", "torch eager, float32", "right") == {}
+    scores = work.scores("float32", "torch eager", "wrong")
     assert scores["reciprocal rank"] == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
     assert scores["worst cosine"] == pytest.approx(0.5)
 

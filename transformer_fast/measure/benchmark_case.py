@@ -59,8 +59,9 @@ class BenchmarkCase:
     torch: tuple[str, ...] = ("torch",)
     #: Sentences or tokens in one input; None: not counted.
     items: int | None = None
-    #: Scores a candidate on other inputs than the timed ones: name of a measure -> its value.
-    score: Callable[[Callable[..., Any]], dict[str, float]] | None = None
+    #: ``score(name, run)`` scores a candidate on other inputs than the timed ones: name of a measure
+    #: -> its value.
+    score: Callable[[str, Callable[..., Any]], dict[str, float]] | None = None
     #: The kind of products, see `roof.probe`.
     product: str | None = None
     #: (op, backend) that the dispatcher chose -> why not the other backends. Modules: one per op.
@@ -247,7 +248,7 @@ def run_case(
         trial.finish(samples[name], top)
         if case.score is not None and trial.row.ok:
             assert trial.run is not None
-            trial.row.scores = case.score(trial.run)
+            trial.row.scores = case.score(name, trial.run)
         if memory and trial.row.ok:
             trial.row.peak_bytes = peak(functools.partial(trial, 0), case.device)
     rows = [trial.row for trial in trials]
