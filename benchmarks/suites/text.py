@@ -291,11 +291,12 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
     cost = (
         (*flops, parameter_bytes(work.model) / (1 + half)) if case.precision != "int8" else (0,) * 3
     )
+    score = functools.partial(work.scores, case.precision) if work.released else None
     return BenchmarkCase(
         "text_encoder", str(case), inputs, work.candidates(scope, case.precision, case.threads),
         checker, cost[0], cost[2], cost[1], getattr(torch, case.precision if half else "float32"),
         chosen=ACCELERATED, reference=eager, torch=() if case.precision == "int8" else (eager,),
-        items=work.text.sentences, score=functools.partial(work.scores, case.precision) if work.released else None,
+        items=work.text.sentences, score=score,
     )  # fmt: skip
 
 
