@@ -160,15 +160,33 @@ def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
-    """Returns a finding for every case in which the dispatcher's choice was timed."""
+#: PyTorch's rows: what a user runs without us and without tuning. One may be ours as well, where the
+#: dispatcher has PyTorch's op.
+PYTORCH = ("torch", "torch eager", "torch fast path", "torch.compile")
+
+
+def alternatives(rows: Sequence[Row], foreign: bool) -> list[Row]:
+    """Returns the other candidates of a case that were right, fastest first; ``foreign``: not ours."""
+    found = [
+        row
+        for row in rows
+        if row.time and row.ok and not row.chosen
+        and not (foreign and row.ours and row.candidate not in PYTORCH)
+    ]  # fmt: skip
+    return sorted(found, key=attrgetter("time.median"))
+
+
+def findings(rows: Sequence[Row], suite: str = "", foreign: bool = False) -> list[Finding]:
+    """Returns a finding for every case in which the dispatcher's choice was timed.
+
+    ``foreign``: the rival is other software, not another backend of ours.
+    """
     found = []
     for group in by_case(rows).values():
         chosen = next((row for row in group if row.chosen and row.time is not None), None)
         if chosen is None:
             continue
-        others = [row for row in group if row is not chosen and row.time is not None and row.ok]
-        rival = min(others, key=attrgetter("time.median"), default=None)
+        rival = next(iter(alternatives(group, foreign)), None)
         against = None if rival is None else speed_up(rival.samples, chosen.samples)
         found.append(Finding(chosen, rival, against, suite))
     return found
@@ -206,6 +224,19 @@ class Machine:
             for name, suite in self.suites.items()
             if not is_scaling(name)
         }
+
+    def over_torch(self, suite: str | None = None) -> list[float]:
+        """Returns the speed-ups over PyTorch's best, of one suite or of all tables but overhead.
+
+        Without ops of 8 bits, which PyTorch does not have: its row is our formula in its operators.
+        """
+        return [
+            row.vs_torch.value
+            for name, found in self.suites.items()
+            if name == suite or (suite is None and name != "overhead" and not is_scaling(name))
+            for row in found["rows"]
+            if row.chosen and row.vs_torch and not row.op.startswith("int8_")
+        ]
 
     @property
     def all(self) -> list[Finding]:

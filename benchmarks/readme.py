@@ -14,14 +14,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import NamedTuple
 
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
-from transformer_fast.measure.clock import Ratio, speed_up
+from transformer_fast.measure.clock import speed_up
 
 from . import report
-from .findings import FOLDER, Machine, by_case, is_scaling, machines
+from .findings import (
+    FOLDER,
+    PYTORCH,
+    Finding,
+    Machine,
+    alternatives,
+    by_case,
+    findings,
+    is_scaling,
+    losses,
+    machines,
+)  # fmt: skip
 from .report import COLOURS, markdown
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -30,10 +40,8 @@ _MARKED = re.compile(r"(<!--= (\w+) -->)(\s?).*?\3(<!--/-->)", re.DOTALL)
 
 TEXT, RELEASED, HALF = "text encoders", "released text encoder", "half precision"
 OURS = "accelerated"
-#: PyTorch's rows by precision: what a user runs without us and without tuning.
-_PLAIN = ("torch", "torch eager", "torch fast path", "torch.compile")
+#: PyTorch's rows in a precision that `PYTORCH` does not have.
 _TORCH = {"int8": ("quantize_dynamic", "torchao")}
-#: Rows in another precision than the case's: alternatives, but not what ours is divided by.
 _NAMES = {
     "torch": "PyTorch",
     "inductor tuned": "torch.compile, tuned",
@@ -42,34 +50,23 @@ _NAMES = {
 }
 
 
-class Line(NamedTuple):
-    """A row of README's table."""
-
-    text: str
-    suite: str
-    case: str
-
-
 def precision_of(name: str) -> str:
     return next((one for one in ("int8", "bfloat16", "float16") if one in name), "float32")
 
 
 _SORTED = "{}, sorted, {}, 2 threads"
+#: Rows of README's table: (workload, suite, case).
 LINES = (
     *(
-        Line(f"MiniLM-size encoder, {one}", TEXT, _SORTED.format("MiniLM", one))
-        for one in ("float32", "bfloat16", "int8")
+        (f"{size}-size encoder, {precision}", TEXT, _SORTED.format(size, precision))
+        for size, precisions in (
+            ("MiniLM", ("float32", "bfloat16", "int8")), ("BERT-base", ("float32", "int8"))
+        )
+        for precision in precisions
     ),
-    *(
-        Line(f"BERT-base-size encoder, {one}", TEXT, _SORTED.format("BERT-base", one))
-        for one in ("float32", "int8")
-    ),
-    Line("training step, 6+6 layers, float32", "training", "6+6, (8,128), V = 32000"),
-)
-_HALF = Line(
-    "3 BERT-base-size layers, bfloat16, AVX2 only ¹", HALF,
-    "BERT-base, 3 layers, unsorted, bfloat16, 1 thread",
+    ("training step, 6+6 layers, float32", "training", "6+6, (8,128), V = 32000"),
 )  # fmt: skip
+_HALF = "BERT-base, 3 layers, unsorted, bfloat16, 1 thread"
 #: Cases whose names README spells out.
 _SPELLED = {
     "feed_forward call": "one call of `feed_forward`, one row of 16 features",
@@ -87,26 +84,29 @@ _SPELLED = {
 }
 
 
+def spelled(one: Finding) -> str:
+    """Returns the case's name: 'attention (4,8,1024,64) with gradients, bfloat16'."""
+    kind, _, dtype = one.suite.partition(", ")
+    name = f"{one.chosen.op} {one.chosen.case}" + " with gradients" * (kind == "backward")
+    name += f", {dtype}" if dtype and not name.endswith(dtype) else ""
+    return _SPELLED.get(name, name)
+
+
 def named(row: Row) -> str:
     return _NAMES.get(row.candidate, row.candidate)
 
 
 def shown_machine(found: Sequence[Machine]) -> Machine:
     """Returns the machine of README's table: the newest with sentence encoders and all suites."""
-    able = [one for one in found if {line.suite for line in LINES} <= {*one.suites}]
+    able = [one for one in found if {suite for _, suite, _ in LINES} <= {*one.suites}]
     return max(able, key=lambda one: str(one.about["date"]))
 
 
-def _sides(rows: Sequence[Row]) -> tuple[Row | None, list[Row]]:
-    """Returns the dispatcher's choice, and the other software that computed the same, fastest first."""
-    ours = next((row for row in rows if row.chosen and row.time), None)
-    # Where the dispatcher has PyTorch's op, that op alone is ours, too.
-    others = [
-        row
-        for row in rows
-        if row.time and row.ok and not row.chosen and (not row.ours or row.candidate in _PLAIN)
-    ]
-    return ours, sorted(others, key=lambda row: row.time.median)  # type: ignore[union-attr]
+def speed(row: Row) -> str:
+    """Formats sentences a second, or the time of what has none."""
+    if row.items is None or row.time is None:
+        return report.seconds(row)
+    return f"{_three(row.items / row.time.median)} /s"
 
 
 def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
@@ -114,16 +114,9 @@ def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
 
     PyTorch's row is in the same precision; StopIteration if there is none.
     """
-    ours, others = _sides(rows)
-    assert ours is not None
-    torch = next(row for row in others if row.candidate in _TORCH.get(precision, _PLAIN))
+    ours, others = next(row for row in rows if row.chosen), alternatives(rows, foreign=True)
+    torch = next(row for row in others if row.candidate in _TORCH.get(precision, PYTORCH))
     other = next((row for row in others if row is not torch), None)
-
-    def speed(row: Row) -> str:
-        assert row.time is not None
-        per_second = "" if row.items is None else f"{_three(row.items / row.time.median)} /s"
-        return per_second or report.seconds(row)
-
     ratio = speed_up(torch.samples, ours.samples).value
     beside = "-" if other is None else f"{named(other)} {speed(other)}"
     return speed(torch), speed(ours), f"{ratio:.2g}x", beside
@@ -145,59 +138,37 @@ def _rows(one: Machine, suite: str, case: str) -> list[Row]:
     )
 
 
-class Loss(NamedTuple):
-    """A case in which other software is faster than the dispatcher's choice."""
-
-    suite: str
-    ours: Row
-    other: Row
-    ratio: Ratio
-
-    @property
-    def text(self) -> str:
-        kind, _, dtype = self.suite.partition(", ")
-        name = f"{self.ours.op} {self.ours.case}" + " with gradients" * (kind == "backward")
-        name += f", {dtype}" if dtype and not name.endswith(dtype) else ""
-        return _SPELLED.get(name, name)
-
-
-def worst(one: Machine) -> list[Loss]:
+def worst(one: Machine) -> list[Finding]:
     """Returns the significant losses against other software, worst first."""
-    found = []
+    found: list[Finding] = []
     for name, suite in one.suites.items():
         for rows in () if is_scaling(name) else by_case(suite["rows"]).values():
-            ours, others = _sides(rows)
-            # Other rows of "overhead" are parts of calls, such as the host's part of a GPU launch.
-            if ours is None or not others or (name == "overhead" and ours.case != "call"):
-                continue
-            ratio = speed_up(others[0].samples, ours.samples)
-            if ratio.high < 1.0:
-                found.append(Loss(name, ours, others[0], ratio))
-    return sorted(found, key=lambda loss: loss.ratio.value)
-
-
-def _half(found: Sequence[Machine]) -> Machine | None:
-    return next((one for one in found if HALF in one.suites), None)
+            # The other rows of "overhead" are parts of calls, such as the host's part of a launch.
+            if name != "overhead" or rows[0].case == "call":
+                found += findings(rows, name, foreign=True)
+    return losses(found)
 
 
 def table(one: Machine, half: Machine | None) -> str:
     """Returns README's table: the same precision in a row, the worst case of all in the last."""
-    lines = [(n.text, *cells(_rows(one, n.suite, n.case), precision_of(n.case))) for n in LINES]
+    lines = [(text, *cells(_rows(one, *case), precision_of(text))) for text, *case in LINES]
     if half:
-        lines.append((_HALF.text, *cells(_rows(half, HALF, _HALF.case), precision_of(_HALF.case))))
+        text = "3 BERT-base-size layers, bfloat16, AVX2 only ¹"
+        lines.append((text, *cells(_rows(half, HALF, _HALF), "bfloat16")))
     last = worst(one)[0]
-    rows = _rows(one, last.suite, last.ours.case)
-    lines.append((f"*our worst:* {last.text}", *cells(rows, precision_of(last.text))))
+    rows = _rows(one, last.suite, last.chosen.case)
+    lines.append((f"*our worst:* {spelled(last)}", *cells(rows, precision_of(spelled(last)))))
     return markdown(("workload", "PyTorch", "ours", "speed-up", "fastest alternative"), lines, 1)
 
 
-def losses(found: Sequence[Loss]) -> str:
+def listed(found: Sequence[Finding]) -> str:
     """Returns a list of the worst case of each of the four worst suites."""
     first = {loss.suite: loss for loss in reversed(found)}
     return "\n".join(
-        f"- {loss.text}: {report.seconds(loss.ours)}, {named(loss.other)} "
-        f"{report.seconds(loss.other)} ({loss.ratio.value:.2g}x)"
-        for loss in sorted(first.values(), key=lambda loss: loss.ratio.value)[:4]
+        f"- {spelled(loss)}: {report.seconds(loss.chosen)}, {named(loss.rival)} "
+        f"{report.seconds(loss.rival)} ({loss.against.value:.2g}x)"
+        for loss in losses([*first.values()])[:4]
+        if loss.rival and loss.against
     )
 
 
@@ -272,11 +243,9 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     one = shown_machine(found)
     half = next((x for x in found if HALF in x.suites), one)
     held = [x for x in found if machine.forced_isa(x.about) == "avx2"]
-    narrow = [geometric_mean(report.speed_ups_over_torch(x)) for x in held]
-    layers = [
-        f.chosen.vs_torch for x in found if x not in held for f in x.ordinary.get("layers", ())
-    ]
-    dates = sorted({one.suites[line.suite]["machine"]["date"][:10] for line in LINES})
+    narrow = [geometric_mean(x.over_torch()) for x in held]
+    layers = [ratio for x in found if x not in held for ratio in x.over_torch("layers")]
+    dates = sorted({one.suites[suite]["machine"]["date"][:10] for _, suite, _ in LINES})
     lost = worst(one)
     values = {
         **encoders([x for x in found if TEXT in x.suites]),
@@ -287,10 +256,10 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
         "half_cpu": machine.cpu(half.about),
         "half_date": half.about["date"][:10],
         "plot": plot(one)[1],
-        "layers": _range([ratio.value for ratio in layers if ratio]),
+        "layers": _range(layers),
         "avx2": _range(narrow),
-        "worst": f"{lost[0].ratio.value:.2g} times the speed of {named(lost[0].other)}",
-        "losses": losses(lost),
+        "worst": f"{lost[0].against.value:.2g} times the speed of {named(lost[0].rival)}",  # type: ignore[union-attr, arg-type]
+        "losses": listed(lost),
         "count": str(len(lost)),
         **next((ranks(x) for x in found if RELEASED in x.suites), {}),
     }

@@ -159,21 +159,11 @@ def texts(rows: Sequence[Row]) -> str:
     return f"{shown}\n\n{markdown(('case', 'on', *heads), lines, 2)}\n\n{RELEASED}"
 
 
-def of_int8(finding: Finding) -> bool:
-    """True for ops of 8 bits, which PyTorch does not have: its row is our formula in its operators."""
-    return finding.chosen.op.startswith("int8_")
-
-
-def speed_ups_over_torch(one: Machine) -> list[float]:
-    """Returns the speed-ups over PyTorch's best in all cases of the machine that it has, too."""
-    return [f.chosen.vs_torch.value for f in one.all if f.chosen.vs_torch and not of_int8(f)]
-
-
 def headline(one: Machine) -> str:
     """Returns two sentences that summarise the machine's cases."""
     if not one.all:
         return "Only how time grows with size was measured."
-    text, ratios = f"{form.count(len(one.all), 'case')} timed", speed_ups_over_torch(one)
+    text, ratios = f"{form.count(len(one.all), 'case')} timed", one.over_torch()
     if ratios:
         mean = form.times(geometric_mean(ratios))
         text += f": on average {mean} the speed of PyTorch's best (geometric mean)"

@@ -635,17 +635,15 @@ def readme_results(folder: Path, worst: float | None = None) -> Path:
     Without such a case PyTorch's float32 is twice as fast as our bfloat16 and int8.
     """
     rows = []
-    for line in readme.LINES:
-        precision = readme.precision_of(line.case)
+    for text, suite, case in readme.LINES:
+        precision = readme.precision_of(text)
         others = {"int8": {"quantize_dynamic": 60.0, "torchao": 50.0}}.get(
             precision, {"torch eager": 40.0}
         )
         if precision != "float32":
             others["torch eager, float32"] = 45.0 if worst else 5.0
-        made = [
-            encoded(name, time, line.case) for name, time in (others | {"OpenVINO": 30.0}).items()
-        ]
-        rows.append((line.suite, [encoded("accelerated", 10.0, line.case, ours=True), *made]))
+        made = [encoded(name, time, case) for name, time in (others | {"OpenVINO": 30.0}).items()]
+        rows.append((suite, [encoded("accelerated", 10.0, case, ours=True), *made]))
     found: dict[str, Any] = {}
     for suite, made in rows:
         found.setdefault(suite, suites(name=suite)[suite])["rows"] += made
@@ -775,7 +773,7 @@ def test_readme_figures_are_of_recent_kernels():
     if machine.git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs a checkout with its whole history")
     one = readme.shown_machine(findings.machines())
-    shown = {line.suite for line in readme.LINES}
+    shown = {suite for _, suite, _ in readme.LINES}
     behind = {
         when: findings.commits_behind(when)
         for suite in shown
