@@ -112,8 +112,8 @@ def test_calls_run_little_python(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 #: Packages and modules in the order in which they may import: each only those before it.
 _ORDER = """
-_version _switches _on_import _native _context _console reference proof ops specs dispatch fast_path
-memory backends functional testing _sdpa_operators _sdpa nn models _explain compile accelerate
+_version _switches _on_import _cgroup _native _context _console recipe reference proof ops specs dispatch
+fast_path memory backends functional testing _sdpa_operators _sdpa nn models _explain compile accelerate
 measure cli training viz __init__ __main__
 """
 FLOORS = {name: number for number, name in enumerate(_ORDER.split())}

@@ -17,7 +17,8 @@ from module_checks import OURS, assert_close, assert_same_numbers, fast_path, to
 from torch import Tensor
 
 from transformer_fast import dispatch, functional, nn
-from transformer_fast.nn import fusion, masks, multihead_attention
+from transformer_fast.nn import masks, multihead_attention
+from transformer_fast.recipe import Kind
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -84,7 +85,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def watch(kernel: dispatch.Kernel) -> dispatch.Kernel:
         def run(owner: Any, kinds: Any, *args: Any) -> Tensor:
-            calls.extend(args[4] for kind in kinds if kind == fusion.Kind.FEED_FORWARD)
+            calls.extend(args[4] for kind in kinds if kind == Kind.FEED_FORWARD)
             return kernel.run(owner, kinds, *args)
 
         return replace(kernel, function=run)

@@ -30,8 +30,9 @@ from torch import Tensor
 from .._context import are_plain_on_cpu, function_mode_is_active, is_observed
 from ..nn import fused_layers
 from ..nn.drop_in import RECORD, is_patched, original_class
-from ..nn.fusion import LAYER_NORM, LINEAR, NO_NORM, Kind, Layer, Sublayer, affine, read_norm
+from ..nn.fusion import LAYER_NORM, LINEAR, NO_NORM, Layer, Sublayer, affine, read_norm
 from ..nn.int8 import INT8, unchanged
+from ..recipe import Kind
 from ..reference import ACTIVATIONS
 from .parts import is_ours
 

@@ -20,8 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import _native
 from .._context import is_traced
 from ..nn import fused_layers, fusion
-from ..nn.fusion import Kind
 from ..nn.int8 import quantized, unchanged
+from ..recipe import Kind
 from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import Masks, heads_and_masks

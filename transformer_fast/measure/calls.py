@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import dispatch, fast_path
 from ..dispatch import FUSED, OPS, Kernel
+from ..recipe import Kind
 from ..testing import call_of
 
 
@@ -31,11 +32,10 @@ class Record:
 def _sublayers(kinds: Sequence[int], eps: Sequence[float]) -> list[str]:
     """Names the sub-layers that a call of several layers runs.
 
-    ``kinds``: the kinds of one layer's sub-layers (2 and 4: feed-forward; 3 and 5: a part of the one
-    after it). ``eps``: one value per sub-layer of all layers.
+    ``kinds``: the kinds of one layer's sub-layers. ``eps``: one value per sub-layer of all layers.
     """
-    whole = [kind for kind in kinds if kind not in (3, 5)]
-    names = ["feed_forward sub-layer" if k in (2, 4) else "attention sub-layer" for k in whole]
+    whole = [kind for kind in map(Kind, kinds) if not kind.is_part]
+    names = ["attention sub-layer" if k.is_attention else "feed_forward sub-layer" for k in whole]
     return names * (len(eps) // len(kinds))
 
 

@@ -19,9 +19,10 @@ from .._context import is_traced, is_transformed
 from ..dispatch import Call, Explanation, Kernel
 from ..ops.arguments import LayerArguments
 from ..ops.autograd import wants_grad
+from ..recipe import Kind
 from . import masks
 from .drop_in import DropIn
-from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer
+from .fusion import Layer, Unreadable, is_unhooked, read_layer
 from .int8 import Int8Weight, unchanged
 from .multihead_attention import MultiheadAttention
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
 from .._context import function_mode_is_active, is_observed
+from ..recipe import Kind, NormKind
 from .drop_in import is_patched, note_methods
 from .int8 import INT8, Weight, run_feed_forward, run_linear
 from .ops import LayerNorm, Linear
@@ -71,22 +71,6 @@ class Unreadable(Exception):  # noqa: N818 - a reason, not an error
     """Raised with the reason why a layer must be called: "<its part> is ..."."""
 
 
-class Kind(IntEnum):
-    """Kind of a sub-layer, with the codes of ``csrc/cpu/layers/layers.cpp``."""
-
-    SELF_ATTENTION = 0
-    CROSS_ATTENTION = 1
-    FEED_FORWARD = 2
-    #: A part of the attention after it, whose weight1 then projects values only.
-    QUERIES_AND_KEYS = 3
-    #: A network whose weight1 (2 F, M) has the rows of the gate, which the activation is applied to,
-    #: then those of what it multiplies.
-    GATED_FEED_FORWARD = 4
-    #: The gate of the gated network after it, whose weight1 (F, M) is then what it multiplies. Both
-    #: weights are the gate's.
-    GATE = 5
-
-
 class Norm(NamedTuple):
     """A norm; if ``module`` is not None, it must be called instead."""
 
@@ -94,11 +78,10 @@ class Norm(NamedTuple):
     bias: Tensor | None
     eps: float
     module: torch.nn.Module | None
-    #: A code of ``NormKind`` in csrc; 0: a layer norm; -1: there is no norm.
-    kind: int = 0
+    kind: int = NormKind.LAYER
 
 
-NO_NORM = Norm(None, None, 0.0, None, -1)
+NO_NORM = Norm(None, None, 0.0, None, NormKind.NONE)
 
 
 class Sublayer(NamedTuple):

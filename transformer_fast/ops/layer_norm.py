@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..recipe import NormKind
 from ..reference.dropout import dropout
 from .arguments import RECORDS
 from .autograd import (
@@ -55,8 +56,8 @@ BACKWARD = Operator(
 )
 
 
-#: Values of the operators' argument ``kind``: the codes of ``NormKind`` in csrc/cpu/ops/norm.
-LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
+#: Values of the operators' argument ``kind``; plain numbers, which tracers take.
+LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = (int(kind) for kind in NormKind if kind >= 0)
 
 
 class Norm(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._on_import import when_imported
+from ..recipe import Kind
 from ..reference.attention import empty_heads, empty_output
 
 
@@ -385,14 +386,14 @@ def _layers_flops(
     total, width = 0, input.shape[-1]
     for number in range(len(parameters) // 6):
         first, second = parameters[6 * number], parameters[6 * number + 2]
-        place = number % len(kinds)
-        if kinds[place] in (2, 4, 5):
-            maps = (first,) if kinds[place] == 5 else (first, second)
-            total += 2 * sum(lengths) * sum(weight.numel() for weight in maps)
-        elif kinds[place] == 3:  # projections of queries and keys, counted with their attention
+        kind = Kind(kinds[number % len(kinds)])
+        if kind is Kind.QUERIES_AND_KEYS:  # counted with their attention
             continue
+        if not kind.is_attention:
+            maps = (first,) if kind is Kind.GATE else (first, second)
+            total += 2 * sum(lengths) * sum(weight.numel() for weight in maps)
         else:
-            seen = lengths if kinds[place] == 0 else keys
+            seen = lengths if kind is Kind.SELF_ATTENTION else keys
             # Projections: queries and the output; keys and values.
             total += 4 * width * width * (sum(lengths) + sum(seen))
             total += 4 * width * sum(t * s for t, s in zip(lengths, seen, strict=True))

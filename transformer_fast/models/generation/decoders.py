@@ -24,7 +24,6 @@ from ...nn import masks
 from ...nn.fused_layers import Parameters
 from ...nn.fusion import (
     LINEAR,
-    Kind,
     Layer,
     Norm,
     Sublayer,
@@ -44,6 +43,7 @@ from ...ops.arguments import (
     LinearArguments,
 )
 from ...ops.autograd import wants_grad
+from ...recipe import Kind
 from ..attention_weights import evaluating
 from ..embedding import OutputProjection
 from . import cuda_graph
