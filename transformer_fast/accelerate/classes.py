@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,8 +18,26 @@ from torch.nn.utils import parametrize
 from .. import nn
 from .._context import PLAIN
 from ..nn import fusion
-from ..nn.drop_in import RECORD, is_of_others, original_class, subclass
+from ..nn.drop_in import (
+    KNOWN_PACKAGES,
+    RECORD,
+    functions_of,
+    is_of_others,
+    original_class,
+    subclass,
+)
+from ..nn.int8 import INT8
 from ..nn.transformer_layers import may_have_fast_path
+from .parts import FACTORS
+
+
+#: Attributes that do not describe what a module computes: those of any module, and ours.
+OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", FACTORS, INT8, RECORD})
+#: Types of attributes that are compared by value.
+PLAIN_VALUES = (
+    bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType,
+    functools.partial,
+)  # fmt: skip
 
 
 class Change(Protocol):
@@ -212,6 +233,93 @@ def code_of_others(layer: torch.nn.Module) -> str | None:
                 "padded batches"
             )
     return None
+
+
+class State(NamedTuple):
+    """What the graph of a module's call depends on besides its children, its dtypes and its code."""
+
+    #: Name and value of each attribute with a plain value or a function.
+    attributes: tuple[tuple[str, Any], ...]
+    #: Function, name and value of each constant outside the class that its functions read.
+    constants: tuple[tuple[Any, str, Any], ...] = ()
+    #: The reason why a graph may not be all that a call does.
+    why_not: str | None = None
+
+    @staticmethod
+    def of(module: torch.nn.Module) -> State:
+        attributes = tuple(
+            (name, value)
+            for name, value in vars(module).items()
+            if name not in OF_ANY_MODULE and name != "training" and isinstance(value, PLAIN_VALUES)
+        )
+        try:
+            return State(attributes, _constants_of(original_class(module)))
+        except _Outside as reason:
+            return State(attributes, (), str(reason))
+
+    def without(self, name: str) -> State:
+        """Returns the state without the attribute of this name, which the caller reads in each call."""
+        return self._replace(attributes=tuple(each for each in self.attributes if each[0] != name))
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """True if the module's attributes, and the constants, are those of the capture."""
+        found = module.__dict__
+        for name, value in self.attributes:
+            if name not in found or found[name] != value:
+                return False
+        return all(of.__globals__.get(name) is value for of, name, value in self.constants)
+
+
+class _Outside(Exception):  # noqa: N818 - a reason, not an error
+    """Raised if code reads or changes what no graph shows."""
+
+
+#: Packages of functions whose results depend on their arguments only.
+_PURE = frozenset({
+    *KNOWN_PACKAGES, "abc", "collections", "copy", "dataclasses", "einops", "enum", "functools", "itertools",
+    "math", "numpy", "operator", "typing", "typing_extensions", "warnings",
+})  # fmt: skip
+_IMPURE_BUILTINS = frozenset({
+    "__import__", "delattr", "eval", "exec", "globals", "id", "input", "locals", "open", "print", "setattr",
+    "vars",
+})  # fmt: skip
+
+
+@functools.cache
+def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
+    """Returns the constants that the functions of a class read; none of those of `KNOWN_PACKAGES`.
+
+    Raises `_Outside`.
+    """
+    todo = [
+        function
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if name != "__init__"
+        for function in functions_of(value)
+    ]
+    found: list[tuple[Any, str, Any]] = []
+    seen: set[Any] = set()
+    while todo:
+        function = todo.pop()
+        if function in seen or not is_of_others(function):
+            continue
+        seen.add(function)
+        reads = inspect.getclosurevars(function)
+        if not _IMPURE_BUILTINS.isdisjoint(reads.builtins):
+            raise _Outside(f"{function.__qualname__} may do more than compute its result")
+        for name, value in (*reads.globals.items(), *reads.nonlocals.items()):
+            if isinstance(value, types.FunctionType):
+                todo += functions_of(value)
+            elif isinstance(value, types.ModuleType):
+                if value.__name__.partition(".")[0] not in _PURE:
+                    raise _Outside(f"{function.__qualname__} reads the module {value.__name__}")
+            elif isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+                if name in reads.globals:
+                    found.append((function, name, value))
+            elif not (isinstance(value, type) or callable(value)):
+                raise _Outside(f"{function.__qualname__} reads the variable {name}")
+    return tuple(found)
 
 
 def replaced_forward(module: torch.nn.Module) -> str | None:

@@ -1,30 +1,31 @@
-"""Finds feed-forward networks in modules of any class by parsing the source of ``forward``.
+"""Finds feed-forward networks in modules of any class, from a graph of one call.
 
-The source is used only if it compiles to the code that runs, because files change after import and
-methods are replaced. One fused call takes up to 22 % less time than two replaced linear layers and
-an activation (1 to 13 % in inference and 0 to 9 % in training at 512 features and 2048 hidden).
-Gated networks (SwiGLU) keep their own forward; the gain there was at most 1 %.
+One fused call takes up to 22 % less time than two replaced linear layers and an activation (1 to 13 % in
+inference and 0 to 9 % in training at 512 features and 2048 hidden). Gated networks (SwiGLU) keep their
+own forward; the gain there was at most 1 %.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
 import functools
 import inspect
-import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .._context import is_traced
+from ..compile.capture import Captured, NotCapturedError, capture
+from ..compile.feed_forward import activation_of
+from ..compile.ops import read
 from ..nn import fusion
-from ..nn.drop_in import runs_torch_forward
+from ..nn.drop_in import original_class, runs_torch_forward
 from ..nn.int8 import INT8, run_feed_forward
 from . import classes
-from .classes import ClassChange
+from .classes import ClassChange, State
 from .hugging_face_layers import activation_name, is_conv1d, is_faster_transposed
 from .parts import Example, FusedLayer, Op, Part, dropout_p, example_of
 
@@ -47,11 +48,13 @@ class FeedForward(FusedLayer):
     """A feed-forward network; its own forward runs where it cannot be fused."""
 
     _network: Network
-    #: The class whose forward was parsed, and the code object of that forward.
+    #: The class whose forward was captured, and the code object of that forward.
     _theirs: type[torch.nn.Module]
     _code: types.CodeType
     #: Number of children when the network was read: users may append to containers later.
     _count: int
+    #: What else the graph depends on.
+    _state: State
 
     def _run_network(self, input: Any) -> Any:
         x, net, modules = input, self._network, self._modules
@@ -61,6 +64,7 @@ class FeedForward(FusedLayer):
             or runs_torch_forward(x, self._theirs)
             or getattr(self._theirs.forward, "__code__", None) is not self._code
             or len(modules) != self._count
+            or not self._state.holds(self)
             or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)
             or None in map(modules.get, (*net.starts, *net.ends))
         ):
@@ -142,8 +146,8 @@ def _activation(module: Any, net: Network) -> tuple[Any, str | None]:
     return own, activation_name(own)
 
 
-#: Parsed networks, keyed by the forward function and the types of the names that it may use.
-Cache = dict[Any, "Network | None"]
+#: Networks that were found, keyed by what the capture depends on.
+Cache = dict[Any, "tuple[Network, State] | None"]
 
 
 def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str | None:
@@ -151,17 +155,19 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     if sum(map(_is_linear, module.children())) < 2:
         return None
     kind = type(module)
+    if is_traced():
+        return None
     parameters = [*inspect.signature(kind.forward).parameters.values()][1:]  # without self
     if [p.kind for p in parameters] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
         return None
-    children = ((n, type(m)) for n, m in module._modules.items())
-    functions = (n for n, value in vars(module).items() if inspect.isroutine(value))
-    key = (kind.forward, *children, *functions)
+    state = State.of(module)
+    key = kind.forward, *state.attributes, *((n, type(m)) for n, m in module._modules.items())
     if key not in cache:
-        cache[key] = _read(module)
-    net = cache[key]
-    if net is None:
+        cache[key] = _read(module, state)
+    found = cache[key]
+    if found is None:
         return None
+    net, state = found
     value, supported = _activation(module, net)
     if supported is None:
         if not isinstance(value, torch.nn.Module):
@@ -179,7 +185,7 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
         return reason
     made = classes.subclass(
         kind, (FeedForward, kind), forward=_forward(parameters[0].name), _network=net,
-        _theirs=kind, _code=kind.forward.__code__, _count=len(module._modules),
+        _theirs=kind, _code=kind.forward.__code__, _count=len(module._modules), _state=state,
         __signature__=inspect.signature(kind),
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
@@ -189,14 +195,13 @@ def _is_linear(module: Any) -> bool:
     return isinstance(module, torch.nn.Linear) or is_conv1d(module)
 
 
-def _read(module: torch.nn.Module) -> Network | None:
+def _read(module: torch.nn.Module, state: State) -> tuple[Network, State] | None:
     """Returns the feed-forward network if forward computes that and nothing else, else None."""
-    steps = [*module._modules]
-    if type(module).forward is not torch.nn.Sequential.forward:
-        try:
-            steps = _Reader(module).steps()
-        except (_UnknownError, OSError, TypeError, SyntaxError, ValueError):
-            return None  # no source available, or statements other than calls
+    if state.why_not is not None:
+        return None
+    steps = _steps(module)
+    if steps is None:
+        return None
     children = module._modules
 
     def take(test: Callable[[Any], bool]) -> Iterator[str]:
@@ -215,125 +220,63 @@ def _read(module: torch.nn.Module) -> Network | None:
         return None
     if type(children.get(activation)) in _DROPOUT:
         return None
-    return Network(starts, first, activation, dropouts, second, tuple(steps))
+    if activation[0] == ".":
+        activation = _attribute(module, activation) or activation
+    net = Network(starts, first, activation, dropouts, second, tuple(steps))
+    return net, state.without(activation)
 
 
-class _UnknownError(Exception):
-    """Raised if forward contains anything that the parser does not support."""
+def _attribute(module: torch.nn.Module, activation: str) -> str | None:
+    """Returns the name of the attribute that holds the activation: another value has an effect."""
+    other = F.relu if activation != ".relu" else F.silu
+    for name, value in vars(module).items():
+        if inspect.isroutine(value) and f".{activation_name(value)}" == activation:
+            steps = _steps(module, {name: other})
+            if steps is not None and f".{activation_name(other)}" in steps:
+                return name
+    return None
 
 
-def _compiles_to(tree: ast.Module, code: types.CodeType) -> bool:
-    """True if the function in ``tree`` compiles to this code; line numbers may differ."""
-    features = (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-    flags = code.co_flags & sum(features)
-    compiled = compile(tree, code.co_filename, "exec", flags, dont_inherit=True).co_consts
-    found = (c for c in compiled if isinstance(c, types.CodeType) and c.co_name == code.co_name)
-    return any(map(_meaning(code).__eq__, map(_meaning, found)))
+def _steps(module: torch.nn.Module, attributes: dict[str, Any] | None = None) -> list[str] | None:
+    """Returns what a call consists of, in order: names of children, "." and the kernels' name of a
+    function; None if it is no such chain, or not the same one in inference and training.
+    """
+    linear: Any = next(filter(_is_linear, module.children()))
+    weight = linear.weight
+    width = linear.nx if is_conv1d(linear) else linear.in_features
+    x = torch.empty(2, 3, width, dtype=weight.dtype, device=weight.device)
+    dropouts = [name for name, child in module.named_modules() if type(child) in fusion.DROPOUT]
+    found = []
+    for training in (False, True):
+        # Code that depends on these modes and probabilities has other steps in one of the captures.
+        changed = {f"{name}.p".removeprefix("."): 0.5 * training for name in dropouts}
+        with torch.set_grad_enabled(training), torch.autocast(x.device.type, enabled=not training):
+            try:
+                captured = capture(
+                    module, lambda m, x: type(m).forward(m, x), {"x": x}, original_class, training,
+                    {**changed, **(attributes or {})},
+                )  # fmt: skip
+            except (NotCapturedError, RuntimeError):
+                return None
+        found.append(_chain(captured))
+    return found[0] if found[0] == found[1] else None
 
 
-def _meaning(code: types.CodeType) -> tuple[object, ...]:
-    """Returns the parts of a code object that determine its behaviour; without nested functions."""
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return code.co_code, repr(code.co_consts), *names, code.co_argcount
-
-
-class _Reader:
-    """Parses a forward that only chains calls of children and functions."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, forward = module, type(module).forward
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-        (function,) = tree.body
-        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-            raise _UnknownError
-        if not _compiles_to(tree, forward.__code__):  # type: ignore[attr-defined]
-            raise _UnknownError
-        self.globals: dict[str, Any] = forward.__globals__  # type: ignore[attr-defined]
-        self.self, input = (argument.arg for argument in function.args.args)
-        self.body = function.body
-        #: Local variable -> the names of the calls that computed it.
-        self.locals: dict[str, list[str]] = {input: []}
-
-    def steps(self) -> list[str]:
-        """Returns the names of children and functions in the order of their calls."""
-        calls = 0
-        for statement in self.body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                continue  # the docstring
-            if self._is_idle(statement):
-                continue
-            calls += sum(isinstance(node, ast.Call) for node in ast.walk(statement))
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != self.self:
-                    self.locals[name] = self._value(value)
-                case ast.Return(value=ast.expr() as value) if statement is self.body[-1]:
-                    steps = self._value(value)
-                    if len(steps) == calls:
-                        return steps
-                    break
-                case _:
-                    break
-        raise _UnknownError
-
-    def _is_idle(self, statement: ast.stmt) -> bool:
-        """True for T5's ``if ... and x.dtype != self.wo.weight.dtype: x = x.to(...)``.
-
-        It has no effect here, because the dtypes are equal.
-        """
-        match statement:
-            case ast.If(
-                test=ast.BoolOp(op=ast.And(), values=values),
-                body=[
-                    ast.Assign(
-                        targets=[ast.Name(id=name)],
-                        value=ast.Call(func=ast.Attribute(value=ast.Name(id=cast), attr="to")),
-                    )
-                ],
-                orelse=[],
-            ) if name == cast and name in self.locals:
-                maps = (n for n, m in self.module._modules.items() if _is_linear(m))
-                idle = {f"{name}.dtype != {self.self}.{n}.weight.dtype" for n in maps}
-                return any(ast.unparse(value) in idle for value in values)
-        return False
-
-    def _value(self, node: ast.expr | None) -> list[str]:
-        match node:
-            case ast.Name(id=name) if name in self.locals:
-                return self.locals[name]
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=self.self), attr=name), args=[x]):
-                if node.keywords or not self._is_own(name):
-                    raise _UnknownError
-                return [*self._value(x), name]
-            case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]):
-                if name in ("relu", "relu_"):
-                    return [*self._value(value), ".relu"]
-            case ast.Call(func=function, args=[x]):
-                options = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
-                return [*self._value(x), self._function(function, options)]
-        raise _UnknownError
-
-    def _is_own(self, name: str) -> bool:
-        """True if the name is a child, or a function stored on the instance."""
-        if hasattr(type(self.module), name):
-            return False
-        own = self.module._modules.get(name) or vars(self.module).get(name)
-        return isinstance(own, torch.nn.Module) or inspect.isroutine(own)
-
-    def _function(self, node: ast.expr, options: dict[str | None, Any]) -> str:
-        """Returns "." + our kernels' name of a PyTorch function."""
-        function: Any = None
-        match node:
-            case ast.Name(id=name) if name not in self.locals:
-                function = self.globals.get(name)
-            case ast.Attribute():
-                names = ast.unparse(node).split(".")
-                function = None if names[0] in self.locals else self.globals.get(names[0])
-                for name in names[1:]:
-                    is_module = isinstance(function, types.ModuleType)
-                    function = getattr(function, name, None) if is_module else None
-        activation = activation_name(function)
-        if activation == "gelu" and options in ({"approximate": "tanh"}, {"approximate": "none"}):
-            return ".gelu_tanh" if options["approximate"] == "tanh" else ".gelu"
-        if activation is None or options not in ({}, {"inplace": True}, {"inplace": False}):
-            raise _UnknownError
-        return "." + activation
+def _chain(captured: Captured) -> list[str] | None:
+    """Returns the steps of a graph in which each reads the one before, and nothing else; or None."""
+    node: Any = captured.inputs["x"]
+    own, steps = list(captured.own), []
+    for name, begin, end in (*captured.calls, ("", captured.output, None)):
+        while node is not begin:
+            if not own:
+                return None
+            following = own.pop(0)
+            op, found = read(following), activation_of(following)
+            if found is not None and found[1] is node:
+                steps.append("." + found[0])
+            elif not (op is not None and op.name == "to" and op["input"] is node):
+                return None  # T5 casts its activations under autocast
+            node = following
+        steps.append(name)
+        node = end
+    return None if own or steps.count("") != 1 else steps[:-1]

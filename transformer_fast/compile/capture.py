@@ -1,0 +1,318 @@
+"""Captures what a module computes as a graph, by one call on fake tensors.
+
+A `torch.overrides.TorchFunctionMode` sees each function of PyTorch that the module calls, and writes it
+as Dynamo does, so that the same rewrites and matchers read the graph. That takes 2 to 10 ms; Dynamo
+takes 500 to 2000 ms for a layer, and its caches stay in the process.
+
+The call runs on `shadow`, a copy of the module without hooks, so that it changes no attribute and no
+buffer. It draws no random number: dropout is written down, and any other random function is refused.
+A graph holds for the modules' classes and attributes at the time of the capture, as `Captured` says.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+
+from .modes import Modes, current_modes
+
+
+class NotCapturedError(Exception):
+    """Raised with the reason why the call of a module has no graph."""
+
+
+class Call(NamedTuple):
+    """A call of a child of the module."""
+
+    name: str
+    #: None: it takes or returns something else.
+    input: Node | None
+    output: Node | None
+
+
+class Captured(NamedTuple):
+    """The graph of one call, in which parameters, buffers and arguments are placeholders."""
+
+    graph: Graph
+    #: Name of a tensor argument, or names of a parameter or buffer joined by dots -> its node.
+    inputs: dict[str, Node]
+    #: The result, with nodes in place of tensors.
+    output: Any
+    #: The calls of the module's children, in order of their ends.
+    calls: list[Call]
+    #: The nodes outside of these calls.
+    own: list[Node]
+    #: The modes in which all of it ran.
+    modes: Modes
+
+
+def shadow(
+    module: torch.nn.Module, convert: Callable[[Tensor], Tensor], class_of: Callable[[Any], type] = type,
+    training: bool | None = None,
+) -> Any:  # fmt: skip
+    """Returns a copy of the module and of those in it, without hooks, with converted tensors.
+
+    convert: is called once for each parameter and buffer. class_of: the class of each copy. training:
+    the mode of all copies; None: as it is.
+    """
+    copies: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def converted(given: Any) -> Any:
+        if given is None:
+            return None
+        if id(given) not in tensors:
+            tensors[id(given)] = convert(given)
+        return tensors[id(given)]
+
+    def copied(one: Any) -> Any:
+        if one is None or id(one) in copies:
+            return copies.get(id(one))
+        new = copies[id(one)] = object.__new__(class_of(one))
+        state = {
+            name: copy.deepcopy(value) if _is_container(value) else value
+            for name, value in vars(one).items()
+        }
+        for name, value in state.items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                state[name] = OrderedDict()
+        for name in ("_parameters", "_buffers"):
+            state[name] = {key: converted(x) for key, x in vars(one)[name].items()}
+        state["_modules"] = {key: copied(child) for key, child in one._modules.items()}
+        state["_compiled_call_impl"] = None
+        if training is not None:
+            state["training"] = training
+        new.__dict__.update(state)
+        return new
+
+    return copied(module)
+
+
+def _is_container(value: Any) -> bool:
+    """True for a plain list, dict or set without modules and tensors."""
+    if type(value) not in (list, dict, set):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return all(
+        isinstance(each, (bool, int, float, str, type(None))) or _is_container(each)
+        for each in inner
+    )
+
+
+def capture(
+    module: torch.nn.Module, call: Callable[..., Any], arguments: dict[str, Tensor],
+    class_of: Callable[[Any], type] = type, training: bool = False,
+    attributes: dict[str, Any] | None = None,
+) -> Captured:  # fmt: skip
+    """Returns the graph of ``call(copy of the module, **arguments)``.
+
+    The caller sets the modes of autograd and autocast, and checks that no mode of PyTorch is active.
+
+    Args:
+        call, arguments: what is called, and its tensors.
+        class_of, training: as in `shadow`.
+        attributes: by name, joined by dots, attributes of the copy that replace the module's.
+
+    Raises:
+        NotCapturedError: values of tensors decide what runs, an attribute is assigned, random numbers
+            are drawn, a tensor is read that is no argument, parameter or buffer, or the call fails.
+    """
+    state = torch.get_rng_state()
+    try:
+        with FakeTensorMode() as fake:
+            copied = shadow(module, lambda x: _faked(fake, x), class_of, training)
+            for name, value in (attributes or {}).items():
+                parent, _, last = name.rpartition(".")
+                copied.get_submodule(parent).__dict__[last] = value
+            recorder = _Recorder()
+            given = {name: _faked(fake, x) for name, x in arguments.items()}
+            for name, x in (*given.items(), *_tensors(copied).items()):
+                recorder.add_input(name, x)
+            for name, child in copied.named_children():  # a shared one under its first name
+                recorder.note_calls(name, child)
+            before = _attributes(copied)
+            with recorder:
+                output = call(copied, **given)
+            if not _are_equal(before, _attributes(copied)):
+                raise NotCapturedError("it assigns attributes")
+        if not torch.equal(state, torch.get_rng_state()):
+            raise NotCapturedError("it draws random numbers")
+    except NotCapturedError:
+        raise
+    except Exception as error:
+        raise NotCapturedError(f"a trial call failed ({type(error).__name__}: {error})") from error
+    finally:
+        torch.set_rng_state(state)
+    return recorder.finished(output)
+
+
+def _faked(fake: FakeTensorMode, x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise NotCapturedError(f"a {type(x).__name__} is among its tensors")
+    return fake.from_tensor(x)
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers in a module by name; a shared one under each of its names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): x
+        for prefix, inner in module.named_modules()
+        for name, x in (*inner._parameters.items(), *inner._buffers.items())
+        if x is not None
+    }
+
+
+def _attributes(module: torch.nn.Module) -> list[Any]:
+    """Returns the attributes of all modules, containers as copies."""
+    return [
+        {
+            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for name, value in vars(inner).items()
+            if not name.endswith("_hooks") and not name.startswith("_forward_hooks")
+        }
+        for inner in module.modules()
+    ]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except RuntimeError:  # an attribute is another tensor
+        return False
+
+
+#: Operators of tensors -> functions of `operator`, as Dynamo writes them; False: in reversed order.
+_OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
+    f"__{prefix}{name}__": (getattr(operator, function), prefix != "r")
+    for name, function in {
+        "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "div": "truediv",
+        "pow": "pow", "matmul": "matmul", "and": "and_", "or": "or_",
+    }.items()
+    for prefix in ("", "r")
+} | {
+    f"__{name}__": (getattr(operator, function), True)
+    for name, function in {
+        "iadd": "iadd", "isub": "isub", "imul": "imul", "itruediv": "itruediv", "idiv": "itruediv",
+        "getitem": "getitem", "setitem": "setitem", "invert": "invert", "neg": "neg", "eq": "eq",
+        "ne": "ne",
+    }.items()
+}  # fmt: skip
+#: Functions that return no tensor, and depend on no values of tensors.
+_OF_METADATA = frozenset({
+    "__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
+    "is_floating_point", "is_inference", "is_neg", "is_nonzero_static", "is_same_size", "is_signed",
+    "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "type", "__hash__",
+    "requires_grad_", "is_tensor", "result_type", "__format__", "__repr__",
+})  # fmt: skip
+_DROPOUT = frozenset({torch.dropout, torch.nn.functional.dropout})
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes the functions that are called into a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.inputs: dict[str, Node] = {}
+        self.calls: list[Call] = []
+        self.own: list[Node] = []
+        self._begun: list[list[Node | None]] = []
+        self.modes = current_modes()
+        self._nodes: dict[int, Node] = {}
+        #: Tensors, so that no other object gets the id of one.
+        self._kept: list[Any] = []
+
+    def add_input(self, name: str, x: Tensor) -> None:
+        if id(x) in self._nodes:  # under a second name
+            self.inputs[name] = self._nodes[id(x)]
+            return
+        self.inputs[name] = self.graph.placeholder(f"input_{len(self.inputs)}")
+        self._note(x, self.inputs[name])
+
+    def _note(self, x: Tensor, node: Node) -> None:
+        node.meta.setdefault("example_value", x)
+        self._nodes[id(x)] = node
+        self._kept.append(x)
+
+    def note_calls(self, name: str, child: torch.nn.Module) -> None:
+        """Registers hooks that note the calls of the child, and which nodes are in them."""
+
+        def begin(_: Any, given: tuple[Any, ...]) -> None:
+            self._begun.append([self._nodes.get(id(x)) for x in given])
+
+        def end(_: Any, __: Any, output: Any) -> None:
+            nodes = [*self._begun.pop(), self._nodes.get(id(output))]
+            plain = len(nodes) == 2 and None not in nodes
+            self.calls.append(Call(name, *(nodes if plain else (None, None))))
+
+        child.register_forward_pre_hook(begin)
+        child.register_forward_hook(end)
+
+    def finished(self, output: Any) -> Captured:
+        found = map_aggregate(output, self._of)
+        self.graph.output(found)
+        return Captured(self.graph, self.inputs, found, self.calls, self.own, self.modes)
+
+    def _of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self._nodes:
+            raise NotCapturedError("it reads a tensor that is no argument, parameter or buffer")
+        return self._nodes[id(x)]
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if function in _DROPOUT:  # it returns what it would without dropout
+            found = args[0].view_as(args[0]) if args else kwargs["input"].view_as(kwargs["input"])
+        else:
+            found = function(*args, **kwargs)
+        if name == "__get__" and isinstance(found, Tensor):
+            name, function = "getattr", getattr
+            args = args[0], function.__self__.__name__  # type: ignore[attr-defined]
+        tensors = found if isinstance(found, (tuple, list)) else (found,)
+        if not all(isinstance(x, Tensor) for x in tensors) or len(tensors) == 0:
+            if name in _OF_METADATA or not self._reads_tensors(args, kwargs):
+                return found
+            if name != "__setitem__":
+                raise NotCapturedError(f"values of tensors decide what it computes ({name})")
+        if current_modes() != self.modes:
+            raise NotCapturedError("it changes the mode of autograd or autocast")
+        self._write(function, name, args, kwargs, found)
+        return found
+
+    def _reads_tensors(self, args: Any, kwargs: Any) -> bool:
+        found: list[Any] = []
+        map_aggregate((args, kwargs), lambda x: found.append(isinstance(x, Tensor)))
+        return any(found)
+
+    def _write(self, function: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
+        args, kwargs = map_aggregate((tuple(args), dict(kwargs)), self._of)
+        if name in _OPERATORS and not kwargs:
+            function, is_in_order = _OPERATORS[name]
+            node = self.graph.call_function(function, args if is_in_order else args[::-1])
+        elif getattr(Tensor, name, None) is function:
+            node = self.graph.call_method(name, args, kwargs)
+        else:
+            node = self.graph.call_function(function, args, kwargs)
+        node.meta["example_value"] = found
+        if not self._begun:
+            self.own.append(node)
+        if isinstance(found, (tuple, list)):
+            for index, x in enumerate(found):
+                item = self.graph.call_function(operator.getitem, (node, index))
+                self._note(x, item)
+        elif found is not None:
+            self._note(found, node)
