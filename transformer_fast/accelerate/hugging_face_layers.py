@@ -350,8 +350,8 @@ class DisentangledSelfAttention(Attention):
 
     def _of_places(self) -> list[torch.nn.Module]:
         """Returns the modules that are called on (1, 2 * span, M) there, and on fewer places here."""
-        names = "pos_dropout", "pos_key_proj", "pos_query_proj"
-        names += ("query_proj", "key_proj") if self.share_att_key else ()
+        names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
+        names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]
 
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
@@ -451,7 +451,7 @@ class DecoderLayer(_PostNorm):
         **kwargs: Any,
     ) -> Tensor:
         if past_key_values is not None:
-            kwargs[_name_of_cache(type(self.self_attn))] = past_key_values
+            kwargs[_name_of_cache(type(self.self_attn))] = past_key_values  # type: ignore[arg-type]
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         x = self._residual(attended, hidden_states, "self_attn_layer_norm")
         if encoder_hidden_states is not None:

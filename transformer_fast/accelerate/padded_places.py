@@ -170,7 +170,8 @@ def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> list[Clas
             continue
         kind = type(model)
         findings = examine(model, [(path[len(prefix) :], stack) for path, stack in inner])
-        made = subclass(kind, (PaddedModel, kind), forward=_forward_of(kind), _findings=findings)
+        forward = _forward_of(kind)  # type: ignore[arg-type]
+        made = subclass(kind, (PaddedModel, kind), forward=forward, _findings=findings)
         if not isinstance(made, str):
             changes.append(ClassChange(name, model, kind, made))
     return changes
