@@ -299,6 +299,21 @@ def test_a_forward_of_the_instance_may_read_anything(rows: list[int]) -> None:
     assert not rows
 
 
+class Sealed(LastAndMean):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise RuntimeError("sealed")
+
+
+def test_models_that_cannot_be_subclassed_compute_all_places(rows: list[int]) -> None:
+    model = Sealed(transformers.BertConfig(**_ENCODER), True).eval()
+    as_it_was = form(model)
+    check(model, inputs_of(*RIGHT), "pooled", grad=False)
+    assert not rows
+    assert "Sealed cannot be subclassed: sealed" in stack_of(accelerate(model)).reason
+    restore(model)
+    assert form(model) == as_it_was
+
+
 # skip_padding
 
 

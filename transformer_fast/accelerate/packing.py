@@ -2,8 +2,9 @@
 
 The stack is a ModuleList that its owner's ``forward`` iterates over. Within that loop, the first layer's
 input (B, T, M) is gathered to rows (1, N, M), one per real token, and the last layer's output is put
-back, with zeros at padded places. The layers are called as they are, with `Rows` in place of the mask:
-only our attention function reads it. No state outlives the loop, so that threads, exceptions and
+back, with zeros at padded places. Batches whose padded places may be read run as they are; see
+`padded_places`. The layers are called as they are, with `Rows` in place of the mask: only our attention
+function reads it. No state outlives the loop, so that threads, exceptions and
 activation checkpointing need no care. In inference, with or without padding, an encoder layer with a
 proven `formula.Formula` runs as one kernel call.
 
@@ -566,13 +567,15 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     _kinds_first: tuple[int, ...]
     #: False: padded places are computed.
     _skips_padding: bool
-    #: A remark for the report.
-    _note: str
 
     def __iter__(self) -> Iterator[Any]:
         layers = super().__iter__()
         if is_traced() or has_global_hook():
             return layers
+        # Rows may reach no other code than the loop that was read: an iteration outside of it, inside or
+        # outside of the owner's forward, must get the layers. Hooks on the layers cannot tell who
+        # passes a layer's output on. For the same loop the padding is noted on the mask, which is all
+        # that the owner passes from our mask function to the layers.
         code = sys._getframe(1).f_code
         if code is not self._code and code != self._code:  # copies of a class have equal codes
             return layers
@@ -662,7 +665,7 @@ def find(
         kind, (UnpaddedLayers, kind), _code=code, _is_chain=is_chain,
         _is_decoder=is_decoder, _own_attention=own[0].after if own else None,
         _parameters_of_layers=parameters, _kinds=tested, _methods=methods, _formulas=formulas,
-        _kinds_first=kinds_first, _skips_padding=skip_padding, _note=note,
+        _kinds_first=kinds_first, _skips_padding=skip_padding,
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
 

@@ -160,9 +160,15 @@ def _forward_of(kind: Any) -> Any:
     return forward
 
 
-def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> list[ClassChange]:
+class Plan(NamedTuple):
+    changes: list[ClassChange]
+    #: Name of a stack that must compute padded places -> remark for the report.
+    computed: dict[str, str]
+
+
+def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> Plan:
     """Returns the changes of the models around the stacks (by name), which are already replaced."""
-    changes: list[ClassChange] = []
+    plan = Plan([], {})
     for name, model in root.named_modules():
         prefix = f"{name}." if name else ""
         inner = [(path, stack) for path, stack in stacks if path.startswith(prefix)]
@@ -172,9 +178,11 @@ def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> list[Clas
         findings = examine(model, [(path[len(prefix) :], stack) for path, stack in inner])
         forward = _forward_of(kind)  # type: ignore[arg-type]
         made = subclass(kind, (PaddedModel, kind), forward=forward, _findings=findings)
-        if not isinstance(made, str):
-            changes.append(ClassChange(name, model, kind, made))
-    return changes
+        if isinstance(made, str):
+            plan.computed.update({path: f"padded places are computed: {made}" for path, _ in inner})
+        else:
+            plan.changes.append(ClassChange(name, model, kind, made))
+    return plan
 
 
 def is_change(change: Any) -> bool:

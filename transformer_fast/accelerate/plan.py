@@ -147,12 +147,16 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 
-def padding_plan(model: torch.nn.Module, report: Report) -> list[ClassChange]:
+def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
     """Returns the changes of models whose layers skip padding, all other changes being made; adds to
     the report what happens at padded places."""
     stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, packing.UnpaddedLayers)]
-    changes = padded_places.make_plan(model, [each for each in stacks if each[1]._skips_padding])
-    notes = padded_places.describe(model, stacks, changes)
+    plan = padded_places.make_plan(model, [each for each in stacks if each[1]._skips_padding])
+    notes = padded_places.describe(model, stacks, plan.changes) | plan.computed
+    changes: list[Change] = [*plan.changes]
+    for name in plan.computed:
+        switched = packing.policy(name, model.get_submodule(name), False)
+        changes += [] if switched is None else [switched]
     for index, entry in enumerate(report.entries):
         if entry.name in notes and entry.outcome != "left":
             reason = "; ".join(filter(None, (entry.reason, notes[entry.name])))

@@ -43,7 +43,8 @@ def accelerate(
     whose forward is ``linear2(dropout(activation(linear1(x))))`` runs as one fused call.
     Parameters, buffers, hooks, names, ``state_dict`` and references to them are preserved. Results
     stay the same up to rounding, with the exceptions of `transformer_fast.nn`: a query whose keys
-    are all masked gives 0, outputs at padded positions may be 0, and dropout drops other elements.
+    are all masked gives 0, outputs at padded positions may be 0 (see ``skip_padding``), and dropout
+    drops other elements.
     `restore` undoes the change. A second call with the same options changes nothing; one with
     ``quantize="int8"`` adds 8-bit weights.
 
