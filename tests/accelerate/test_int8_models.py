@@ -708,6 +708,20 @@ class TestFreedWeights:
         copied = copy.deepcopy(model)
         assert copied[1].weight is copied[0].weight is not model[0].weight
 
+    def test_compiled_reads(self):
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(64, 32)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x)[:, :3] + x @ self.layer.weight[:3].t()
+
+        model, before = self.freed(Model())
+        given = torch.randn(5, 64)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert error(run(compiled, given), run(before, given)) < ERROR
+
     def test_compiled_and_exported(self):
         model, before = self.freed(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)))
         given = torch.randn(5, 64)
@@ -715,6 +729,9 @@ class TestFreedWeights:
         for _ in range(2):
             assert error(run(compiled, given), run(model, given)) < ROUNDING
         assert error(run(compiled, given), run(before, given)) < ERROR
+        with torch.no_grad():
+            program = torch.export.export(model, (given,)).module()
+            assert error(program(given), run(before, given)) < ERROR
 
     def test_a_module_with_float_weights_loads_8_bits(self):
         layer, before = self.freed()

@@ -171,6 +171,9 @@ class Int8Weights:
                 "transformer_fast.restore(model)"
             )
         if type(weight) is FreedWeight:
+            # torch.export traces operations on a tensor subclass, and not reads of its parts.
+            if torch.compiler.is_exporting():
+                return weight.t() if self.transposed else weight
             return _int8_of(weight)
         turned, factors = weight.t() if self.transposed else weight, self.factors.get(name)
         if values_are_known(weight) or (in_torch_func() and not is_functorch_wrapped(weight)):
@@ -355,7 +358,7 @@ class FreedWeight(Tensor):
                 if result is floats[id(x)]:
                     return x
             else:
-                return tree_map(lambda y: _FreedView(y) if isinstance(y, Tensor) else y, result)
+                return tree_map(lambda y: _FreedView(y) if type(y) is Tensor else y, result)
         return result
 
     @property

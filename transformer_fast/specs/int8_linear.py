@@ -103,7 +103,7 @@ _LINEAR_CASES = (
     case("strided", _strided),
     case("callable activation", _callable),
     case("factors", linear_arguments((37,), 61, 53, factors=True, activation="relu")),
-    case("factors, one row", linear_arguments((1,), 129, 40, factors=True, residual=True)),
+    case("factors, one row", linear_arguments((1,), 67, 510, factors=True, residual=True)),
 )
 _FEED_FORWARD_CASES = (
     case("relu", feed_forward_arguments((19,), 32, 96)),
@@ -120,7 +120,9 @@ _FEED_FORWARD_CASES = (
     case("callable activation", feed_forward_arguments((19,), 24, 40, activation=Tensor.tanh)),
     case("factors", feed_forward_arguments((300,), 31, 101, factors=(True, True))),
     case("factors of the input", feed_forward_arguments((19,), 32, 96, factors=(True, False))),
-    case("factors, few rows", feed_forward_arguments((3,), 32, 96, factors=(False, True))),
+    case(
+        "factors of the hidden units", feed_forward_arguments((9,), 32, 96, factors=(False, True))
+    ),
 )
 
 
