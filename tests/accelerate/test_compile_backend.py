@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -413,14 +414,11 @@ def test_inductor_compiles_the_remaining_ops_in_inference() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wrong", [1.5, float("nan"), None])
-def test_a_wrong_result_of_inductor_is_not_used(wrong: float | None, monkeypatch) -> None:
+def test_programs_that_inductor_cannot_compile_run_eagerly(monkeypatch) -> None:
     def broken(module: GraphModule) -> Any:
-        if wrong is None:
-            raise RuntimeError("no")
-        return lambda *inputs: [x * wrong if x.dim() else x for x in module.forward(*inputs)]
+        raise RuntimeError("no")
 
-    messages: list[str] = []
+    messages: list[Any] = []
     monkeypatch.setattr(inner._log, "warning", lambda *args: messages.append(args))
     requested = _replace_inductor(broken, monkeypatch)
     model, x = _gated_model(), _x()
@@ -430,6 +428,38 @@ def test_a_wrong_result_of_inductor_is_not_used(wrong: float | None, monkeypatch
     assert requested.count("inductor") == 1
     [(text, *values)] = messages
     assert "run in eager mode" in text % tuple(values)
+
+
+def _attends_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in (q, k, v))
+    return torch.softmax(q @ k.mT, -2) @ v
+
+
+def _attends_over_queries_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.mT
+    powers = torch.exp(scores - scores.amax((-2,), True))
+    return (powers / powers.sum(-2, keepdim=True)) @ v
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attend", [_attends_over_queries, _attends_over_queries_by_hand])
+def test_a_softmax_over_another_dimension_stays_as_written(attend: Any) -> None:
+    """Inductor computes it over the last one, see `inner.why_not`."""
+    compile_reports(clear=True)
+    qkv = [torch.randn(2, 7, 32) for _ in range(3)]
+    ours = torch.compile(attend, backend=compile_backend, options=COMPILE_REST)
+    torch.testing.assert_close(ours(*qkv), attend(*qkv))
+    assert "softmax over another dimension" in compile_reports(clear=True)[0].rest
+
+
+@torch.no_grad()
+def test_inductor_still_needs_the_limit_of_softmax() -> None:
+    """Skipped once PyTorch is mended: then the limit can go."""
+    qkv = [torch.randn(2, 7, 32) for _ in range(3)]
+    found = torch.compile(_attends_over_queries)(*qkv)
+    if torch.allclose(found, _attends_over_queries(*qkv), atol=1e-2):
+        pytest.skip("inductor of this PyTorch takes a softmax over any dimension")
 
 
 def _writes(x: Tensor, p: Tensor) -> Any:
@@ -463,7 +493,7 @@ def _float8(x: Tensor, p: Tensor) -> Any:
     ))],
     ids=lambda f: f.__name__,
 )  # fmt: skip
-def test_the_check_of_the_first_result_has_no_effect(function: Any, context: Any) -> None:
+def test_compiled_programs_have_the_effects_of_the_program(function: Any, context: Any) -> None:
     """Results, inputs and random state are those of an eager run; writes happen once."""
 
     def run(options: dict[str, Any]) -> Any:
@@ -480,34 +510,38 @@ def test_the_check_of_the_first_result_has_no_effect(function: Any, context: Any
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("right", [True, False])
-def test_graphs_that_write_to_inputs_are_compared_on_copies(right: bool) -> None:
-    """From the third call on they run compiled, if the second call's results and writes agree."""
+def test_overlapping_first_calls_write_their_caches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread starts in the first call of the first thread, and ends before it."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if threading.current_thread().name == "first" and not entered.is_set():
+            entered.set()
+            assert leave.wait(30)
 
     def step(cache: Tensor, x: Tensor) -> Any:
         cache.add_(x)
         return (cache * 2,)
 
-    def compiled(cache: Tensor, x: Tensor) -> Any:
-        ran.append(cache.data_ptr())
-        result = step(cache, x)
-        cache.add_(0.0 if right else 1.0)
-        return result
+    graph = torch.fx.symbolic_trace(step).graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_method")):
+        graph.call_function(wait)
+    module = GraphModule({}, graph)
+    _replace_inductor(lambda module: module.forward, monkeypatch)
+    run = inner.compile_rest(module, [torch.zeros(3), torch.ones(3)])
+    caches = {name: torch.zeros(3) for name in ("first", "second")}
 
-    module = torch.fx.symbolic_trace(step)
-    ran: list[int] = []
-    cache, checked = torch.zeros(3), inner._Checked(module, compiled)
-    for count in range(1, 5):
-        (found,) = checked(cache, torch.ones(3))
-        assert cache.tolist() == [count] * 3
-        assert found.tolist() == [2 * count] * 3
-    assert len(ran) == (3 if right else 1)
-    assert ran.count(cache.data_ptr()) == (2 if right else 0)
-    ran.clear()
-    checked = inner._Checked(module, compiled)
-    for _ in range(3):  # inputs that share memory cannot be copied one by one
-        checked(cache, cache[:])
-    assert not ran
+    def call(name: str) -> None:
+        run(caches[name], torch.ones(3))
+
+    first, second = (threading.Thread(target=call, args=(name,), name=name) for name in caches)
+    first.start()
+    assert entered.wait(30)
+    second.start()
+    second.join()
+    leave.set()
+    first.join()
+    assert all(torch.equal(cache, torch.ones(3)) for cache in caches.values())
 
 
 @torch.no_grad()

@@ -391,19 +391,23 @@ def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[An
 
 @torch.no_grad()
 def test_programs_with_constants_find_the_parameters_of_views() -> None:
-    graph, weight, seen = torch.fx.Graph(), nn.Parameter(torch.randn(3, 2)), []
+    """Also after another program ran within theirs."""
+    graph, seen = torch.fx.Graph(), []
+    weight, other = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3, 2))
     given = graph.placeholder("weight")
     given.meta["example_value"] = weight
     graph.output((graph.call_method("t", (given,)),))
 
-    def compiled(weight: Tensor, constant: Tensor) -> Any:
-        seen.append(list(memory.program.parameters.values()))
-        return (weight.t(),)
+    def compiled(given: Tensor, constant: Tensor) -> Any:
+        if given is weight:
+            run(other)
+        [found] = memory.program.parameters.values()
+        seen.append(found is given)
+        return (given.t(),)
 
     module, constants = torch.fx.GraphModule({}, graph), lambda inputs: [torch.zeros(1)]
-    checked = inner._Checked(module, compiled, constants)  # type: ignore[arg-type]
+    run = inner._Compiled(module, compiled, constants)  # type: ignore[arg-type]
     for _ in range(2):
-        checked(weight)
-    assert len(seen) == 2
-    assert all(found[0] is weight for found in seen)
+        run(weight)
+    assert seen == [True] * 4
     assert not memory.program.parameters
