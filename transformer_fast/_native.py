@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -96,15 +97,18 @@ def _is_for_kernels() -> bool:
 unannounced: bool = module is None and _is_for_kernels()
 
 
+#: Functions that `warn_of_absence` calls.
+at_warning: list[Callable[[], None]] = []
+
+
 def warn_of_absence() -> None:
     """Warns that the kernels are missing, once: callers test `unannounced` first."""
     global unannounced
     if torch.compiler.is_compiling():
         return
     unannounced = False
-    from . import fast_path  # imports this module
-
-    fast_path.apply_limits()  # which compared sizes until now, so that large calls came here
+    for act in at_warning:
+        act()
     warnings.warn(
         f"transformer_fast runs on PyTorch's own ops, without its CPU kernels: {why_not}. To build "
         "them, run `TRANSFORMER_FAST_BUILD=require pip install --no-deps --force-reinstall .` in a "

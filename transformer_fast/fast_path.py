@@ -278,3 +278,7 @@ def apply_limits() -> None:
     """Sets the limits again, after a change of `_native.unannounced`."""
     for limit in LIMITS:
         limit.__post_init__()
+
+
+# Until the warning without kernels, large calls reach the dispatcher, which warns.
+_native.at_warning.append(apply_limits)
