@@ -153,8 +153,8 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`: ``(1 - s) * -log p[target] + s * mean of -log p``.
 
-    ``p = softmax(input)``, in fp32 for bfloat16 and float16. Calls with class weights or
-    probabilities as targets run on PyTorch.
+    ``p = softmax(input)``, and the sum of the losses, in fp32 for bfloat16 and float16. Calls with class
+    weights or probabilities as targets run on PyTorch.
 
     Args:
         input: logits (C,), (N, C) or (N, C, d1, ...).
