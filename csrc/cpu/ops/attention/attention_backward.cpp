@@ -170,7 +170,7 @@ bool has_bf16_kernel(const Tensor& query, int64_t queries) {
 // Calls run(kernels) with the kernels for the call; returns false if bfloat16 must be converted to
 // float32.
 template <class Run>
-bool with_kernels(const AttentionBackwardArgs& args, const Run& run) {
+bool with_kernels([[maybe_unused]] const AttentionBackwardArgs& args, const Run& run) {
 #if TF_HAVE_UNITS
   const bool reduced_float = args.type != Element::float32;
   if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
