@@ -60,7 +60,7 @@ RANDOM = (
 RELEASED = (
     "Sentences a second; in parentheses the cosine of the worst timed sentence to fp64's. The "
     "weights are those of all-MiniLM-L6-v2. *reciprocal rank*: mean over 600 questions of 1 / the "
-    "rank of the right text among 600; *worst cosine*: of these 1,200 texts."
+    "rank of the right text among 600; *worst cosine*: to PyTorch's float32, of these 1,200 texts."
 )
 UNDER_REVIEW = (
     "CTranslate2's rows are under review: on virtual Intel CPUs it is slower than Hugging Face in "

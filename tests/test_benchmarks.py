@@ -195,7 +195,7 @@ def test_questions_and_texts_of_docstrings():
 
 def test_the_score_is_the_rank_of_the_right_text(monkeypatch):
     work = object.__new__(encoders.Work)
-    work.oracle, work._exact = "exact", None
+    work.model, work._exact = "exact", None
     exact = torch.eye(3, dtype=torch.float64).repeat(2, 1)
     # The second question is closer to the first text; the third vector is turned by 60 degrees.
     wrong = exact.clone()
