@@ -173,11 +173,15 @@ def headline(one: Machine) -> str:
 def _notes(one: Machine, others: Iterable[Machine]) -> str:
     """Returns what a reader of the machine's figures needs: peaks, versions, warnings."""
     peers: dict[str, str] = {}
+    timed: set[str] = set()
     hurried = []
     for name, suite in one.suites.items():
         peers |= suite["machine"].get("peers") or {}
-        pools = {row.candidate for row in suite["rows"] if row.time} & {"OpenVINO", "ONNX Runtime"}
-        if pools and "rest" not in suite.get("plan", {}):  # taken before there was `Plan.rest`
+        names = {row.candidate for row in suite["rows"] if row.time}
+        timed |= names
+        if names & {"OpenVINO", "ONNX Runtime"} and "rest" not in suite.get(
+            "plan", {}
+        ):  # taken before there was `Plan.rest`
             hurried.append(name)
     newest = max((x for x in others if x.title == one.title), key=lambda x: str(x.about["date"]))
     parts = [
@@ -185,7 +189,7 @@ def _notes(one: Machine, others: Iterable[Machine]) -> str:
         f"Peers: {', '.join(map(' '.join, sorted(peers.items())))}." if peers else "",
         f"Taken before candidates waited for one another's threads ({', '.join(hurried)}): OpenVINO "
         "and ONNX Runtime look up to 10 ms a call slower there than they are." if hurried else "",
-        UNDER_REVIEW if "Intel" in one.about["cpu"] and "ctranslate2" in peers else "",
+        UNDER_REVIEW if "Intel" in one.about["cpu"] and "CTranslate2" in timed else "",
         "" if newest is one else
         f"History: newer results of such a machine are those of {machine.line(newest.about)}.",
     ]  # fmt: skip
