@@ -17,7 +17,6 @@ import ast
 import copy
 import functools
 import importlib.util
-import os
 import re
 import sysconfig
 import zlib
@@ -77,22 +76,18 @@ class Released:
         return [torch.tensor(one) for one in given["input_ids"]]
 
 
+@functools.cache
 def pairs(count: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns questions and texts: summaries of docstrings of Python's library, and their rest."""
     found: dict[str, str] = {}
-    library = Path(sysconfig.get_path("stdlib"))
-    skipped = {"ensurepip", "idlelib", "lib2to3", "site-packages", "test", "turtledemo"}
-    for path in sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")]):
-        if path.parent.name in skipped:
-            continue
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 parts = (ast.get_docstring(node) or "").partition("\n\n")[::2]
                 question, text = (" ".join(part.split()) for part in parts)
                 if 20 <= len(question) <= 120 and len(text) >= 80:
                     found.setdefault(question, text)
-    taken = list(found.items())[:: max(1, len(found) // count)][:count]
-    questions, texts = zip(*taken, strict=True)
+    questions, texts = zip(*[*found.items()][:: len(found) // count][:count], strict=True)
     return questions, texts
 
 
@@ -199,7 +194,7 @@ class Work:
 
     def _inputs(self, ordered: bool) -> list[list[Arguments]]:
         if self.released:
-            found = self.released.tokens(pairs(self.text.sentences)[1])
+            found = self.released.tokens(pairs(Released.PAIRS)[1][: self.text.sentences])
         else:
             found = sentences(self.text.sentences, _LONGEST if self.text.full else 0)
         if ordered:
@@ -215,10 +210,7 @@ class Work:
         found = self.released.tokens((*questions, *texts))
         order = sorted(range(len(found)), key=lambda i: len(found[i]))
         calls = _batches([found[i] for i in order], self.text.batch, self.padding)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)  # what is computed does not depend on it
         vectors = torch.cat([run(*call).double() for call in calls])
-        torch.set_num_threads(threads)
         return nn.functional.normalize(vectors[torch.tensor(order).argsort()], dim=-1)
 
     def scores(self, precision: str, name: str, run: Callable[..., Tensor]) -> dict[str, float]:
