@@ -400,6 +400,19 @@ def test_the_trial_leaves_no_trace() -> None:
     assert len(model.classifier._forward_pre_hooks) == 1
 
 
+def test_a_restored_model_has_no_zeros() -> None:
+    model = head("BertForSequenceClassification")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            packing.Rows, "put_back", lambda self, rows, trial=None: rows.new_zeros(4, 9, 32)
+        )
+        patch.setattr(padded_places, "examine", lambda *_: padded_places.Findings())
+        with pytest.warns(UserWarning, match="restored"):
+            report = accelerate(model, verify=inputs_of(*RIGHT))
+    assert padded_places.ZEROS not in report.notes
+    assert type(model).__mro__[1] is not padded_places.PaddedModel
+
+
 # What the report says, and newer versions of transformers.
 
 

@@ -452,15 +452,13 @@ class _Loop:
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
-            self.why_padded = (
-                f"its layers get {name}={type(value).__name__}, which has no form for rows"
-            )
             if value is rows.mask:
                 packed[name] = rows
             elif value is not None and name in (ROTATION, "position_ids"):
                 if not all(
                     map(rows.has_tokens_of, value if isinstance(value, tuple) else (value,))
                 ):
+                    self.why_padded = f"its layers get {name} of other places"
                     return None
                 packed[name] = self._gathered(value, rows)
             elif self.stack._is_decoder and name in CACHES and _is_growing(value):
@@ -468,6 +466,8 @@ class _Loop:
             elif name in (names[0], *OF_PLACES) or isinstance(value, _PLAIN_VALUES):
                 packed[name] = value
             else:
+                kind = type(value).__name__
+                self.why_padded = f"its layers get {name}={kind}, which has no form for rows"
                 return None
         if "position_bias" in names and packed.get("position_bias") is None:
             if (bias := _bias_of(layer)) is None:
@@ -572,10 +572,10 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
         layers = super().__iter__()
         if is_traced() or has_global_hook():
             return layers
-        # Rows may reach no other code than the loop that was read: an iteration outside of it, inside or
-        # outside of the owner's forward, must get the layers. Hooks on the layers cannot tell who
-        # passes a layer's output on. For the same loop the padding is noted on the mask, which is all
-        # that the owner passes from our mask function to the layers.
+        # Only the loop that `find` read may get rows: any other iteration over the stack must get the
+        # layers. Hooks on the first and the last layer do not see which code calls a layer and reads
+        # its output. The padding is noted on the mask for a similar reason: the mask is the only
+        # object that reaches the layers from our mask function.
         code = sys._getframe(1).f_code
         if code is not self._code and code != self._code:  # copies of a class have equal codes
             return layers

@@ -133,9 +133,9 @@ def trial() -> Trial | None:
 
 
 def are_read(real: Tensor, is_decoder: bool) -> bool:
-    """True if somebody may read the layers' outputs at padded places of the batch; real: (B, T) bool.
+    """True if the layers' outputs at a padded place of the batch may be read.
 
-    Encoders' first token stands for the whole sequence in most classifiers.
+    real: (B, T) bool. Most classifiers read the first token of an encoder.
     """
     running = _running.get()
     if isinstance(running, Trial):
@@ -192,6 +192,11 @@ def is_change(change: Any) -> bool:
 
 #: How the report's remarks on stacks that skip padding begin.
 SKIPPED = "padding is skipped"
+#: Remark for a model with such a stack.
+ZEROS = (
+    "Outputs at padded places are zeros where padding is skipped; "
+    "accelerate(model, skip_padding=False) computes them."
+)
 
 
 def describe(

@@ -161,11 +161,6 @@ def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
         if entry.name in notes and entry.outcome != "left":
             reason = "; ".join(filter(None, (entry.reason, notes[entry.name])))
             report.entries[index] = replace(entry, reason=reason)
-    if any(note.startswith(padded_places.SKIPPED) for note in notes.values()):
-        report.notes.append(
-            "Outputs at padded places are zeros where padding is skipped; "
-            "accelerate(model, skip_padding=False) computes them."
-        )
     return changes
 
 
@@ -272,6 +267,8 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
                 f"{parent} was left unchanged. In inference its PyTorch code does not call "
                 f"{entry.name}, whose replacement therefore runs in training only."
             )
+    if any(padded_places.SKIPPED in entry.reason for entry in report.entries):
+        remarks.append(padded_places.ZEROS)
     return remarks
 
 
