@@ -242,8 +242,8 @@ def test_int8_values_differ_by_half_a_step_at_most(scale):
 
 
 def test_int8_rows_are_independent():
-    """NaN and infinity give NaN in their rows only; tiny rows and rows of zeros give the bias. A range that
-    exceeds float32 gives numbers."""
+    """NaN and infinity give NaN in their rows only; tiny rows and rows of zeros give the bias. A
+    range that exceeds float32 gives numbers."""
     x, *rest, bias = _int8_map(9, 5, 12)
     alone = int8_linear(x, *rest, bias, "gelu", None)
     garbage = x.clone()
