@@ -182,6 +182,10 @@ def is_recorded() -> bool:
     return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
 
 
+#: True while torch.export records a program, whatever operators it keeps.
+in_torch_export = torch.compiler.is_exporting
+
+
 def is_exporting() -> bool:
     """True while a program is recorded that may run where this package is not installed.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import functional
+from ..nn.int8 import Int8Weight, run_linear
 from .quantize import QuantizeChange
 from .verify import forward_only, parse_inputs
 
@@ -81,7 +82,7 @@ class _Reader:
         assert self.rows is not None
         weight = self.weight
         values, scale = functional.quantize_weight(weight, factors)
-        found = functional.int8_linear(self.rows, values, scale, factors=factors)
+        found = run_linear(self.rows, Int8Weight(values, scale, weight.dtype, factors), None)
         expected = self.rows @ weight.t()
         return float((found - expected).norm() / expected.norm().clamp(min=1e-30)) ** 2
 

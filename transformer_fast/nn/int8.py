@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from .. import functional, memory
 from .._context import (
     PLAIN,
+    in_torch_export,
     in_torch_func,
     is_exporting,
     is_functorch_wrapped,
@@ -172,7 +173,7 @@ class Int8Weights:
             )
         if type(weight) is FreedWeight:
             # torch.export traces operations on a tensor subclass, and not reads of its parts.
-            if torch.compiler.is_exporting():
+            if in_torch_export():
                 return weight.t() if self.transposed else weight
             return _int8_of(weight)
         turned, factors = weight.t() if self.transposed else weight, self.factors.get(name)
