@@ -227,18 +227,26 @@ def plot(one: Machine) -> tuple[str, str]:
     return report.bars(groups, title), f"![{title}. {told}.](benchmarks/results/{PLOT.name})"
 
 
-def ranks(one: Machine) -> dict[str, str]:
-    """Returns the mean reciprocal ranks of a released model, and the worst cosine of our int8."""
-    every = {(precision_of(r.case), r.candidate): r.scores for r in one.suites[RELEASED]["rows"]}
-    candidates = {
-        "rank_float32": ("float32", "torch eager"),
-        "rank_bfloat16": ("bfloat16", OURS),
-        "rank_int8": ("int8", OURS),
-        "rank_openvino": ("int8", "OpenVINO"),
-        "rank_dynamic": ("int8", "quantize_dynamic"),
+def quality(found: Sequence[Machine]) -> str:
+    """Returns what each precision does to the ranking of a released model's vectors."""
+    rows = [row for one in found for row in one.suites.get(RELEASED, {"rows": ()})["rows"]]
+    every = {(precision_of(row.case), row.candidate): row.scores for row in rows if row.scores}
+    words = {
+        ("float32", "torch eager"): "in float32",
+        ("bfloat16", OURS): "in our bfloat16",
+        ("int8", OURS): "in our int8",
+        ("int8", "OpenVINO"): "in OpenVINO's int8",
+        ("int8", "quantize_dynamic"): "with `quantize_dynamic`",
     }
-    found = {k: f"{every[v]['reciprocal rank']:.3f}" for k, v in candidates.items()}
-    return found | {"cosine": f"{every['int8', OURS]['worst cosine']:.3f}"}
+    parts = [f"{every[k]['reciprocal rank']:.3f} {v}" for k, v in words.items() if k in every]
+    if not parts:
+        return "not measured yet; `make peers` and `make bench` measure it."
+    cosine = every.get(("int8", OURS), {}).get("worst cosine")
+    worst = f" Worst cosine of our int8 vectors: {cosine:.3f}." if cosine else ""
+    return (
+        "all-MiniLM-L6-v2 ranks the right text among 600 for 600 questions;\nmean reciprocal rank "
+        f"{', '.join(parts)}.{worst}"
+    )
 
 
 def figures(folder: Path = FOLDER) -> dict[str, str]:
@@ -265,7 +273,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
         "worst": f"{lost[0].against.value:.2g} times the speed of {named(lost[0].rival)}",  # type: ignore[union-attr, arg-type]
         "losses": listed(lost),
         "count": str(len(lost)),
-        **next((ranks(x) for x in found if RELEASED in x.suites), {}),
+        "quality": quality(found),
     }
     return {name: value for name, value in values.items() if value}
 
