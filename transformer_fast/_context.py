@@ -182,6 +182,9 @@ def is_recorded() -> bool:
     return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
 
 
+#: ``__torch_function__`` of a subclass of Tensor that is called as plain tensors are.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
 #: True while torch.export records a program, whatever operators it keeps.
 in_torch_export = torch.compiler.is_exporting
 

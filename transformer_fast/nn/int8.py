@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from .. import functional, memory
 from .._context import (
     PLAIN,
+    disabled_torch_function,
     in_torch_export,
     in_torch_func,
     is_exporting,
@@ -251,7 +252,7 @@ class FreedWeight(Tensor):
     transposed: bool
     _is_param = True
     #: Operations decompose as those of plain tensors; `__torch_dispatch__` receives what is left.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: Any, held: Int8Weight, transposed: bool) -> FreedWeight:
@@ -419,7 +420,7 @@ class _FreedView(Tensor):
     """A view of a `FreedWeight`: a copy of its floats that refuses writes."""
 
     copied: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: Any, copied: Tensor) -> _FreedView:
