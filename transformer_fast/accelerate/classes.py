@@ -28,11 +28,10 @@ from ..nn.drop_in import (
 )
 from ..nn.int8 import INT8
 from ..nn.transformer_layers import may_have_fast_path
-from .parts import FACTORS
 
 
 #: Attributes that do not describe what a module computes: those of any module, and ours.
-OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", FACTORS, INT8, RECORD})
+OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", INT8, RECORD})
 #: Types of attributes that are compared by value.
 PLAIN_VALUES = (
     bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType,
