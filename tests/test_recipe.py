@@ -25,7 +25,9 @@ def codes_in_csrc(folder: str, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "folder"), [(Kind, "layers"), (NormKind, "ops/norm")], ids=["sub-layers", "norms"]
+    ("ours", "folder"),
+    [(Kind, "layers"), (NormKind, "ops/layer_norm")],
+    ids=["sub-layers", "norms"],
 )
 def test_codes_are_those_of_csrc(ours: type[IntEnum], folder: str) -> None:
     theirs = codes_in_csrc(folder, {"layers": "SublayerKind"}.get(folder, "NormKind"))

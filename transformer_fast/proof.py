@@ -149,7 +149,7 @@ def _attention_class(call: Any) -> list[str]:
         _up_to(query.shape[-1], (64, 96, 128), "values a head"),
         "1 query" if queries == 1 else _up_to(queries, (4, 512), "queries"),
         _up_to(keys, (512, 2048, 4096, 8192), "keys"),
-        _up_to(batch * (query.shape[-3] if query.dim() > 2 else 1), (64,), "heads in the batch"),
+        _up_to(batch * query.shape[-3], (64,), "heads in the batch"),
         visible,
     ]
     return [*words, "weights"] if given.need_weights else words

@@ -29,7 +29,6 @@ from ..nn.drop_in import (
 from ..nn.int8 import INT8
 from ..nn.transformer_layers import may_have_fast_path
 
-
 #: Attributes that do not describe what a module computes: those of any module, and ours.
 OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", INT8, RECORD})
 #: Types of attributes that are compared by value.
@@ -275,12 +274,12 @@ class _Outside(Exception):  # noqa: N818 - a reason, not an error
 
 #: Packages of functions whose results depend on their arguments only.
 _PURE = frozenset({
-    *KNOWN_PACKAGES, "abc", "collections", "copy", "dataclasses", "einops", "enum", "functools", "itertools",
-    "math", "numpy", "operator", "typing", "typing_extensions", "warnings",
+    *KNOWN_PACKAGES, "abc", "collections", "copy", "dataclasses", "einops", "enum", "functools",
+    "itertools", "math", "numpy", "operator", "typing", "typing_extensions", "warnings",
 })  # fmt: skip
 _IMPURE_BUILTINS = frozenset({
-    "__import__", "delattr", "eval", "exec", "globals", "id", "input", "locals", "open", "print", "setattr",
-    "vars",
+    "__import__", "delattr", "eval", "exec", "globals", "id", "input", "locals", "open", "print",
+    "setattr", "vars",
 })  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
+from .._context import PLAIN
 from .modes import Modes, current_modes
 
 
@@ -157,7 +158,7 @@ def capture(
 
 
 def _faked(fake: FakeTensorMode, x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in PLAIN:
         raise NotCapturedError(f"a {type(x).__name__} is among its tensors")
     return fake.from_tensor(x)
 
