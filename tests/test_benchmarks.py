@@ -710,6 +710,16 @@ def test_the_weights_of_sentence_encoders_are_named(tmp_path):
     assert "**Their weights are random**" in readme.README.read_text(encoding="utf-8")
 
 
+def test_half_precision_is_never_slower_than_float32():
+    """README says so of CPUs without instructions for it, from the results that are committed."""
+    able = [one for one in findings.machines() if readme.HALF in one.suites]
+    assert able
+    for rows in findings.by_case(able[0].suites[readme.HALF]["rows"]).values():
+        times = {row.candidate: row.time.median for row in rows}
+        plain = times.get("torch eager, float32", times["torch eager"])
+        assert times["accelerated"] <= plain, rows[0].case
+
+
 @pytest.mark.parametrize("cpu", ["Intel Xeon", "AMD EPYC"])
 def test_doubtful_rows_are_marked(tmp_path, cpu):
     rows = row("cpu", *noisy(1.0)), row("CTranslate2", *noisy(2.0))
