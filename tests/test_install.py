@@ -445,6 +445,7 @@ def test_built_architectures_are_recorded(checkout, tmp_path):
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_an_old_torch_at_run_time_is_reported(monkeypatch):
     monkeypatch.setattr(_native.torch, "__version__", "2.9.1+cpu")
+    monkeypatch.setattr(_native, "TORCH_VERSION", (2, 9))
     module, why = _native._load()
     assert module is None
     assert "needs torch 2.10 or later; this is 2.9.1+cpu" in why
