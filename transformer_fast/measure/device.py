@@ -182,7 +182,7 @@ def class_of(case: GpuCase) -> str:
 
 
 #: Largest FLOPs of a case on a CPU: in short runs, and in others.
-_CPU_FLOPS = 1e9, 2e10
+_CPU_FLOPS = 3e9, 2e10
 
 
 def cases_of(op: str, short: bool = False, kind: str = "cuda") -> list[GpuCase]:
