@@ -35,9 +35,9 @@ TF_INLINE void finish_uncached_stores() {
 
 // Vector registers: limits how many sums a kernel keeps in them.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRegisters = 32;
+#define TF_VECTOR_REGISTERS 32
 #else
-constexpr int kRegisters = 16;
+#define TF_VECTOR_REGISTERS 16
 #endif
 
 #if defined(__aarch64__)

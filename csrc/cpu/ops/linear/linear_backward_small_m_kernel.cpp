@@ -10,8 +10,11 @@
 namespace tf::TF_ISA {
 namespace {
 
-// 24 sums in 32 registers, 8 in 16.
-constexpr int kRows = kRegisters == 32 ? 6 : 4, kVecs = kRegisters == 32 ? 4 : 2;
+#if TF_VECTOR_REGISTERS == 32
+constexpr int kRows = 6, kVecs = 4;  // 24 sums
+#else
+constexpr int kRows = 4, kVecs = 2;  // 8
+#endif
 constexpr long kColumns = kVecs * kLanes;
 constexpr long kLargeGradient = 1 << 22;  // values: 16 MiB
 constexpr long kCacheLine = 16;           // values
@@ -84,10 +87,12 @@ void tile_of(long rows, const Tile& t) {
       return tile<2, kWhole>(t);
     case 3:
       return tile<3, kWhole>(t);
+#if TF_VECTOR_REGISTERS == 32
     case 4:
-      return tile < kRows<4 ? kRows : 4, kWhole>(t);
+      return tile<4, kWhole>(t);
     case 5:
-      return tile < kRows<5 ? kRows : 5, kWhole>(t);
+      return tile<5, kWhole>(t);
+#endif
     default:
       return tile<kRows, kWhole>(t);
   }
