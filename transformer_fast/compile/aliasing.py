@@ -63,6 +63,10 @@ class AliasAnalysis:
                 if isinstance(x, torch.Tensor)
             }
 
+    def remove_write(self, node: Node) -> None:
+        """Notes that a write is about to be replaced by a call that writes to new memory."""
+        self._writes.remove(node)
+
     def may_replace(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> bool:
         """True if one call of ``inputs`` at ``point`` (default: ``last``) can compute ``last``.
 

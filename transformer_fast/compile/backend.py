@@ -32,7 +32,7 @@ from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
-from .sublayers import Sublayers, dissolve, rewrite_sublayers
+from .sublayers import Sublayers, find_stacks, nodes_of, replace_stacks, rewrite_sublayers
 
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
@@ -79,19 +79,30 @@ def compile_backend(
     Raises:
         ValueError: if an option is unknown, or a mode is given.
     """
-    inner, on_report, steps = _options(options, mode)
+    inner, on_report, last = _options(options, mode)
     if _native.unannounced:
         _native.warn_of_absence()
-    report = rewrite(module, steps=steps)
-    if inner is compile_rest:
-        reason = why_not(module, example_inputs)
-        report.rest = (
-            "compiled by inductor" if reason is None else f"left to eager PyTorch ({reason})"
-        )
-        inner = compile_rest if reason is None else None
-    if inner is not None:
-        dissolve(module)
-        report.stacks.clear()
+    reason: str | None = None
+
+    def stack(editor: Editor) -> None:
+        """Takes the place of `rewrite_sublayers`: compilers fuse the nodes of sub-layers with others."""
+        nonlocal inner, reason
+        chooses = inner is compile_rest and editor.graph is module.graph
+        if inner is not None and not chooses:
+            return
+        stacks = find_stacks(editor)
+        if chooses:
+            module.recompile()
+            reason = why_not(module, example_inputs, nodes_of(stacks))
+            inner = compile_rest if reason is None else None
+        if inner is None:
+            replace_stacks(editor, stacks)
+
+    report = rewrite(module, stack=stack, last=last)
+    if reason is not None:
+        report.rest = f"left to eager PyTorch ({reason})"
+    elif inner is compile_rest:
+        report.rest = "compiled by inductor"
     keep_report(report)
     _log.info("%s", report)
     if on_report is not None:
@@ -122,23 +133,25 @@ def _options(
         raise ValueError(f"quantize must be None or int8, not {scheme!r}")
     if isinstance(inner, str):
         inner = torch._dynamo.lookup_backend(inner)
-    return inner, on_report, STEPS if scheme is None else (*STEPS, quantize_products)
+    return inner, on_report, () if scheme is None else (quantize_products,)
 
 
 def rewrite(
-    module: GraphModule, start: Modes | None = None, steps: Steps | None = None
+    module: GraphModule,
+    start: Modes | None = None,
+    stack: Callable[[Editor], None] | None = rewrite_sublayers,
+    last: Steps = (),
 ) -> GraphReport:
     """Replaces recognised ops with calls of this library, in place; leaves the others unchanged.
 
     ``module`` is a graph as torch.compile passes it to a backend: ``meta["example_value"]`` of each
     node holds the value from the capture. ``start``: the modes in which the graph runs; None: the
-    current modes. ``steps``: the rewrites, in order; None: all that keep the dtype of products.
+    current modes. ``stack``: the step that joins sub-layers; None: none does. ``last``: further steps.
     """
     report = GraphReport()
     modes = GraphModes(module.graph, start)
-    canonicalize(module.graph, modes)
-    editor = Editor(module.graph, report, modes)
-    for step in steps or STEPS:
+    editor = Editor(module.graph, report, modes, canonicalize(module.graph, modes))
+    for step in (*STEPS, *([] if stack is None else [stack]), *STEPS_AFTER_STACKS, *last):
         step(editor)
     _report_unsupported_calls(editor)
     report.others = Counter(
@@ -158,10 +171,9 @@ def rewrite(
         # operators.
         inner = None
         if isinstance(child, Sublayers):
-            rest = tuple(step for step in steps or STEPS if step is not rewrite_sublayers)
-            inner = rewrite(child.body, modes.at(node), rest)
+            inner = rewrite(child.body, modes.at(node), None, last)
         elif isinstance(child, GraphModule) and node.users and run_time.CONTEXT not in child.meta:
-            inner = rewrite(child, modes.of_body(next(iter(node.users))), steps)
+            inner = rewrite(child, modes.of_body(next(iter(node.users))), stack, last)
         if inner is not None:
             report.rewritten += inner.rewritten
             report.left += inner.left
@@ -228,7 +240,7 @@ def rewrite_pytorch_calls(editor: Editor) -> None:
         editor.report_rewritten(op, node)
 
 
-#: Rewrite steps, in order of execution.
+#: Rewrite steps, in order of execution: before sub-layers are joined, and after.
 STEPS: Steps = (
     rewrite_softmax,
     rewrite_attention,
@@ -240,7 +252,5 @@ STEPS: Steps = (
     rewrite_patches,
     canonicalize_linear,
     rewrite_feed_forward,
-    rewrite_sublayers,
-    rewrite_add_norm,
-    rewrite_linear,
 )
+STEPS_AFTER_STACKS: Steps = (rewrite_add_norm, rewrite_linear)

@@ -15,15 +15,17 @@ from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import Op, calls, constant, mutates, read
 
 
-def canonicalize(graph: Graph, modes: GraphModes) -> None:
-    """Applies all steps of this module, in place."""
+def canonicalize(graph: Graph, modes: GraphModes) -> AliasAnalysis:
+    """Applies all steps of this module, in place; returns the writes that are left."""
     use_mutation_results(graph)
     replace_type_as(graph)
     remove_no_ops(graph)
-    remove_empty_concatenation(graph, modes)
-    make_out_of_place(graph, modes)
-    scalarize_constants(graph)
-    merge_equal(graph, modes)
+    aliases = AliasAnalysis(graph)
+    remove_empty_concatenation(graph, modes, aliases)
+    make_out_of_place(graph, modes, aliases)
+    scalarize_constants(graph, aliases)
+    merge_equal(graph, modes, aliases)
+    return aliases
 
 
 def use_mutation_results(graph: Graph) -> None:
@@ -65,9 +67,8 @@ def _fills_where_true(op: Any) -> bool:
     return is_mask and rank(index) == rank(target) and is_number(op["value"])
 
 
-def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
+def make_out_of_place(graph: Graph, modes: GraphModes, aliases: AliasAnalysis) -> None:
     """Replaces ``y += x`` with ``y = y + x``, in equal modes and if nothing shares y's memory."""
-    aliases = AliasAnalysis(graph)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
         out_of_place = _OUT_OF_PLACE.get(node.target)
@@ -83,6 +84,7 @@ def make_out_of_place(graph: Graph, modes: GraphModes) -> None:
             and shape(target) is not None
             and (is_number(other) or dtype(other) == dtype(target))
         ):
+            aliases.remove_write(node)
             with graph.inserting_before(node):
                 _replace_node(node, graph.call_function(out_of_place, (target, other)))
 
@@ -105,9 +107,8 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 }
 
 
-def scalarize_constants(graph: Graph) -> None:
+def scalarize_constants(graph: Graph, aliases: AliasAnalysis) -> None:
     """Makes ``torch.full_like(scores, c)`` in a `where` one element, independent of the scores."""
-    aliases = AliasAnalysis(graph)
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
             choice, number = op[name], constant(op[name])
@@ -145,9 +146,8 @@ def _remove_unused(graph: Graph, node: Node) -> None:
         _remove_unused(graph, inner)
 
 
-def merge_equal(graph: Graph, modes: GraphModes) -> None:
+def merge_equal(graph: Graph, modes: GraphModes, aliases: AliasAnalysis) -> None:
     """Merges pure mask ops with equal arguments, so that each mask is computed once."""
-    aliases = AliasAnalysis(graph)
     visited: dict[Any, Node] = {}
     for node, op in calls(graph, "eq", "ne", "not", "bool", "unsqueeze"):
         if mutates(node) or aliases.is_written([node, *node.all_input_nodes]):
@@ -183,12 +183,11 @@ def _is_no_op_cast(node: Node, op: Op) -> bool:
     )
 
 
-def remove_empty_concatenation(graph: Graph, modes: GraphModes) -> None:
+def remove_empty_concatenation(graph: Graph, modes: GraphModes, aliases: AliasAnalysis) -> None:
     """Replaces ``torch.cat([empty, x])`` with x, where sharing the memory of x changes nothing.
 
     It occurs in the first step of a key-value cache.
     """
-    aliases = AliasAnalysis(graph)
     # Calls that depend on strides need those of the concatenated copy.
     viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
     ends = [*viewed, next(iter(reversed(graph.nodes)))]

@@ -22,6 +22,7 @@ from .aliasing import AliasAnalysis, is_fresh
 from .editor import Editor
 from .feed_forward import PLACES, packed_call
 from .graph_report import GraphReport
+from .modes import GraphModes
 from .nodes import value
 from .ops import is_view, mutates
 
@@ -143,12 +144,12 @@ def lift(
         return None
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    editor = Editor(graph, GraphReport())
+    aliases = AliasAnalysis(graph, inputs)
+    editor = Editor(graph, GraphReport(), GraphModes(graph), aliases)
     given = [node for node in graph.nodes if node.op == "placeholder"]
     has_autocast = editor.modes.any(lambda modes: modes.has_autocast)
     if has_autocast or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
-    aliases = AliasAnalysis(graph, inputs)
     constant_nodes = _constant_nodes(aliases, given, inputs)
     weights: list[_Weight] = []
     new: list[Node] = []

@@ -22,9 +22,10 @@ from .ops import constant, is_view, mutates, read
 
 
 class Editor:
-    def __init__(self, graph: Graph, report: GraphReport, modes: GraphModes | None = None) -> None:
-        self.graph, self.report, self.aliases = graph, report, AliasAnalysis(graph)
-        self.modes = modes or GraphModes(graph)
+    def __init__(
+        self, graph: Graph, report: GraphReport, modes: GraphModes, aliases: AliasAnalysis
+    ) -> None:
+        self.graph, self.report, self.modes, self.aliases = graph, report, modes, aliases
         self._shared: dict[Any, Node] = {}
 
     def obstacle(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> str | None:

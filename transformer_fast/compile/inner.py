@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from .constants import DerivedInputs, lift
 from .modes import GraphModes
 from .nodes import rank, value
 from .ops import Op, calls, is_view
-from .sublayers import Sublayers
 
 _log = logging.getLogger("transformer_fast")
 
@@ -31,7 +30,7 @@ _log = logging.getLogger("transformer_fast")
 _READ_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
 #: Of the ops in calls of several sub-layers and of the others: the ratio from which running the latter
 #: eagerly was measured to be faster than dividing the former (vision and text models of two layers).
-_STACKED = 4
+_STACKED = 2.4
 
 _FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
 
@@ -84,8 +83,13 @@ def _materialize_shared_views(program: GraphModule) -> None:
     program.recompile()
 
 
-def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
-    """Returns the reason why inductor does not compile the remaining ops, or None."""
+def why_not(
+    module: GraphModule, example_inputs: list[Any], stacked: Collection[Node] = ()
+) -> str | None:
+    """Returns the reason why inductor does not compile the remaining ops, or None.
+
+    ``stacked``: the nodes that otherwise run in calls of several sub-layers.
+    """
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     if any(not x.is_cpu for x in tensors):
         return "inductor is used for CPU tensors only"
@@ -96,8 +100,8 @@ def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
         return "inductor is not used in programs that write to parameters or through .data"
     if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
-    stacked = sum(len(m.body.graph.nodes) for m in module.children() if isinstance(m, Sublayers))
-    if stacked > _STACKED * sum(node.op != "placeholder" for node in module.graph.nodes):
+    others = sum(node.op != "placeholder" for node in module.graph.nodes) - len(stacked)
+    if len(stacked) > _STACKED * others:
         return "most ops run in calls of several sub-layers, which inductor would divide"
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
     # Its patterns of attention have no dimension: such a softmax before a product becomes one over the
@@ -146,8 +150,11 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            # PyTorch's attention has the tag, but draws only with dropout.
-            self.found |= "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+            # PyTorch's attention has the tag, but draws only with dropout. Modules that a call builds
+            # on the meta device draw nothing.
+            drops = "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+            devices = (getattr(x, "device", None) for x in args)
+            self.found |= drops and torch.device("meta") not in devices
         return func(*args, **kwargs)
 
 

@@ -66,9 +66,14 @@ class _Sublayer:
 
 
 def rewrite_sublayers(editor: Editor) -> None:
-    """Replaces stacks of sub-layers that contain attention with one call of `Sublayers` each."""
+    """Replaces each stack of sub-layers with one call of `Sublayers`."""
+    replace_stacks(editor, find_stacks(editor))
+
+
+def find_stacks(editor: Editor) -> list[list[_Sublayer]]:
+    """Returns the stacks of sub-layers that one call can run and that contain attention."""
     if _native.module is None or _native.why_unproven() is not None:
-        return
+        return []
     _share_sizes(editor.graph)
     stacks: list[list[_Sublayer]] = []
     ends: dict[Node, list[_Sublayer]] = {}
@@ -82,9 +87,18 @@ def rewrite_sublayers(editor: Editor) -> None:
             stacks.append(stack)
         stack.append(one)
         ends[one.y] = stack
+    return [
+        stack for stack in stacks if any(one.block.kind is not Kind.FEED_FORWARD for one in stack)
+    ]
+
+
+def nodes_of(stacks: Iterable[list[_Sublayer]]) -> set[Node]:
+    return {node for stack in stacks for one in stack for node in one.nodes}
+
+
+def replace_stacks(editor: Editor, stacks: Iterable[list[_Sublayer]]) -> None:
     for stack in stacks:
-        if any(one.block.kind is not Kind.FEED_FORWARD for one in stack):
-            _replace(editor, stack)
+        _replace(editor, stack)
 
 
 def _share_sizes(graph: Graph) -> None:
@@ -301,7 +315,7 @@ def _continues(editor: Editor, stack: list[_Sublayer], one: _Sublayer) -> bool:
     for other in (each.block for each in stack):
         if not _fits(one.block, other):
             return False
-    computed = {node for each in stack for node in each.nodes}
+    computed = nodes_of([stack])
     if not computed.isdisjoint(one.given()):
         return False
     return editor.obstacle(one.y, _inputs(computed | one.nodes)) is None
@@ -317,7 +331,7 @@ def _fits(one: _Block, other: _Block) -> bool:
 
 
 def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
-    nodes = {node for one in stack for node in one.nodes}
+    nodes = nodes_of([stack])
     last, inputs = stack[-1].y, _inputs(nodes)
     body = Graph()
     copies: dict[Node, Node] = {}
@@ -337,25 +351,6 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     for node in reversed(in_order[:-1]):
         editor.graph.erase_node(node)
     editor.report.stacks.append(len(stack))
-
-
-def dissolve(module: GraphModule) -> None:
-    """Puts the replaced nodes back into the graph, for compilers that fuse them with others."""
-    for each in module.children():
-        if isinstance(each, GraphModule):  # the body of a branch or a checkpoint
-            dissolve(each)
-    for node in list(module.graph.nodes):
-        stack = getattr(module, str(node.target), None) if node.op == "call_module" else None
-        if isinstance(stack, Sublayers):
-            inputs = [each for each in stack.body.graph.nodes if each.op == "placeholder"]
-            copies = dict(zip(inputs, node.args, strict=True))
-            with module.graph.inserting_before(node):
-                y = module.graph.graph_copy(stack.body.graph, copies)
-            node.replace_all_uses_with(y)
-            module.graph.erase_node(node)
-            module.delete_submodule(str(node.target))
-    module.graph.lint()
-    module.recompile()
 
 
 class _Part(NamedTuple):
