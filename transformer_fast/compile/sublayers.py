@@ -408,7 +408,7 @@ class Sublayers(torch.nn.Module):
     """A stack of sub-layers in a captured graph: one kernel call, or the nodes that it replaces.
 
     ``body``: those nodes. They run if no kernel for layers supports the inputs or masks, if a finite
-    fill of masked scores hides all keys of a query, and while a program is traced. See `dissolve`.
+    fill of masked scores hides all keys of a query, and while a program is traced.
     """
 
     def __init__(self, body: GraphModule, plan: _Plan) -> None:
