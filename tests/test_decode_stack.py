@@ -15,6 +15,7 @@ from transformer_fast import _native, accelerate, models
 from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
+from transformer_fast.ops.arguments import LayerStack
 from transformer_fast.reference import (
     add_layer_norm,
     attention,
@@ -192,9 +193,8 @@ def test_a_step_matches_its_ops(
         kept = cache
         if quantized and dtype == torch.float32 and "bf16" in _native.module.dot_types(isa):
             kept, memories = cache.bfloat16(), [m.bfloat16() for m in memories]
-        step = DecodeStack(
-            tensors, scales, eps, norm_first, activation, x.shape[0], memories, mask, lengths
-        )
+        stack = stack_of(tensors, scales, eps, norm_first, activation)
+        step = DecodeStack(stack, x.shape[0], memories, mask, lengths)
         y = step(x, kept, start)
         cache.copy_(kept)
         return y
@@ -214,6 +214,12 @@ def parameters() -> list[list[Any]]:
     return [[w if w is None else torch.nn.Parameter(w) for w in s] for s in sublayers]
 
 
+def stack_of(
+    parameters: list[Any], scales: list[Any], eps: list[float], norm_first: bool, activation: str
+) -> LayerStack:
+    return LayerStack([], norm_first, [], HEADS, True, activation, parameters, scales, eps)
+
+
 @torch.no_grad()
 def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
     x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
@@ -227,7 +233,7 @@ def packed_of(step: DecodeStack) -> list[Tensor | None]:
 
 
 def make_step(parameters: list[list[Any]]) -> DecodeStack:
-    return DecodeStack(flat(parameters), [], [1e-5, 1e-5], False, "relu", 8, [])
+    return DecodeStack(stack_of(flat(parameters), [], [1e-5, 1e-5], False, "relu"), 8, [])
 
 
 def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
@@ -347,10 +353,8 @@ def test_invalid_steps_raise() -> None:
         sublayers = [list(s) for s in good]
         if change is not None:
             sublayers[change[0]][change[1]] = change[2]
-        stack = DecodeStack(
-            flat(sublayers), [], [1e-5] * 3, False, "relu", 2, memories, key_lengths=lengths
-        )
-        stack(x, cache, start)
+        stack = stack_of(flat(sublayers), [], [1e-5] * 3, False, "relu")
+        DecodeStack(stack, 2, memories, key_lengths=lengths)(x, cache, start)
 
     step()
     for wrong, arguments in {
@@ -379,12 +383,12 @@ def test_invalid_steps_raise() -> None:
 
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck_of_decode_stack(crossed: bool) -> None:
-    stack = DecodeStack(
-        flat(make_sublayers(crossed)), [], [1e-5] * (6 if crossed else 4), True, "relu", 2,
-        [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)],
-    )  # fmt: skip
+    eps = [1e-5] * (6 if crossed else 4)
+    stack = stack_of(flat(make_sublayers(crossed)), [], eps, True, "relu")
+    memories = [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)]
+    step = DecodeStack(stack, 2, memories)
     arguments = (
-        torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, stack.memories,
-        stack.parameters, packed_of(stack), [], stack.eps, True, 1, None, None,
+        torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, memories,
+        stack.parameters, packed_of(step), [], eps, True, 1, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.decode_stack.cpu, arguments)

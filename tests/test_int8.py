@@ -25,6 +25,7 @@ from transformer_fast import (
 )  # fmt: skip
 from transformer_fast.backends import cpu_blocks
 from transformer_fast.measure.calls import record
+from transformer_fast.ops.arguments import LayerStack
 from transformer_fast.ops.layer_norm import LAYER
 from transformer_fast.testing.parity import OUTPUT_FACTOR, compare
 
@@ -273,7 +274,7 @@ def fused(
         scales,
         [1e-5] * (len(parameters) // 6),
     )
-    return cpu_blocks.layers(torch.nn.Module(), *rest, *given)
+    return cpu_blocks.layers(LayerStack(*rest), *given)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

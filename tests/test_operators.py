@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformer_fast import _native, functional, nn, reference, use_backend
 from transformer_fast.backends import cpu_blocks  # defines all operators
 from transformer_fast.ops import operator as _operator
+from transformer_fast.ops.arguments import LayerStack
 
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -227,7 +228,8 @@ def test_flops_of_decoding():
     maps = ((weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4))
     parameters = [tensor for each in maps for tensor in each] * layers
     memories = [torch.randn(2, rows, 4, cross, 8) for _ in range(layers)]
-    step = cpu_blocks.DecodeStack(parameters, [], [1e-5] * 6, False, "relu", rows, memories)
+    stack = LayerStack([], False, [], 4, True, "relu", parameters, [], [1e-5] * 6)
+    step = cpu_blocks.DecodeStack(stack, rows, memories)
     cache = torch.zeros(layers, 2, rows, 4, 9, 8)
     with torch.no_grad(), _Count() as found:
         step(torch.randn(rows, width), cache, keys - 1)

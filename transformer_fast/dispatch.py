@@ -139,6 +139,8 @@ class Kernel:
     proven: frozenset[int] | None = None
     #: Extra check: returns the reason why the call is unsupported, or None.
     refuses: Callable[[Call], str | None] | None = None
+    #: The same for what no argument changes, such as autocast.
+    refuses_context: Callable[[], str | None] | None = None
     #: True if dropout uses PyTorch's generator for this call, so that no seed is drawn.
     drops_as_torch: Callable[[Call], bool] | None = None
     #: Calls for which a later backend that supports them was measured to be faster.
@@ -312,6 +314,8 @@ def _reasons_against(kernel: Kernel, call: Call) -> Iterator[str]:
             yield "it supports named activations only, and the call has a callable"
         elif activation not in kernel.activations:
             yield f"it does not support activation {activation!r}"
+    if kernel.refuses_context is not None and (refusal := kernel.refuses_context()) is not None:
+        yield refusal
     if kernel.refuses is not None and (refusal := kernel.refuses(call)) is not None:
         yield refusal
 
@@ -351,6 +355,15 @@ def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[
         if known is not None and known[0] is kernels and kind in known[1]:
             return known[1][kind]
     return _usable(kernels, kind)
+
+
+def supports_context(op: str, first: Tensor) -> bool:
+    """True if a kernel for the device of ``first`` may support a call of the op now, before the call's
+    arguments are known."""
+    for kernel in candidates(op, first):
+        if kernel.refuses_context is None or kernel.refuses_context() is None:
+            return True
+    return False
 
 
 def only_pytorch_runs(op: str, first: Tensor) -> bool:

@@ -91,10 +91,13 @@ class Norm(Generic[Of]):
     weight: Of | None  #: (M,)
     bias: Of | None  #: (M,)
     eps: float
+    #: A module that must be called, because it is none of these norms; kind is then `NONE`. Its `Place`
+    #: has the name "".
+    module: Of | None = None
 
     def each(self, function: Callable[[Of], Other]) -> Norm[Other]:
         weight, bias = _of(function, self.weight), _of(function, self.bias)
-        return Norm(self.kind, weight, bias, self.eps)
+        return Norm(self.kind, weight, bias, self.eps, _of(function, self.module))
 
 
 #: A sub-layer's norm if it has none, as the attention of a first layer whose input is already normalised.
@@ -146,9 +149,10 @@ class Layer(Generic[Of]):
     sublayers: tuple[Sublayer[Of], ...]
     #: Pre-norm; see `Sublayer`.
     norm_first: bool
-    #: Of the networks: a name that the kernels support, or None if there is no network.
-    activation: str | None
-    #: Paths of the dropout modules, which the formula leaves out.
+    #: Of the networks: a name that the kernels support, else the callable; None: there is no network.
+    activation: Any
+    #: Paths of the modules with dropout, which the formula leaves out: the probability is ``p`` or
+    #: ``dropout``, of attention.
     dropouts: tuple[str, ...] = ()
 
     def each(self, function: Callable[[Of], Other]) -> Layer[Other]:

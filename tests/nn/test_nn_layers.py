@@ -18,6 +18,7 @@ from torch import Tensor
 
 from transformer_fast import dispatch, functional, nn
 from transformer_fast.nn import masks, multihead_attention
+from transformer_fast.ops.arguments import LayerStack
 from transformer_fast.recipe import Kind
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
@@ -84,9 +85,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return right(*args, **kwargs)
 
     def watch(kernel: dispatch.Kernel) -> dispatch.Kernel:
-        def run(owner: Any, kinds: Any, *args: Any) -> Tensor:
-            calls.extend(args[4] for kind in kinds if kind == Kind.FEED_FORWARD)
-            return kernel.run(owner, kinds, *args)
+        def run(stack: LayerStack, *args: Any) -> Tensor:
+            calls.extend(stack.activation for kind in stack.kinds if kind == Kind.FEED_FORWARD)
+            return kernel.run(stack, *args)
 
         return replace(kernel, function=run)
 

@@ -23,6 +23,8 @@ from transformer_fast.backends import cpu_blocks, cpu_packing
 from transformer_fast.dispatch import use_backend
 from transformer_fast.functional import quantize_weight
 from transformer_fast.measure.calls import record
+from transformer_fast.nn import bound
+from transformer_fast.ops.arguments import LayerStack
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
@@ -248,11 +250,11 @@ def test_packed_weights_are_freed_with_the_layer() -> None:
     with torch.no_grad():
         layer(torch.randn(B, T, M))
     assert cpu_packing.held_bytes() > 0
-    known = len(cpu_blocks._packed)
+    known = len(bound._kept)
     del layer
     gc.collect()
     assert cpu_packing.held_bytes() == 0
-    assert len(cpu_blocks._packed) == known - 1
+    assert len(bound._kept) == known - 1
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -356,24 +358,12 @@ def test_separate_projections_give_the_bits_of_joined_ones(
             kinds: list[int], maps: list[Any], scales: list[Tensor], kind_of_norm: int
         ) -> Tensor:
             parameters = [p for i, pair in enumerate(maps) for p in (*pair, *(norm * (i % 2)))]  # noqa: B023
-            owner = torch.nn.Module()
-            eps = [1e-5] * len(kinds)
-            scales = scales if int8 else []
+            stack = LayerStack(
+                kinds, norm_first, [kind_of_norm] * len(kinds), 4, True, "gelu", parameters,
+                scales if int8 else [], [1e-5] * len(kinds),
+            )  # fmt: skip
             with torch.no_grad(), in_use(isa):
-                return cpu_blocks.layers(
-                    owner,
-                    kinds,
-                    norm_first,
-                    [kind_of_norm] * len(kinds),
-                    4,
-                    True,
-                    "gelu",
-                    parameters,
-                    scales,
-                    eps,
-                    x,  # noqa: B023
-                    memory=x.flip(1) if 1 in kinds else None,  # noqa: B023
-                )
+                return cpu_blocks.layers(stack, x, memory=x.flip(1) if 1 in kinds else None)  # noqa: B023
 
         x = torch.randn(3, rows // 3 or 1, width).to(dtype)
         pairs = [*zip(weights, biases, strict=True)]
@@ -449,10 +439,10 @@ def test_gated_networks_and_rotated_heads(
         ]  # fmt: skip
     kinds = [0, 4] if joined else [0, 5, 4]
     norms = [-1 if norm_first else 0, *([] if joined else [-1]), 0]
-    run = functools.partial(
-        cpu_blocks.layers, torch.nn.Module(), kinds, norm_first, norms, 4, True, "silu", parameters,
-        scales, [1e-5] * len(kinds),
-    )  # fmt: skip
+    stack = LayerStack(
+        kinds, norm_first, norms, 4, True, "silu", parameters, scales, [1e-5] * len(kinds)
+    )
+    run = functools.partial(cpu_blocks.layers, stack)
     # Few rows, blocks of rows, and more rows than pass through a gated network at a time.
     for batch, length, per_batch, channels in (
         (1, 1, 1, 16),

@@ -11,30 +11,30 @@ that it computes with one of two formulas. With v = value(x), or value(norm1(x))
 Queries, keys and values are three linear maps, or parts of one; gate and up are two, or parts of one.
 Queries and keys may be rotated by rotary position embeddings. A pre-norm layer may lack norm1.
 
-The `Formula` has names of modules, so that it also describes a copy of the layer. Before a call, the
-layer is compared with what it was when the formula was proven: modules, their classes and their
-attributes. Weights are read in each call.
+The `Formula` has names of modules, so that it also describes a copy of the layer. A layer is bound to it
+(`nn.bound`) as long as it is what it was when the formula was proven: modules, classes, attributes.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._context import are_plain_on_cpu, function_mode_is_active, is_observed
+from .._context import are_plain_on_cpu
 from ..nn import fused_layers
-from ..nn.drop_in import RECORD, is_patched, original_class
-from ..nn.fusion import LAYER_NORM, LINEAR, NO_NORM, Layer, Sublayer, affine, read_norm
-from ..nn.int8 import INT8, unchanged
-from ..recipe import Kind
+from ..nn.bound import bound_to
+from ..nn.drop_in import RECORD, original_class
+from ..nn.fusion import LAYER_NORM, LINEAR, read_norm
+from ..nn.guard import Guard, Unreadable
+from ..nn.int8 import INT8
+from ..recipe import NO_NORM, Kind, Layer, Linear, Norm, Place, Sublayer
 from ..reference import ACTIVATIONS
-from .parts import is_ours
+from .parts import NAME_OF_ATTENTION, is_ours
 
 #: Some layers clamp their result in float16.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -76,40 +76,6 @@ class Parts(NamedTuple, Generic[Of]):
         )  # fmt: skip
 
 
-class _Held(NamedTuple):
-    """The state of a layer when it was compared with the formula."""
-
-    #: The modules in the layer, without itself: it is the weak key of `_held`.
-    inner: list[torch.nn.Module]
-    #: Of the layer and of these modules.
-    kinds: list[type]
-    attributes: list[dict[str, Any]]
-    children: list[dict[str, Any]]
-    #: The config of the module that calls attention.
-    config: Any
-    #: The modules named in `Formula.parts`; None: the formula does not hold.
-    parts: Parts[Any] | None
-
-    def is_current(self, layer: torch.nn.Module) -> bool:
-        modules = layer, *self.inner
-        try:
-            for module, kind, attributes, children in zip(
-                modules, self.kinds, self.attributes, self.children, strict=True
-            ):
-                if (
-                    type(module) is not kind
-                    or module.__dict__ != attributes
-                    or module._modules != children
-                ):
-                    return False
-        except (RuntimeError, ValueError):  # an attribute is another tensor, or another array
-            return False
-        return True
-
-
-_held: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictionary()
-
-
 class Formula(NamedTuple):
     """The formula that a layer was proven to compute."""
 
@@ -144,55 +110,41 @@ class Formula(NamedTuple):
         """
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() != 3:
             return None
-        held = _held.get(layer)
-        if held is None or not held.is_current(layer):
-            held = _held[layer] = self._hold(layer)
-        if (
-            held.parts is None
-            or (self.rotates and not _is_rotation(rotation, self.heads, x))
-            or not are_plain_on_cpu((x, *rotation))
-            or not is_ours(held.config)
-            or is_patched(*held.kinds)
-            or (function_mode_is_active() and is_observed())
-        ):
+        if layer.training or (self.rotates and not _is_rotation(rotation, self.heads, x)):
             return None
-        projections, output, norm1, network, norm2 = held.parts
-        if torch.is_grad_enabled() and output.weight.requires_grad:
+        if not are_plain_on_cpu((x, *rotation)):
             return None
-        width, of_heads = x.shape[2], (self.heads, True)
-        later: list[Any] = []
-        inner = [affine(one, later=later) for one in projections]
-        attended = affine(output, later=later)
-        *gates, first, second = [affine(one, later=later) for one in network]
-        if later and not unchanged(later):
-            return None  # called as a module, it is quantised again
-        before = NO_NORM if norm1 is None else read_norm(norm1, width)
-        kind = Kind.GATED_FEED_FORWARD if self.is_gated else Kind.FEED_FORWARD
-        sublayers = [
-            Sublayer(Kind.SELF_ATTENTION, *inner[-1], *attended, before, *of_heads),
-            *[Sublayer(Kind.GATE, *gate, *gate, NO_NORM) for gate in gates],
-            Sublayer(kind, *first, *second, read_norm(norm2, width)),
-        ]
-        if len(inner) == 3:
-            both = Sublayer(Kind.QUERIES_AND_KEYS, *inner[0], *inner[1], NO_NORM, *of_heads)
-            sublayers.insert(0, both)
-        read = Layer(layer, sublayers, self.norm_first, self.activation, 0.0)
-        y = fused_layers.try_run_layer(read, x, starts, (mask, False), rotation=rotation)
+        try:
+            bound = bound_to(layer, Formula, functools.partial(self._read, layer))
+        except Unreadable:
+            return None
+        y = fused_layers.try_run_bound(bound, x, starts, (mask, False), rotation=rotation)
         if y is None or not self.returned:
             return y
         return (y, *[None] * (self.returned - 1))
 
-    def _hold(self, layer: torch.nn.Module) -> _Held:
-        modules = [*layer.modules()]
-        holds = not any(m.training for m in modules) and content(layer) == self.content
-        return _Held(
-            modules[1:],
-            [type(module) for module in modules],
-            [module.__dict__.copy() for module in modules],
-            [module._modules.copy() for module in modules],
-            layer.get_submodule(self.caller).config if holds else None,
-            self.parts.each(layer.get_submodule) if holds else None,
-        )
+    def _read(self, layer: torch.nn.Module, guard: Guard) -> list[Layer[Place]]:
+        guard.whole(layer)
+        if any(m.training for m in layer.modules()) or content(layer) != self.content:
+            raise Unreadable("layer was changed")
+        config = layer.get_submodule(self.caller).config
+        guard.value(vars(config), NAME_OF_ATTENTION)
+        if not is_ours(config):
+            raise Unreadable("attention is not ours")
+        projections, output, norm1, network, norm2 = self.parts
+        width = layer.get_submodule(output).out_features
+
+        def maps(*names: str) -> tuple[Linear[Place], ...]:
+            return tuple(Linear(Place(name, "weight"), Place(name, "bias")) for name in names)
+
+        def norm(name: str) -> Norm[Place]:
+            return read_norm(layer.get_submodule(name), name, width, guard)  # type: ignore[arg-type]
+
+        kind = Kind.GATED_FEED_FORWARD if self.is_gated else Kind.FEED_FORWARD
+        before = NO_NORM if norm1 is None else norm(norm1)
+        own = Sublayer(Kind.SELF_ATTENTION, maps(*projections, output), before, self.heads)
+        last = Sublayer(kind, maps(*network), norm(norm2))
+        return [Layer((own, last), self.norm_first, self.activation)]
 
 
 def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:

@@ -6,9 +6,7 @@ same kernels as the ops', with what lies between kept in scratch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from .. import _native
 from .._context import are_plain_on_cpu
 from ..dispatch import Call, Kernel
+from ..ops.arguments import LayerStack
 from ..ops.linear import CODES
 from ..ops.operator import ARGMAX, EMBEDDING_BACKWARD
 from .cpu import register_kernel, too_deep
@@ -33,9 +32,11 @@ def _refuse(call: Call) -> str | None:
     return too_deep(*quantized[0::2]) if quantized else None
 
 
+def _refuse_autocast() -> str | None:
+    return "it does not support autocast" if torch.is_autocast_enabled("cpu") else None
+
+
 def _refuse_layer(call: Call) -> str | None:
-    if torch.is_autocast_enabled("cpu"):
-        return "it does not support autocast"
     width = call.tensors[0].shape[-1]
     if call.op == "decoder_layer" and width % _PANEL:
         return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
@@ -45,21 +46,8 @@ def _refuse_layer(call: Call) -> str | None:
     return _refuse(call)
 
 
-#: Packed weights of a layer stack, keyed by its first layer.
-_packed: weakref.WeakKeyDictionary[torch.nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
-
-
 def layers(
-    owner: torch.nn.Module,
-    kinds: Sequence[int],
-    norm_first: bool,
-    norms: Sequence[int],
-    heads: int,
-    batch_first: bool,
-    activation: str | None,
-    parameters: Sequence[Tensor | None],
-    scales: Sequence[Tensor | None],
-    eps: Sequence[float],
+    stack: LayerStack,
     input: Tensor,
     mask: Tensor | None = None,
     is_causal: bool = False,
@@ -74,15 +62,8 @@ def layers(
     """Runs sub-layers in order: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
-        owner: key of the cached packed weights, held weakly.
-        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``; norms: of their norms,
-            -1: none.
-        parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
-            maps of attention are those of queries, keys and values, (3 M, M), and of the output,
+        stack: the maps of attention are those of queries, keys and values, (3 M, M), and of the output,
             (M, M); a network's (F, M) and (M, F), a gated one's (2 F, M) and (M, F).
-        scales: of each sub-layer those of the two weights, (rows of the weight,), and of their inputs,
-            (columns of the weight,) or None, if the weights are int8; empty: none is.
-        eps: of each sub-layer's norm.
         input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
         mask: of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: of attention
             to the memory.
@@ -91,36 +72,24 @@ def layers(
             likewise. None: not ragged.
         cos, sin: rotate queries and keys of self-attention, (1 or B, T, channels) or (rows, channels).
     """
-    packed = _packed.get(owner)
-    if packed is None:
-        packed = _packed[owner] = PackedWeights()
+    if stack.packed is None:
+        stack.packed = PackedWeights(), stack.weights()
+    packed, weights = stack.packed
     rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.layers.cpu(
-        input, memory, kinds, parameters, packed(_weights(parameters), rows), scales, eps, norm_first,
-        norms, heads, CODES[activation], batch_first, mask, is_causal, memory_mask, memory_is_causal,
-        starts, memory_starts, cos, sin,
+        input, memory, stack.kinds, stack.parameters, packed(weights, rows), stack.scales, stack.eps,
+        stack.norm_first, stack.norms, stack.heads, CODES[stack.activation], stack.batch_first, mask,
+        is_causal, memory_mask, memory_is_causal, starts, memory_starts, cos, sin,
     )  # fmt: skip
-
-
-def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns the parameters that are packed: two of each sub-layer's six."""
-    weights: list[Any] = [None] * (len(parameters) // 3)
-    weights[0::2], weights[1::2] = parameters[0::6], parameters[2::6]
-    return weights
 
 
 class DecodeStack:
     """Runs one decoding step through all layers of a stack, in one call.
 
     Args:
-        parameters: of each layer's self-attention, attention to the memory (in all layers or in
-            none) and feed-forward network six: first weight, bias, second weight, bias, norm's
-            weight, bias. Weights are those of self-attention (3 M, M) and (M, M), of attention to
-            the memory (M, M) both, and of the network (F, M) and (M, F).
-        scales: as in `layers`.
-        eps: of each sub-layer's norm.
-        norm_first: ``x + f(norm(x))`` instead of ``norm(x + f(x))``.
-        activation: the network's.
+        stack: of each layer self-attention, attention to the memory (in all layers or in none) and
+            feed-forward network. Weights are those of self-attention (3 M, M) and (M, M), of attention
+            to the memory (M, M) both, and of the network (F, M) and (M, F).
         rows: of the inputs to come.
         memories: each layer's keys and values of the memory, (2, B, H, S, D); none: no such
             sub-layers.
@@ -129,21 +98,14 @@ class DecodeStack:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor | None],
-        scales: Sequence[Tensor | None],
-        eps: Sequence[float],
-        norm_first: bool,
-        activation: str,
+        stack: LayerStack,
         rows: int,
         memories: Sequence[Tensor],
         mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
     ) -> None:
-        self.parameters = list(parameters)
-        self.weights, self.rows = _weights(parameters), rows
+        self.stack, self.weights, self.rows = stack, stack.weights(), rows
         self.packed = PackedWeights()
-        self.scales, self.eps, self.norm_first = list(scales), list(eps), norm_first
-        self.activation = CODES[activation]
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
 
     def __call__(self, input: Tensor, cache: Tensor, start: int) -> Tensor:
@@ -153,10 +115,10 @@ class DecodeStack:
         on, and everything before them is seen, causally. Several tokens of a sequence must be its
         first ones.
         """
+        stack, packed = self.stack, self.packed(self.weights, self.rows)
         return torch.ops.transformer_fast.decode_stack.cpu(
-            input, cache, start, self.memories, self.parameters,
-            self.packed(self.weights, self.rows), self.scales, self.eps, self.norm_first, self.activation,
-            self.mask, self.key_lengths,
+            input, cache, start, self.memories, stack.parameters, packed, stack.scales, stack.eps,
+            stack.norm_first, CODES[stack.activation], self.mask, self.key_lengths,
         )  # fmt: skip
 
 
@@ -175,9 +137,18 @@ if _native.module is not None:
 
 _NAMED = frozenset(CODES)
 for _kernel in (
-    Kernel("encoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer),
-    Kernel("decoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer),
-    Kernel("decode_step", "cpu", DecodeStack, activations=_NAMED - {None}, refuses=_refuse_layer),
+    Kernel(
+        "encoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer,
+        refuses_context=_refuse_autocast,
+    ),
+    Kernel(
+        "decoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer,
+        refuses_context=_refuse_autocast,
+    ),
+    Kernel(
+        "decode_step", "cpu", DecodeStack, activations=_NAMED - {None}, refuses=_refuse_layer,
+        refuses_context=_refuse_autocast,
+    ),
     Kernel("argmax", "cpu", ARGMAX.of.get("cpu", torch.argmax), refuses=_refuse),
     Kernel(
         "embedding", "cpu", EMBEDDING_BACKWARD.of.get("cpu", torch.embedding), gradients=True,

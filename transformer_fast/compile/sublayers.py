@@ -19,9 +19,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import _native
 from .._context import is_traced
-from ..nn import fused_layers, fusion
+from ..nn import fused_layers
+from ..nn.bound import Bound
 from ..nn.int8 import quantized, unchanged
-from ..recipe import Kind
+from ..recipe import Kind, Layer, Linear, Norm, NormKind, Sublayer
 from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import Masks, heads_and_masks
@@ -353,22 +354,13 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     editor.report.stacks.append(len(stack))
 
 
-class _Part(NamedTuple):
-    """A `fusion.Sublayer` with places among the inputs instead of tensors; -1: None."""
-
-    kind: Kind
-    #: weight1, bias1, weight2, bias2, norm's weight and bias.
-    parameters: tuple[int, ...]
-    eps: float
-
-
 class _Plan(NamedTuple):
-    parts: list[_Part]
-    norm_first: bool
-    norm: int
-    activation: str | None
-    heads: int
+    """A stack of sub-layers, with places among the inputs."""
+
+    #: All sub-layers as one layer.
+    layer: Layer[int]
     x: int
+    #: -1: there is none.
     memory: int
     #: (hidden, added, is_causal) of self-attention and of attention to the memory.
     own: tuple[int, int, bool]
@@ -379,29 +371,24 @@ def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
     def at(*nodes: Node | None) -> tuple[int, ...]:
         return tuple(-1 if node is None else places[node] for node in nodes)
 
-    parts = []
+    sublayers = []
     masks = {Kind.SELF_ATTENTION: (-1, -1, False), Kind.CROSS_ATTENTION: (-1, -1, False)}
-    activation, heads, memory = None, 1, None
+    activation, memory = None, None
     for one in stack:
-        block, norm = one.block, one.norm
-        maps, of_norm = list(block.maps), at(norm.weight, norm.bias)
-        if len(maps) == 4:
-            query, key, *maps = maps
-            parts.append(_Part(Kind.QUERIES_AND_KEYS, at(*query, *key, None, None), norm.eps))
-        parts.append(_Part(block.kind, at(*maps[0], *maps[1]) + of_norm, norm.eps))
+        block = one.block
+        norm = Norm(NormKind(one.norm.kind), one.norm.weight, one.norm.bias, one.norm.eps)
+        maps = tuple(Linear(*each) for each in block.maps)
+        sublayer = Sublayer(block.kind, maps, norm, block.heads)
+        sublayers.append(sublayer.each(places.__getitem__))
         if block.kind is Kind.FEED_FORWARD:
             activation = block.activation
         else:
             hidden, added, is_causal = block.masks
             masks[block.kind] = (*at(hidden, added), is_causal)  # type: ignore[assignment]
-            heads = block.heads
         memory = memory or block.memory
     x, of_memory = at(stack[0].x, memory)
     own, cross = masks[Kind.SELF_ATTENTION], masks[Kind.CROSS_ATTENTION]
-    first = stack[0]
-    return _Plan(
-        parts, first.norm_first, first.norm.kind, activation, heads, x, of_memory, own, cross
-    )
+    return _Plan(Layer(tuple(sublayers), stack[0].norm_first, activation), x, of_memory, own, cross)
 
 
 class Sublayers(torch.nn.Module):
@@ -414,6 +401,8 @@ class Sublayers(torch.nn.Module):
     def __init__(self, body: GraphModule, plan: _Plan) -> None:
         super().__init__()
         self.body, self.plan = body, plan
+        #: The tensors of the last call's parameters, and the sub-layers bound to them.
+        self._kept: tuple[list[Any], Bound | None] = [], None
 
     def forward(self, *given: Any) -> Tensor:
         y = None if is_traced() else self._in_one_call(given)
@@ -428,25 +417,33 @@ class Sublayers(torch.nn.Module):
         x: Tensor = inputs[plan.x]
         if any(m is not None and m.dtype not in (torch.bool, x.dtype) for m in (own[0], cross[0])):
             return None
+        bound = self._bind(given)
+        if bound is None:
+            return None
+        return fused_layers.try_run_bound(bound, x, None, own, inputs[plan.memory], cross)
+
+    def _bind(self, given: tuple[Any, ...]) -> Bound | None:
+        """Returns the sub-layers, bound to their parameters among the inputs: again if these changed."""
         later: list[Any] = []
-        if self._int8:
-            inputs = tuple(
-                quantized(tensor, later) if i in self._int8 else tensor
-                for i, tensor in enumerate(inputs)
-            )
-            if later and not unchanged(later):
-                return None
-        sublayers = []
-        for kind, (w1, b1, w2, b2, weight, bias), eps in plan.parts:
-            norm = fusion.Norm(inputs[weight], inputs[bias], eps, None, plan.norm)
-            sublayers.append(
-                fusion.Sublayer(
-                    kind, inputs[w1], inputs[b1], inputs[w2], inputs[b2], norm, plan.heads, True
-                )
-            )
-        layer = fusion.Layer(self, sublayers, plan.norm_first, plan.activation, 0.0)
-        memory = inputs[plan.memory]
-        return fused_layers.try_run_layer(layer, x, None, own, memory, cross)
+        found = [
+            quantized(given[place], later) if place in self._int8 else given[place]
+            for place in self._parameters_at
+        ]
+        if later and not unchanged(later):
+            return None
+        kept, bound = self._kept
+        if bound is None or any(one is not other for one, other in zip(found, kept, strict=True)):
+            tensors = dict(zip(self._parameters_at, found, strict=True))
+            bound = Bound([self.plan.layer.each(tensors.__getitem__)])
+            self._kept = found, bound
+        return bound
+
+    @functools.cached_property
+    def _parameters_at(self) -> list[int]:
+        """Places of the parameters."""
+        found: dict[int, None] = {}
+        self.plan.layer.each(lambda place: found.setdefault(place))
+        return [*found]
 
     @functools.cached_property
     def _int8(self) -> frozenset[int]:

@@ -54,8 +54,9 @@ def record() -> Iterator[Record]:
             return kernel.function(arguments)
 
         def run_layers(*arguments: Any) -> Any:
-            _, kinds, _, _, _, _, _, _, _, eps, *_ = arguments
-            found.calls.update((name, kernel.backend) for name in _sublayers(kinds, eps))
+            stack = arguments[0]
+            names = _sublayers(stack.kinds, stack.eps)
+            found.calls.update((name, kernel.backend) for name in names)
             return kernel.run(*arguments)
 
         def bind_step(*arguments: Any) -> Any:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
-from .._context import function_mode_is_active, is_observed
-from ..recipe import Kind, NormKind
-from .drop_in import is_patched, note_methods
-from .int8 import INT8, Weight, run_feed_forward, run_linear
-from .ops import LayerNorm, Linear
+from ..recipe import NO_NORM, Kind, Layer, Linear, Norm, NormKind, Place, Sublayer
+from . import ops
+from .drop_in import note_methods
+from .guard import ABSENT, Guard
+from .guard import Part as Part
+from .guard import Unreadable as Unreadable
+from .guard import a_kind as a_kind
+from .guard import is_unhooked as is_unhooked
+from .int8 import INT8, run_feed_forward, run_linear
 
-LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
-LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
+LINEAR = (ops.Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
+LAYER_NORM = (ops.LayerNorm, torch.nn.LayerNorm)
 DROPOUT = (torch.nn.Dropout,)
 _DROPOUT = (*DROPOUT, torch.nn.Identity)
 _ACTIVATIONS = (torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU)
@@ -38,111 +42,6 @@ _DECODER = (
     torch.nn.TransformerDecoderLayer, ("self_attn", "multihead_attn"), ("norm1", "norm2", "norm3"),
     ("dropout1", "dropout2", "dropout3"), ("_sa_block", "_mha_block"),
 )  # fmt: skip
-
-
-class Part(NamedTuple):
-    """A child module, and the classes whose forward a fused op may replace."""
-
-    name: str
-    module: Any
-    kinds: tuple[type, ...]
-
-    def why_called(self) -> str | None:
-        """Returns the reason why the module must be called and cannot be fused, or None."""
-        name, module, kinds = self
-        if is_unhooked(module, kinds):
-            return None
-        if type(module) not in kinds:
-            return f"{name} is {a_kind(module)}"
-        if _has_any_global_hook():
-            return "modules have global hooks"
-        if "forward" in module.__dict__:
-            return f"{name} has a forward that was replaced on the instance"
-        if is_patched(type(module)):
-            return f"{name} is {a_kind(module)}, whose forward was replaced on the class"
-        if is_observed():
-            return "calls are observed by a TorchFunctionMode"
-        if module._compiled_call_impl is not None:
-            return f"{name} is compiled on its own"
-        return f"{name} has hooks"
-
-
-class Unreadable(Exception):  # noqa: N818 - a reason, not an error
-    """Raised with the reason why a layer must be called: "<its part> is ..."."""
-
-
-class Norm(NamedTuple):
-    """A norm; if ``module`` is not None, it must be called instead."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    module: torch.nn.Module | None
-    kind: int = NormKind.LAYER
-
-
-NO_NORM = Norm(None, None, 0.0, None, NormKind.NONE)
-
-
-class Sublayer(NamedTuple):
-    """A sub-layer and the norm before it (pre-norm) or after it.
-
-    Attention: weight1 (3 M, M) projects queries, keys and values, weight2 (M, M) the output. Feed-forward
-    network: weight1 (F, M), weight2 (M, F). Queries and keys: weight1 and weight2 (M, M), without a norm.
-    """
-
-    kind: Kind
-    weight1: Weight
-    bias1: Tensor | None
-    weight2: Weight
-    bias2: Tensor | None
-    norm: Norm
-    #: Attention only.
-    heads: int = 0
-    batch_first: bool = False
-
-    def of_query(self) -> tuple[Weight, Tensor | None]:
-        """Returns the query's projection, (M, M) and (M,)."""
-        width = self.weight1.shape[1]
-        return self.weight1[:width], None if self.bias1 is None else self.bias1[:width]
-
-
-class Layer(NamedTuple):
-    """An encoder layer or a decoder layer."""
-
-    module: torch.nn.Module
-    #: Self-attention, cross-attention (decoder layers), and the feed-forward network unless left out.
-    sublayers: list[Sublayer]
-    norm_first: bool
-    #: The network's activation, by name if kernels support it.
-    activation: str | Callable[[Tensor], Tensor] | None
-    #: Largest probability of the dropouts that are active now.
-    dropout_p: float
-
-
-def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
-    """True if the module is unhooked and unmodified: calling it runs only the ``forward`` of its class,
-    and nothing observes the functions that this calls."""
-    return type(module) in classes and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or module._compiled_call_impl is not None
-        or _has_any_global_hook()
-        or is_patched(type(module))
-        or (function_mode_is_active() and is_observed())
-    )
-
-
-def a_kind(module: Any) -> str:
-    """Returns ``a Linear``, or ``a Linear of peft`` if torch.nn has a class of that name."""
-    kind = type(module)
-    article = "an" if kind.__name__[:1] in "AEIOU" else "a"
-    package = kind.__module__.split(".")[0]
-    of = f" of {package}" if package != "torch" and hasattr(torch.nn, kind.__name__) else ""
-    return f"{article} {kind.__name__}{of}"
 
 
 def affine(
@@ -195,105 +94,92 @@ def activation_name(activation: Any) -> str | None:
     return None
 
 
-def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> None:
-    """Raises `Unreadable` unless all are `is_unhooked`; inlined, since a call for each takes longer."""
-    for name, module, kinds in parts:
-        if (
-            type(module) not in kinds
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
-            or module._compiled_call_impl is not None
-        ):
-            raise Unreadable(Part(name, module, kinds).why_called())
-    if (
-        _has_any_global_hook()
-        or (function_mode_is_active() and is_observed())
-        or is_patched(*{type(module) for _, module, _ in parts})
-    ):
-        reasons = (Part(*part).why_called() for part in parts)
-        raise Unreadable(next(filter(None, reasons)))
-
-
-def read_norm(module: Any, width: int) -> Norm:
-    """Returns the parameters of a layer norm over ``width`` features."""
-    if is_unhooked(module, LAYER_NORM) and module.normalized_shape == (width,):
-        return Norm(*affine(module), module.eps, None)
+def read_norm(module: Any, path: str, width: int, guard: Guard) -> Norm[Place]:
+    """Returns the recipe of a norm over ``width`` features; of no layer norm one that must be called."""
     if module is None:
         raise Unreadable("norm is no module")
-    return Norm(None, None, 0.0, module)
+    if is_unhooked(module, LAYER_NORM):
+        guard.unhooked(module, path)
+        if guard.attribute(module, "normalized_shape") == (width,):
+            weight, bias = Place(path, "weight"), Place(path, "bias")
+            return Norm(NormKind.LAYER, weight, bias, guard.attribute(module, "eps"))
+    return replace(NO_NORM, module=Place(path, ""))
 
 
 def read_layer(
     layer: Any,
     attentions: tuple[type, ...],
+    guard: Guard,
     network: bool = True,
-    later: list[Any] | None = None,
-) -> Layer:
-    """Returns the parts of an encoder or decoder layer; the caller checks the layer's own class.
+    path: str = "",
+) -> Layer[Place]:
+    """Returns the recipe of an encoder or decoder layer; the caller checks the layer's own class.
 
     Args:
         attentions: the classes that its attentions may have.
+        guard: records what the recipe depends on.
         network: False leaves the last sub-layer out.
-        later: see `int8.quantized`.
+        path: of the layer in the owner of the guard, with a dot at the end, or "".
 
     Raises:
         Unreadable: no kernel computes what the layer computes.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, names, norms, dropouts, methods = _DECODER if crossed else _ENCODER
-    methods = (*methods, "_ff_block") if network else methods
-    dropouts = ("dropout", *dropouts) if network else dropouts[:-1]
-    for method in methods:
-        if method in layer.__dict__ or getattr(type(layer), method) is not getattr(base, method):
-            raise Unreadable(f"{method} is replaced")
-    # Module.__getattr__ takes ten times as long, and a dozen modules are read.
-    modules: Any = layer._modules
-    parts: list[tuple[str, Any, tuple[type, ...]]] = []
+    for method in (*methods, "_ff_block") if network else methods:
+        guard.method(layer, method, base)
+    read, child = guard.attribute, guard.child
     for name in names:
-        attention = modules.get(name)
-        parts.append((name, attention, attentions))
-        if type(attention) in attentions:
-            parts.append((f"{name}.out_proj", attention._modules.get("out_proj"), LINEAR))
+        attention = child(layer, name, name, attentions)
+        child(attention, "out_proj", f"{name}.out_proj", LINEAR)
+    dropouts = ("dropout", *dropouts) if network else dropouts[:-1]
     for name in dropouts:
-        parts.append((name, modules.get(name), _DROPOUT))
+        child(layer, name, name, _DROPOUT)
     if network:
-        one, two = modules.get("linear1"), modules.get("linear2")
-        parts += ("linear1", one, LINEAR), ("linear2", two, LINEAR)
-    _require_unhooked(parts)
-    width, p = modules["self_attn"].embed_dim, 0.0
-    for name in dropouts:
-        dropout = modules[name]
-        if dropout.training and type(dropout) in DROPOUT:
-            p = max(p, dropout.p)
+        one, two = (child(layer, name, name, LINEAR) for name in ("linear1", "linear2"))
+    width = read(layer._modules[names[0]], "embed_dim")
+
+    def place(module: str, name: str) -> Place:
+        return Place(path + module, name)
+
+    def map_of(module: str, weight: str = "weight", bias: str = "bias") -> Linear[Place]:
+        return Linear(place(module, weight), place(module, bias))
+
+    def norm(name: str) -> Norm[Place]:
+        module = guard.entry(layer, "_modules", name)
+        return read_norm(None if module is ABSENT else module, path + name, width, guard)
+
     sublayers = []
-    for kind, name, norm in zip(Kind, names, norms, strict=False):
-        attention = modules[name]
-        if not attention._qkv_same_embed_dim or attention.embed_dim != width:
+    for kind, name, after in zip(Kind, names, norms, strict=False):
+        attention = layer._modules[name]
+        if not read(attention, "_qkv_same_embed_dim") or read(attention, "embed_dim") != width:
             raise Unreadable(f"{name} has keys or values of another size")
-        if attention.bias_k is not None or attention.bias_v is not None or attention.add_zero_attn:
+        if (
+            read(attention, "bias_k") is not None
+            or read(attention, "bias_v") is not None
+            or read(attention, "add_zero_attn")
+        ):
             raise Unreadable(f"{name} appends keys")
-        if attention.training:
-            p = max(p, attention.dropout)
-        first = affine(attention, "in_proj_weight", "in_proj_bias", later)
-        last = affine(attention._modules["out_proj"], later=later)
-        sublayers.append(
-            Sublayer(
-                kind, *first, *last, read_norm(modules.get(norm), width), attention.num_heads,  # type: ignore[arg-type]
-                attention.batch_first,
-            )
-        )  # fmt: skip
+        maps = map_of(name, "in_proj_weight", "in_proj_bias"), map_of(f"{name}.out_proj")
+        heads, batch_first = read(attention, "num_heads"), bool(read(attention, "batch_first"))
+        sublayers.append(Sublayer(kind, maps, norm(after), heads, batch_first))
     activation = None
     if network:
-        if not width == one.in_features == two.out_features or one.out_features != two.in_features:
+        sizes = read(one, "in_features"), read(two, "out_features")
+        if not sizes == (width, width) or read(one, "out_features") != read(two, "in_features"):
             raise Unreadable("linear1 and linear2 have sizes that do not fit")
-        activation = activation_name(layer.activation) or layer.activation
-        last_norm = read_norm(modules.get(norms[-1]), width)
-        maps = (*affine(one, later=later), *affine(two, later=later))
-        sublayers.append(Sublayer(Kind.FEED_FORWARD, *maps, last_norm))  # type: ignore[arg-type]
-    return Layer(layer, sublayers, bool(layer.norm_first), activation, p)
+        activation = read(layer, "activation")
+        if (found := activation_name(activation)) is not None:
+            if isinstance(activation, torch.nn.Module):
+                guard.unhooked(activation, "activation")
+                guard.value(activation.__dict__, "approximate")
+            activation = found
+        maps = map_of("linear1"), map_of("linear2")
+        sublayers.append(Sublayer(Kind.FEED_FORWARD, maps, norm(norms[-1])))
+    # Within the sub-layer and behind it: the network's first is ``dropout``.
+    inner, outer = (*names, *dropouts[:1]) if network else names, dropouts[int(network) :]
+    places = tuple(path + name for both in zip(inner, outer, strict=True) for name in both)
+    return Layer(tuple(sublayers), bool(read(layer, "norm_first")), activation, places)
 
 
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:
@@ -373,3 +259,44 @@ def compose(
     for attend, norm in zip(attentions, norms, strict=False):
         x, _ = add_norm(*attend(x), x, getattr(layer, norm))
     return add_norm(*network(x), x, getattr(layer, norms[-1]))[0]
+
+
+def compose_bound(
+    layer: Layer[Any],
+    dropouts: Sequence[float],
+    x: Tensor,
+    attend: Callable[[Tensor, Sublayer[Any], float], Tensor],
+) -> Tensor:
+    """Returns the output of an encoder layer of this recipe, as `compose` does.
+
+    Args:
+        layer: with the tensors of its parameters.
+        dropouts: probabilities of `Layer.dropouts`.
+        attend: maps the input of the projections (..., M), the sub-layer, and the probability of dropout
+            to the joined heads of attention (..., M).
+    """
+    (own, network), (p, p1, p_hidden, p2) = layer.sublayers, dropouts
+    out, (first, second) = own.maps[-1], network.maps
+    residual = x
+    if layer.norm_first:
+        x = functional.layer_norm(x, x.shape[-1:], own.norm.weight, own.norm.bias, own.norm.eps)
+    x = run_linear(attend(x, own, p), out.weight, out.bias)
+    norm = network.norm if layer.norm_first else own.norm
+    x, total = functional.add_layer_norm(
+        x, residual, x.shape[-1:], norm.weight, norm.bias, norm.eps, dropout_p=p1
+    )
+    residual = total if layer.norm_first else x
+    if isinstance(layer.activation, str):
+        maps = first.weight, first.bias, second.weight, second.bias
+        x = run_feed_forward(x, *maps, layer.activation, p_hidden)
+    else:
+        x = torch.nn.functional.dropout(
+            layer.activation(run_linear(x, first.weight, first.bias)), p_hidden
+        )
+        x = run_linear(x, second.weight, second.bias)
+    if layer.norm_first:
+        return residual + torch.nn.functional.dropout(x, p2)
+    norm = network.norm
+    return functional.add_layer_norm(
+        x, residual, x.shape[-1:], norm.weight, norm.bias, norm.eps, dropout_p=p2
+    )[0]

@@ -10,8 +10,7 @@ tokens are scattered to (B, L), where padded keys are hidden and padded queries 
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +18,12 @@ from torch import Tensor
 from .._context import are_plain_on_cpu, is_traced
 from ..functional.attention import attend as attend_to_heads
 from ..ops.arguments import AttentionArguments
+from ..recipe import Sublayer
 from . import fused_layers, fusion, masks
+from .bound import Bound
 from .fused_layers import Masks
+from .guard import Unreadable
 from .int8 import run_linear
-from .multihead_attention import MultiheadAttention
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -68,49 +69,43 @@ def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
     )
 
 
-def _can_compose(layer: torch.nn.Module, x: Tensor) -> bool:
-    """True if an encoder layer may be composed on rows: calling it would do nothing else."""
+def _bound_for_ops(
+    kind: type[torch.nn.Module], layers: torch.nn.ModuleList, x: Tensor
+) -> Bound | None:
+    """Returns encoder layers that may be composed on rows: calling them would do nothing else."""
     if is_traced() or not are_plain_on_cpu((x,)):
-        return False
-    if not fusion.is_unhooked(layer, (TransformerEncoderLayer,)):
-        return False
+        return None
     try:
-        sublayers = fusion.read_layer(layer, (MultiheadAttention,)).sublayers
-    except fusion.Unreadable:
-        return False
-    return x.shape[-1] == sublayers[0].weight1.shape[1] and all(
-        sublayer.norm.module is None for sublayer in sublayers
-    )
+        bound = fused_layers.bind(layers, kind)
+        return bound if all(group.width == x.shape[-1] for group in bound.groups) else None
+    except Unreadable:
+        return None
 
 
-def _compose(
-    layers: torch.nn.ModuleList, rows: Rows, padding: Tensor | None, is_causal: bool
-) -> Tensor:
+def _compose(bound: Bound, rows: Rows, padding: Tensor | None, is_causal: bool) -> Tensor:
     """Returns the result (tokens, M) of encoder layers that are composed on rows."""
     assert padding is not None
     assert rows.places is not None
     places, (batch, length) = rows.places, padding.shape
     key_lengths, mask = masks.from_padding_mask(padding)
 
-    def attend(layer: TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, torch.nn.Module]:
-        module = layer.self_attn
-        projected = run_linear(x, *fusion.affine(module, "in_proj_weight", "in_proj_bias"))
+    def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
+        joined = one.maps[0]
+        projected = run_linear(x, joined.weight, joined.bias)
         spread = projected.new_zeros((batch * length, projected.shape[1]))
         spread = spread.index_copy(0, places, projected)
-        heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-        dropout_p = module.dropout if module.training else 0.0
+        query, key, value = (
+            part.transpose(1, 2) for part in spread.view(batch, length, 3, one.heads, -1).unbind(2)
+        )
         arguments = AttentionArguments(
             query, key, value, mask, key_lengths, is_causal, dropout_p=dropout_p
         )
         output, _ = attend_to_heads(arguments)
-        attended = output.transpose(1, 2).reshape(batch * length, x.shape[1])
-        attended = fusion.linear(module.out_proj, attended.index_select(0, places))
-        return attended, layer.dropout1
+        return output.transpose(1, 2).reshape(batch * length, -1).index_select(0, places)
 
     x = rows.values
-    for layer in layers:
-        x = fusion.compose(layer, x, (partial(attend, layer),))  # type: ignore[arg-type]
+    for layer, dropouts in zip(bound.layers, bound.dropouts, strict=True):
+        x = fusion.compose_bound(layer, dropouts, x, attend)
     return x
 
 
@@ -135,10 +130,11 @@ def _run_unpadded(
         return None
     own = own._replace(key_padding=None)
     calls = fused_layers.find(layers, x, own, memory, kind=kind)
-    if calls is None and (
-        memory is not None or not all(_can_compose(layer, x) for layer in layers)
-    ):
-        return None
+    bound = None
+    if calls is None:
+        bound = None if memory is not None else _bound_for_ops(kind, layers, x)
+        if bound is None:
+            return None
     first = {layer.self_attn.batch_first for layer in layers}  # type: ignore[union-attr]
     if len(first) != 1:
         return None
@@ -148,12 +144,13 @@ def _run_unpadded(
     if memory is not None and not _padding_fits(cross.key_padding, memory, batch_first):
         return None
     rows = gather(x, padding, batch_first)
-    if calls is None:
-        values = _compose(layers, rows, padding, own.is_causal)
+    if bound is not None:
+        values = _compose(bound, rows, padding, own.is_causal)
     else:
         source = starts = None
         if memory is not None:
             source, starts, _ = gather(memory, cross.key_padding, batch_first)
+        assert calls is not None
         values = fused_layers.run(calls, rows.values, source, rows.starts, starts)
     return scatter(rows._replace(values=values), x, batch_first)
 

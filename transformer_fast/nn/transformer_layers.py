@@ -60,14 +60,13 @@ def _attended(
 
 
 def _prefers_torch_layer(layer: torch.nn.Module, x: Tensor) -> bool:
-    """True if torch.nn's forward runs an encoder layer without masks in inference.
+    """True if torch.nn's forward runs an encoder layer without masks in inference on a GPU.
 
     It may be one PyTorch operator, the fastest way on GPUs on which no kernel of ours is validated for
     the layer's attention.
     """
     return (
-        x.is_cuda
-        and not layer.training
+        not layer.training
         and not torch.is_grad_enabled()
         and not is_traced()
         and dispatch.named_backend() is None
@@ -118,15 +117,13 @@ def has_fast_path(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
 
 
 def _in_fast_path_dtype(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    """Returns x in autocast's dtype if torch.nn's fast path gives results of that dtype.
+    """Returns x in the dtype of the CPU's autocast if torch.nn's fast path gives results of that dtype.
 
     torch.nn's composed layer has the dtype of the residual. On the CPU, too, the fast path is off only
     under autocast for CUDA.
     """
     if (
-        not x.is_cpu
-        or not torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
+        torch.is_autocast_enabled("cuda")
         or not has_fast_path(layer, x)
         or any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
     ):
@@ -174,35 +171,43 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
         """
         if runs_torch_forward(src, torch.nn.TransformerEncoderLayer) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
-        if src_mask is None and src_key_padding_mask is None and _prefers_torch_layer(self, src):
+        own = fused_layers.NO_MASKS
+        is_masked = src_mask is not None or src_key_padding_mask is not None or is_causal
+        if src.is_cuda and not is_masked and _prefers_torch_layer(self, src):
             return super().forward(src)
-        src = _in_fast_path_dtype(self, src)
-        replaced = fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
-        if src_mask is not None or src_key_padding_mask is not None:
+        if src.is_cpu and torch.is_autocast_enabled("cpu"):
+            src = _in_fast_path_dtype(self, src)
+        if is_masked:
             src_mask, src_key_padding_mask = masks.check_masks(
                 src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
             )
-            if replaced or type(self.self_attn) is not MultiheadAttention:
+            if (
+                fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
+                or type(self.self_attn) is not MultiheadAttention
+            ):
                 # torch.nn's layer passes float masks to its attention; replaced ones may rely on it.
                 src_mask = masks.additive(src_mask, src.dtype)
                 src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
+            own = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)
 
-        if not replaced and not fused_layers.is_trained(self):
-            given = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)
-            done = fused_layers.try_run((self,), src, given)
+        if torch.is_grad_enabled() and fused_layers.is_trained(self):
+            done = fused_layers.try_compose(self, src, own)
+            if done is not None:
+                return done
+        else:
+            done = fused_layers.try_run(self, src, own)
             if done is not None:
                 return done
             # If only the network must be composed, attention is still one call.
-            done = fused_layers.try_run((self,), src, given, network=False)
+            done = fused_layers.try_run(self, src, own, network=False)
             if done is not None:
                 return fusion.compose(self, done, ())
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
-            if replaced:
-                return self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal), None
-            return _attended(
-                self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal
-            )
+            given = src_mask, src_key_padding_mask
+            if fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer):
+                return self._sa_block(x, *given, is_causal=is_causal), None
+            return _attended(self.self_attn, self.dropout1, x, x, *given, is_causal)
 
         return fusion.compose(self, src, (attend,))
 
@@ -260,7 +265,7 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
 
         if not fused_layers.is_trained(self):
             done = fused_layers.try_run(
-                (self,), tgt, fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+                self, tgt, fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal),
                 memory, fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
             )  # fmt: skip
             if done is not None:

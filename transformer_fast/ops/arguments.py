@@ -1,7 +1,7 @@
-"""The arguments record of each op, a NamedTuple.
+"""The arguments record of each op, a NamedTuple; and `LayerStack`, of kernels for whole layers.
 
-Its fields are the parameters of ``reference.<op>``, in order, so that ``reference.<op>(*record)`` runs
-the op. The check of the public function builds it, the dispatcher reads it, kernels receive it, and
+A record's fields are the parameters of ``reference.<op>``, in order, so that ``reference.<op>(*record)``
+runs the op. The check of the public function builds it, the dispatcher reads it, kernels receive it, and
 only the call of an operator unpacks it. Dynamo of torch 2.10 traces fields and methods of a NamedTuple,
 but no other attributes: hence ``type(record).op``, and ``tensors`` is a method.
 """
@@ -9,6 +9,7 @@ but no other attributes: hence ``type(record).op``, and ``tensors`` is a method.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -243,3 +244,34 @@ class LayerArguments(NamedTuple):
     quantized: Sequence[Tensor] = ()
     #: Rows of the first weight of a gated network; 0: there is none.
     gated: int = 0
+
+
+@dataclass
+class LayerStack:
+    """Sub-layers of one or several layers that are alike, as kernels for layers take them."""
+
+    #: The `recipe.Kind` of each sub-layer of one layer.
+    kinds: list[int]
+    norm_first: bool
+    #: The `recipe.NormKind` of each sub-layer of one layer.
+    norms: list[int]
+    heads: int
+    batch_first: bool
+    #: Of the networks.
+    activation: Any
+    #: Of each sub-layer of all layers weight and bias of two linear maps and of the norm. Weights of int8
+    #: are given by their values.
+    parameters: list[Tensor | None]
+    #: Of each sub-layer the scales of its two weights, (rows of the weight,), and of their inputs,
+    #: (columns of the weight,). None: it is not int8, or its inputs are not scaled. Empty: none is int8.
+    scales: list[Tensor | None]
+    #: Of each sub-layer's norm.
+    eps: list[float]
+    #: A backend's packed copies of the weights.
+    packed: Any = None
+
+    def weights(self) -> list[Any]:
+        """Returns the two weights of each sub-layer."""
+        weights: list[Any] = [None] * (len(self.parameters) // 3)
+        weights[0::2], weights[1::2] = self.parameters[0::6], self.parameters[2::6]
+        return weights

@@ -10,7 +10,8 @@ in the public functions; the weights are cast once, when kernels are bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,33 +22,22 @@ from ..._context import is_traced
 from ...dispatch import Call, make_call, select
 from ...functional import causal_mask
 from ...nn import masks
-from ...nn.fused_layers import Parameters
-from ...nn.fusion import (
-    LINEAR,
-    Layer,
-    Norm,
-    Sublayer,
-    Unreadable,
-    affine,
-    is_unhooked,
-    read_layer,
-    read_norm,
-)
+from ...nn.bound import Bound, bound_to
+from ...nn.fusion import LAYER_NORM, LINEAR, affine, read_layer
+from ...nn.guard import Guard, Unreadable, is_unhooked
 from ...nn.int8 import Int8Weight, Weight, run_feed_forward, run_linear
 from ...ops.arguments import (
     AddLayerNormArguments,
     AttentionArguments,
     FeedForwardArguments,
-    LayerArguments,
     LayerNormArguments,
     LinearArguments,
 )
 from ...ops.autograd import wants_grad
-from ...recipe import Kind
+from ...recipe import NO_NORM, Kind, Layer, Linear, Norm, NormKind, Place, Sublayer
 from ..attention_weights import evaluating
 from ..embedding import OutputProjection
 from . import cuda_graph
-from .cuda_graph import Place
 
 _ATTENTION = (torch.nn.MultiheadAttention, nn.MultiheadAttention)
 _ENCODER_LAYER = (torch.nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
@@ -66,9 +56,11 @@ class Stack(NamedTuple):
     d_model: int
     heads: int
     norm_first: bool
-    layers: list[Layer]
+    layers: Sequence[Layer[Any]]
     #: The norm after the last layer; None: none.
-    final_norm: Norm | None
+    final_norm: Norm[Any] | None
+    #: The layers as steps read them: keys and values of the memory are computed before the first one.
+    steps: Bound
 
 
 def read_stack(stack: Any, crossed: bool) -> Stack:
@@ -78,31 +70,67 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
     """
     if not is_unhooked(stack, _STACK):
         raise Unreadable("the stack is hooked or has a forward of its own")
-    layers: list[Layer] = []
-    for i, module in enumerate(stack.layers):
-        if not is_unhooked(module, _DECODER_LAYER if crossed else _ENCODER_LAYER):
-            raise Unreadable(f"layers.{i} is hooked or has a forward of its own")
-        try:
-            layers.append(read_layer(module, _ATTENTION))
-        except Unreadable as reason:
-            raise Unreadable(f"layers.{i}.{reason}") from None
+    kinds = _DECODER_LAYER if crossed else _ENCODER_LAYER
+
+    def read(guard: Guard, width: int = 0) -> list[Layer[Place]]:
+        recipes = []
+        for i, module in enumerate(guard.children(stack.layers)):
+            if not is_unhooked(module, kinds):
+                raise Unreadable(f"layers.{i} is hooked or has a forward of its own")
+            try:
+                guard.unhooked(module, f"layers.{i}")
+                recipe = read_layer(module, _ATTENTION, guard, path=f"{i}.")
+            except Unreadable as reason:
+                raise Unreadable(f"layers.{i}.{reason}") from None
+            recipes.append(_without_memory(recipe, width) if width else recipe)
+        return recipes
+
+    bound = bound_to(stack.layers, kinds, read)
+    layers = bound.layers
     if not layers:
         raise Unreadable("the stack has no layers")
     first = layers[0]
-    heads, d_model = first.sublayers[0].heads, first.sublayers[0].weight2.shape[0]
+    own = first.sublayers[0]
     for layer in layers:
         if layer.norm_first != first.norm_first:
             raise Unreadable("the layers differ in norm_first")
-        if layer.sublayers[0].heads != heads:
+        if layer.sublayers[0].heads != own.heads:
             raise Unreadable("the layers differ in heads")
     if len({(p.dtype, p.device) for p in stack.parameters() if p.dtype != torch.int8}) != 1:
         raise Unreadable("its parameters differ in dtype or device")
-    final = None if stack.norm is None else read_norm(stack.norm, d_model)
-    return Stack(d_model, heads, first.norm_first, layers, final)
+    d_model = own.maps[-1].weight.shape[0]
+    if crossed:
+        bound = bound_to(stack.layers, (kinds, "steps"), partial(read, width=d_model))
+    final = None if stack.norm is None else _final_norm(stack.norm, d_model)
+    return Stack(d_model, own.heads, first.norm_first, layers, final, bound)
+
+
+def _without_memory(recipe: Layer[Place], width: int) -> Layer[Place]:
+    """Returns the recipe of steps, whose attention to the memory projects queries only."""
+    sublayers = []
+    for one in recipe.sublayers:
+        if one.kind is Kind.CROSS_ATTENTION:
+            joined, out = one.maps
+            one = replace(one, maps=(joined.each(partial(replace, rows=(0, width))), out))
+        sublayers.append(one)
+    return replace(recipe, sublayers=tuple(sublayers))
+
+
+def _final_norm(module: Any, width: int) -> Norm[Any]:
+    if is_unhooked(module, LAYER_NORM) and module.normalized_shape == (width,):
+        return Norm(NormKind.LAYER, *affine(module), module.eps)
+    return replace(NO_NORM, module=module)
+
+
+def of_query(cross: Sublayer[Any]) -> Linear[Any]:
+    """Returns the query's projection, (M, M) and (M,)."""
+    joined = cross.maps[0]
+    width = joined.weight.shape[1]
+    return Linear(joined.weight[:width], None if joined.bias is None else joined.bias[:width])
 
 
 #: (input (N, M)) -> (N, Mout)
-Linear = Callable[[Tensor], Tensor]
+Map = Callable[[Tensor], Tensor]
 #: (sub-layer's output, its residual) -> their sum, normalised in post-norm stacks
 Join = Callable[[Tensor, Tensor], Tensor]
 
@@ -127,7 +155,7 @@ def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, An
 # calls on the kernel that the dispatcher chooses.
 
 
-def bind_linear(rows: int, weight: Weight, bias: Tensor | None) -> Linear:
+def bind_linear(rows: int, weight: Weight, bias: Tensor | None) -> Map:
     if isinstance(weight, Int8Weight):
         return lambda x: run_linear(x, weight, bias)
     dtype, (w, b) = _cast(weight, bias)
@@ -138,10 +166,12 @@ def bind_linear(rows: int, weight: Weight, bias: Tensor | None) -> Linear:
     return lambda x: run(LinearArguments(x, w, b))
 
 
-def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
-    if isinstance(f.weight1, Int8Weight) or isinstance(f.weight2, Int8Weight):
-        return lambda x: run_feed_forward(x, *f[1:5], activation)
-    dtype, (w1, b1, w2, b2) = _cast(f.weight1, f.bias1, f.weight2, f.bias2)
+def bind_feed_forward(rows: int, f: Sublayer[Any], activation: Any) -> Map:
+    first, second = f.maps
+    given = first.weight, first.bias, second.weight, second.bias
+    if isinstance(first.weight, Int8Weight) or isinstance(second.weight, Int8Weight):
+        return lambda x: run_feed_forward(x, *given, activation)
+    dtype, (w1, b1, w2, b2) = _cast(*given)
     sample = w1.new_empty((rows, w1.shape[1]))
     rest = (w1, b1, w2, b2, activation)
     run = select(make_call(FeedForwardArguments(sample, *rest), False)).function
@@ -158,7 +188,7 @@ def bind_attention(
     return select(make_call(arguments, False)).function
 
 
-def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
+def bind_layer_norm(sample: Tensor, norm: Norm[Any]) -> Map:
     """Returns the layer norm of (N, M), with the sample's N and M."""
     if norm.module is not None:
         return norm.module
@@ -168,12 +198,12 @@ def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
     return lambda x: run(LayerNormArguments(x, *rest))
 
 
-def bind_enter(sample: Tensor, norm: Norm, norm_first: bool) -> Linear | None:
+def bind_enter(sample: Tensor, norm: Norm[Any], norm_first: bool) -> Map | None:
     """Returns the norm before a sub-layer in pre-norm stacks, else None."""
     return bind_layer_norm(sample, norm) if norm_first else None
 
 
-def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
+def bind_join(sample: Tensor, norm: Norm[Any], norm_first: bool) -> Join:
     """Returns the residual connection after a sub-layer, with the norm in post-norm stacks."""
     casts = product_dtype(sample) != sample.dtype
     module = norm.module
@@ -198,44 +228,33 @@ def bind_stack(
     key_lengths: Tensor | None,
 ) -> Callable[..., Tensor] | None:
     """Returns a function that runs all layers in one call; None: they need separate kernels."""
-    parameters: list[Any] = []
-    eps: list[float] = []
-    activation = stack.layers[0].activation
-    for layer in stack.layers:
-        for one in layer.sublayers:
-            if one.norm.module is not None or layer.activation != activation:
-                return None
-            # Skips keys and values of the memory: they were computed before the first step.
-            first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
-            parameters += *first, *one[3:5], *one.norm[:2]
-            eps.append(one.norm.eps)
+    if sample.shape[0] == 0 or is_traced():
+        return None
     try:
-        given = Parameters.of(parameters)
+        group, *others = stack.steps.groups
     except Unreadable:
+        return None
+    if others:
         return None
     # A cache in bfloat16 of a float32 model: see `caches_in_bf16`.
     places = (cache, *memories) if cache.dtype == sample.dtype else ()
-    tensors = (sample, *places, *given.floats)
-    arguments = LayerArguments(activation=activation, quantized=given.quantized)
-    call = Call("decode_step", tensors, wants_grad(*tensors), arguments)
+    tensors = (sample, *places, *group.floats)
+    call = Call("decode_step", tensors, wants_grad(*tensors), group.arguments)
     kernel = dispatch.find(call)
-    if kernel is None or sample.shape[0] == 0 or is_traced():
+    if kernel is None:
         return None
-    return kernel.function(  # type: ignore[no-any-return]
-        given.tensors, given.scales, eps, stack.norm_first, activation, sample.shape[0], memories, mask,
-        key_lengths,
-    )  # fmt: skip
+    return kernel.function(group.stack, sample.shape[0], memories, mask, key_lengths)  # type: ignore[no-any-return]
 
 
-def caches_in_bf16(layers: Sequence[Layer]) -> bool:
+def caches_in_bf16(layers: Sequence[Layer[Any]]) -> bool:
     """True if float32 keys and values are cached in bfloat16: all projections of attention are int8, and
     the CPU multiplies bfloat16. Steps of many sequences mostly read the cache."""
     for layer in layers:
         for one in layer.sublayers:
-            if one.kind != Kind.FEED_FORWARD and not (
-                isinstance(one.weight1, Int8Weight) and isinstance(one.weight2, Int8Weight)
-            ):
-                return False
+            if one.kind is not Kind.FEED_FORWARD:
+                for each in one.maps:
+                    if not isinstance(each.weight, Int8Weight):
+                        return False
     return _native.module is not None and "bf16" in _native.module.dot_types()
 
 
@@ -258,17 +277,18 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 class _Attention:
     """Base of both attentions: projections, norm and residual connection."""
 
-    def __init__(self, weights: Sublayer, norm_first: bool) -> None:
+    def __init__(self, weights: Sublayer[Any], norm_first: bool) -> None:
         self.weights, self.norm_first = weights, norm_first
         self.heads = weights.heads
-        self.width = weights.weight1.shape[1]
+        self.width = weights.maps[0].weight.shape[1]
         self.size = self.width // self.heads
         self.scale = self.size**-0.5
 
-    def _bind(self, sample: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    def _bind(self, sample: Tensor, project: Linear[Any]) -> None:
         w, rows = self.weights, sample.shape[0]
-        self.project_in = bind_linear(rows, weight, bias)
-        self.project_out = bind_linear(rows, w.weight2, w.bias2)
+        out = w.maps[-1]
+        self.project_in = bind_linear(rows, project.weight, project.bias)
+        self.project_out = bind_linear(rows, out.weight, out.bias)
         self.enter = bind_enter(sample, w.norm, self.norm_first)
         self.join = bind_join(sample, w.norm, self.norm_first)
 
@@ -278,7 +298,7 @@ class SelfAttention(_Attention):
 
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """Binds kernels for (R * T, M) like ``sample``, and keys like (R, H, positions, D)."""
-        self._bind(sample, self.weights.weight1, self.weights.bias1)
+        self._bind(sample, self.weights.maps[0])
         # Only the first call has several tokens, so the causal mask starts at position 0.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
@@ -287,7 +307,9 @@ class SelfAttention(_Attention):
         self.attention_at = bind_attention(query, keys, None, lengths, False)
         self.shape = (rows, length, 3, self.heads, self.size)
 
-    def step(self, x: Tensor, cache: Tensor, start: int, place: Place | None = None) -> Tensor:
+    def step(
+        self, x: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None = None
+    ) -> Tensor:
         """``cache`` (2, R, H, positions, D) holds the keys and values of the first ``start`` tokens.
 
         ``place``: position of a single token in device memory, for recorded steps.
@@ -337,10 +359,12 @@ class CrossAttention(_Attention):
     The beams of a source are additional queries to that source's keys, so its keys are not copied.
     """
 
-    def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor, in_bf16: bool) -> None:
+    def __init__(
+        self, weights: Sublayer[Any], norm_first: bool, memory: Tensor, in_bf16: bool
+    ) -> None:
         super().__init__(weights, norm_first)
         width = self.width
-        w, b = weights.weight1, weights.bias1
+        w, b = weights.maps[0].weight, weights.maps[0].bias
         sources, places, _ = memory.shape
         project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
         both = project(memory.reshape(sources * places, width))
@@ -359,7 +383,7 @@ class CrossAttention(_Attention):
         sources = self.keys.shape[0]
         self.mask, self.lengths = places.mask, places.lengths
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
-        self._bind(sample, *self.weights.of_query())
+        self._bind(sample, of_query(self.weights))
         query = self.keys.new_empty(self.shape).transpose(1, 2)
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
@@ -378,7 +402,7 @@ class CrossAttention(_Attention):
 class FeedForward:
     """The position-wise feed-forward network."""
 
-    def __init__(self, weights: Sublayer, activation: Any, norm_first: bool) -> None:
+    def __init__(self, weights: Sublayer[Any], activation: Any, norm_first: bool) -> None:
         self.weights, self.activation, self.norm_first = weights, activation, norm_first
 
     def bind(self, sample: Tensor) -> None:
@@ -387,7 +411,7 @@ class FeedForward:
         enter, join = bind_enter(sample, norm, norm_first), bind_join(sample, norm, norm_first)
         network = bind_feed_forward(sample.shape[0], self.weights, self.activation)
         if enter is None:
-            self.step: Linear = lambda x: join(network(x), x)
+            self.step: Map = lambda x: join(network(x), x)
         else:
             self.step = lambda x: join(network(enter(x)), x)
 
@@ -398,7 +422,7 @@ Embed = Callable[[Tensor, int], Tensor]
 Project = Callable[[Tensor], Tensor]
 
 
-def bind_project(project: Any, rows: int) -> Linear:
+def bind_project(project: Any, rows: int) -> Map:
     """Returns ``project`` for (R, M), on this package's kernels if it is a plain Linear."""
     if is_unhooked(project, LINEAR):
         return bind_linear(rows, *affine(project))
@@ -526,16 +550,13 @@ class CachedDecoder(StepDecoder):
         self.places = MemoryPlaces.of(memory_padding)
         self.in_bf16 = caches_in_bf16(stack.layers)
         self.length = 0  # number of tokens in the cache
+        #: Attention to the memory in each layer; empty: there is none.
+        self.crosses: list[CrossAttention] = []
+        for layer in stack.layers if memory is not None else ():
+            cross = CrossAttention(layer.sublayers[1], stack.norm_first, memory, self.in_bf16)  # type: ignore[arg-type]
+            self.crosses.append(cross)
+        #: The sub-layers of each layer, if they need separate kernels.
         self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
-        norm_first = stack.norm_first
-        for layer in stack.layers:
-            own, *crossed, last = layer.sublayers
-            cross = None
-            if crossed:
-                assert memory is not None
-                cross = CrossAttention(crossed[0], norm_first, memory, self.in_bf16)
-            network = FeedForward(last, layer.activation, norm_first)
-            self.layers.append((SelfAttention(own, norm_first), cross, network))
         self._bound: tuple[int, int] | None = None
         # (layers, key and value, R, H, capacity, D).
         self.cache = torch.empty(0)
@@ -545,7 +566,7 @@ class CachedDecoder(StepDecoder):
         rows, length = tokens.shape
         x = self.embed(tokens, 0)
         size = self.stack.d_model // self.stack.heads
-        shape = (len(self.layers), 2, rows, self.stack.heads, self.capacity, size)
+        shape = (len(self.stack.layers), 2, rows, self.stack.heads, self.capacity, size)
         dtype = product_dtype(x)
         if self.in_bf16 and dtype == torch.float32:
             dtype = torch.bfloat16
@@ -571,10 +592,7 @@ class CachedDecoder(StepDecoder):
             x = self._layer_by_layer(x, self.cache, start)
         if length > 1:
             x = x.view(rows, length, -1)[:, -1]
-        return self._logits(x)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.logits(x if self.final_norm is None else self.final_norm(x))
+        return self.logits(self.final_norm(x))
 
     def _layer_by_layer(
         self, x: Tensor, caches: Tensor, start: int, place: cuda_graph.Place | None = None
@@ -589,24 +607,34 @@ class CachedDecoder(StepDecoder):
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
         keys = self.cache[0, 0]
-        memories = [cross.memory for _, cross, _ in self.layers if cross is not None]
+        memories = [cross.memory for cross in self.crosses]
         self.whole = bind_stack(
             x, self.cache, self.stack, memories, self.places.mask, self.places.lengths
         )
         if self.whole is None:
+            self.layers = self.layers or self._separate()
             for own, cross, feed_forward in self.layers:
                 own.bind(x, keys, rows, length)
                 if cross is not None:
                     cross.bind(x, self.places)
                 feed_forward.bind(x)
         final = self.stack.final_norm
-        self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
+        self.final_norm = (lambda x: x) if final is None else bind_layer_norm(x[:rows], final)
         self.logits = bind_project(self.project, rows)
         self.steps: cuda_graph.Steps | None = None
         if length == 1 and self.whole is None and cuda_graph.wanted(x):
             self.steps = cuda_graph.Steps(
-                x, self.capacity, lambda *step: self._logits(self._layer_by_layer(*step))
-            )
+                x, self.capacity,
+                lambda *step: self.logits(self.final_norm(self._layer_by_layer(*step))),
+            )  # fmt: skip
+
+    def _separate(self) -> list[tuple[SelfAttention, CrossAttention | None, FeedForward]]:
+        norm_first, layers = self.stack.norm_first, []
+        for i, layer in enumerate(self.stack.layers):
+            own, network = layer.sublayers[0], layer.sublayers[-1]
+            parts = SelfAttention(own, norm_first), self.crosses[i] if self.crosses else None
+            layers.append((*parts, FeedForward(network, layer.activation, norm_first)))
+        return layers
 
     def reorder(self, rows: Tensor) -> None:
         self.cache = self.reordering.apply(self.cache, rows, self.length)
@@ -614,9 +642,8 @@ class CachedDecoder(StepDecoder):
     def keep(self, sources: Tensor) -> None:
         super().keep(sources)
         self.places = self.places.keep(sources)
-        for _, cross, _ in self.layers:
-            if cross is not None:
-                cross.keep(sources)
+        for cross in self.crosses:
+            cross.keep(sources)
 
     def _rows(self) -> Tensor:
         return torch.arange(self.cache.shape[2], device=self.cache.device)
