@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,9 +71,11 @@ class Settings:
         self.falls_back = self.small_size_fallback and not self.batch_invariant
         if self.batch_invariant and _native.module is not None:
             # From the first time on, the operators ask: they run without Python's context.
-            _native.module.read_batch_invariant_from(_is_batch_invariant)
+            _native.module.read_batch_invariant_from(partial(_batch_invariant_of, settings))
 
 
+#: Reads a setting without a Python frame.
+_batch_invariant_of = attrgetter("current.batch_invariant")
 #: The settings of contexts that are in no block: defaults of the process, see `set_defaults`.
 settings = Settings()
 
@@ -80,10 +84,6 @@ def current_settings() -> Settings:
     """Returns ``settings.current``, which hot paths read, or while a program is traced those of its own
     blocks."""
     return settings.traced or settings.current
-
-
-def _is_batch_invariant() -> bool:
-    return bool(settings.current.batch_invariant)
 
 
 #: The settings of contexts that are in blocks.
