@@ -55,25 +55,16 @@ class Snapshot:
     break ``torch.utils.swap_tensors``. `all_hold` of the native module detects other writes.
     """
 
-    __slots__ = (
-        "address",
-        "alive",
-        "dtype",
-        "fingerprint",
-        "shape",
-        "storage",
-        "stride",
-        "version",
-    )
+    __slots__ = ("alive", "fingerprint", "state", "storage")
 
     def __init__(
         self, tensor: Tensor, owner: Tensor, when_freed: Callable[[Any], None] | None = None
     ) -> None:
         """``owner``: the tensor that ``tensor`` is a view of, or itself."""
-        self.version = owner._version
-        self.address = tensor.data_ptr()
         # Assignment to ``.data`` may keep the memory, and change only how it is read.
-        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.state = (
+            owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        )  # fmt: skip
         self.alive = True
         self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
         #: None if nobody else can write to the tensor; is_of suffices.
@@ -84,14 +75,9 @@ class Snapshot:
 
         While the storage exists, the same address is the same memory.
         """
-        return (
-            self.alive
-            and self.version == owner._version
-            and self.address == tensor.data_ptr()
-            and self.shape == tensor.shape
-            and self.stride == tensor.stride()
-            and self.dtype is tensor.dtype
-        )
+        return self.alive and self.state == (
+            owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        )  # fmt: skip
 
     def is_unchanged(self, tensor: Tensor, rows: int, later: list[Snapshot] | None = None) -> bool:
         """True if the tensor has not changed; the check is the more thorough, the more ``rows`` the
@@ -389,7 +375,9 @@ class PackedWeights:
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:
                     states.append(entry.fingerprint)
-                if not entry.is_of(weight, owner):
+                if not entry.alive or entry.state != (  # `is_of`: a call takes longer
+                    owner._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+                ):  # fmt: skip
                     break
             else:
                 if not states or _native.module.all_hold(states, rows):

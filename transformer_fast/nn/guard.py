@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -82,11 +83,11 @@ class Guard:
     Values of tensors are not part of it, nor are their dtypes and devices.
     """
 
-    __slots__ = ("classes", "empty", "equal", "methods", "owner", "seen", "values")
+    __slots__ = ("classes", "empty", "equal", "kind", "methods", "owner", "seen", "values")
 
     def __init__(self, owner: torch.nn.Module) -> None:
-        #: Class of the module that keeps the guard, and therefore is not referenced by it.
-        self.owner = type(owner)
+        #: The module that keeps the guard, and its class.
+        self.owner, self.kind = weakref.ref(owner), type(owner)
         #: (module, its class)
         self.classes: list[tuple[torch.nn.Module, type]] = []
         #: (mapping, key, the object that is its value, or `ABSENT`)
@@ -122,7 +123,7 @@ class Guard:
                     return False
         except (RuntimeError, ValueError):  # an attribute is another tensor, or another array
             return False
-        return type(owner) is self.owner
+        return type(owner) is self.kind
 
     def value(self, values: Mapping[str, Any], key: str) -> Any:
         """Returns the value of a key, or `ABSENT`."""
@@ -176,12 +177,12 @@ class Guard:
         for module in owner.modules():
             self.equal.append((module.__dict__, dict(module.__dict__)))
             self.equal.append((module._modules, dict(module._modules)))
-            self._of_class(module, module is owner)
+            self._of_class(module)
 
-    def _of_class(self, module: torch.nn.Module, is_owner: bool = False) -> None:
+    def _of_class(self, module: torch.nn.Module) -> None:
         kind = type(module)
         self.seen.add(id(module))
-        if not is_owner:
+        if module is not self.owner():
             self.classes.append((module, kind))
         if kind not in self.seen:
             self.seen.add(kind)

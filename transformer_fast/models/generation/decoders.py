@@ -68,24 +68,25 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
 
     Raises `Unreadable` if a layer is unreadable, or if layers differ in options, dtype or device.
     """
-    if not is_unhooked(stack, _STACK):
-        raise Unreadable("the stack is hooked or has a forward of its own")
     kinds = _DECODER_LAYER if crossed else _ENCODER_LAYER
 
     def read(guard: Guard, width: int = 0) -> list[Layer[Place]]:
+        if not is_unhooked(stack, _STACK):
+            raise Unreadable("the stack is hooked or has a forward of its own")
+        guard.unhooked(stack, "the stack")
         recipes = []
-        for i, module in enumerate(guard.children(stack.layers)):
+        for i, module in enumerate(guard.children(guard.entry(stack, "_modules", "layers"))):
             if not is_unhooked(module, kinds):
                 raise Unreadable(f"layers.{i} is hooked or has a forward of its own")
             try:
                 guard.unhooked(module, f"layers.{i}")
-                recipe = read_layer(module, _ATTENTION, guard, path=f"{i}.")
+                recipe = read_layer(module, _ATTENTION, guard, path=f"layers.{i}.")
             except Unreadable as reason:
                 raise Unreadable(f"layers.{i}.{reason}") from None
             recipes.append(_without_memory(recipe, width) if width else recipe)
         return recipes
 
-    bound = bound_to(stack.layers, kinds, read)
+    bound = bound_to(stack, kinds, read)
     layers = bound.layers
     if not layers:
         raise Unreadable("the stack has no layers")
@@ -100,7 +101,7 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
         raise Unreadable("its parameters differ in dtype or device")
     d_model = own.maps[-1].weight.shape[0]
     if crossed:
-        bound = bound_to(stack.layers, (kinds, "steps"), partial(read, width=d_model))
+        bound = bound_to(stack, (kinds, "steps"), partial(read, width=d_model))
     final = None if stack.norm is None else _final_norm(stack.norm, d_model)
     return Stack(d_model, own.heads, first.norm_first, layers, final, bound)
 
