@@ -178,6 +178,8 @@ class Guard:
             self.equal.append((module.__dict__, dict(module.__dict__)))
             self.equal.append((module._modules, dict(module._modules)))
             self._of_class(module)
+        if not self.holds(owner):
+            raise Unreadable("a method of a class is replaced, or calls are observed")
 
     def _of_class(self, module: torch.nn.Module) -> None:
         kind = type(module)
