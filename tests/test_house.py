@@ -62,12 +62,12 @@ def _generate() -> Callable[[], Any]:
 
 #: name -> (the call, True with gradients, the maximum counts)
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
-    "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(25, 9, 15)),
+    "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(26, 9, 15)),
     "encoder layer, training": (lambda: _encoder_layer(True), True, Count(75, 23, 59)),
     "attention, inference": (lambda: _attention(False), False, Count(4, 4, 3)),
     "attention, training": (lambda: _attention(True), True, Count(7, 5, 5)),
     "linear, inference": (_linear, False, Count(13, 6, 6)),
-    "generate, 8 tokens": (_generate, False, Count(350, 25, 166)),
+    "generate, 8 tokens": (_generate, False, Count(353, 25, 166)),
 }
 
 
@@ -182,7 +182,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 
 #: The most lines of source in each part. A change that raises one gives the reason in its commit; one
 #: that removes code lowers it. The aims are 35,000, 18,500, 35,000 and 4,500.
-LINES = {"transformer_fast": 38000, "csrc": 18500, "tests": 38600, "benchmarks": 5000}
+LINES = {"transformer_fast": 40100, "csrc": 19000, "tests": 40500, "benchmarks": 5100}
 
 
 @pytest.mark.parametrize("part", LINES)

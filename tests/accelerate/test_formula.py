@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
 )
-from test_packing import FIRST_IS_REAL, MIXED, Real, build, inputs_of, stack_of
+from test_packing import MIXED, Real, build, inputs_of, stack_of
 from transformers.models.bert import modeling_bert as bert
 
 from transformer_fast import accelerate, restore
@@ -53,7 +53,12 @@ ONE_CALL = "in inference each layer is one call"
 
 
 def calls_of(name: str, batch: str) -> int:
-    """Returns how many layers are one call: ModernBERT's one layer with windows needs whole sequences."""
+    """Returns how many layers are one call: ModernBERT's one layer with windows needs whole sequences.
+
+    Batches with padding at a first place run padded, module by module.
+    """
+    if batch == "left":
+        return 0
     return LAYERS - (name == "ModernBertModel" and batch == "mixed")
 
 
@@ -86,7 +91,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_layers_are_one_call(name: str, dtype: torch.dtype, batch: str) -> None:
     theirs = Real(build(name).to(dtype))
     ours = copy.deepcopy(theirs)
-    assert stack_of(accelerate(ours)).reason == ONE_CALL
+    assert stack_of(accelerate(ours)).reason.startswith(ONE_CALL)
     check(ours, theirs, inputs_of(*BATCHES[batch]), calls_of(name, batch))
     restore(ours)
     assert run(ours, inputs_of(*BATCHES[batch]))[1] == 0
@@ -100,7 +105,7 @@ def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.Mon
     theirs = Real(build(name))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, quantize="int8", keep_weights=keep_weights)
-    assert stack_of(report).reason == ONE_CALL
+    assert stack_of(report).reason.startswith(ONE_CALL)
     assert report.int8.bytes_after < 0.3 * report.int8.bytes_before
     inputs = inputs_of(*BATCHES[batch])
     with torch.no_grad():
@@ -357,7 +362,9 @@ def test_vmap_and_patched_classes_call_the_layers(monkeypatch: pytest.MonkeyPatc
 def test_filter_fn_excludes_layers() -> None:
     model = build("BertModel")
     report = accelerate(model, filter_fn=lambda _, name: name != "encoder.layer.1.attention.self")
-    assert stack_of(report).reason.endswith("filter_fn excludes a part of it")
+    assert stack_of(report).reason.startswith(
+        "layers run module by module: filter_fn excludes a part of it"
+    )
     with torch.no_grad():
         assert run(model, inputs_of(*MIXED))[1] == 2
 
@@ -453,7 +460,7 @@ def test_models_are_freed() -> None:
 
 def test_verify_and_pickles_of_int8() -> None:
     ours = build("BertModel")
-    report = accelerate(ours, quantize="int8", verify=inputs_of(*FIRST_IS_REAL), keep_weights=False)
+    report = accelerate(ours, quantize="int8", verify=inputs_of(*MIXED), keep_weights=False)
     assert report.verified
     assert 0 < report.int8.error < 0.05
     again = pickle.loads(pickle.dumps(ours))
@@ -461,7 +468,7 @@ def test_verify_and_pickles_of_int8() -> None:
         expected, count = run(Real(ours), inputs_of(*MIXED))
         assert count == LAYERS
         # Without float weights nothing can be proven of a layer.
-        assert "not all float32" in stack_of(accelerate(again, quantize="int8")).reason
+        assert "not all plain tensors" in stack_of(accelerate(again, quantize="int8")).reason
         got, count = run(Real(again), inputs_of(*MIXED))
     assert count == 0
     assert error(got, expected) < 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import subprocess
@@ -654,7 +655,9 @@ def test_threads_and_exceptions_share_no_state(rows: list[int]) -> None:
             with torch.no_grad():
                 got[index] = model(**batches[index])[0]
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+        # With the context's settings, which new threads do not have.
+        contexts = [contextvars.copy_context() for _ in range(8)]
+        threads = [threading.Thread(target=c.run, args=(run, i)) for i, c in enumerate(contexts)]
         [thread.start() for thread in threads], [thread.join() for thread in threads]
         assert all(torch.equal(got[index], expected[index]) for index in range(8))
         with pytest.MonkeyPatch.context() as patch:

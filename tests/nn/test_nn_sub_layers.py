@@ -360,7 +360,7 @@ def test_separate_projections_give_the_bits_of_joined_ones(
             parameters = [p for i, pair in enumerate(maps) for p in (*pair, *(norm * (i % 2)))]  # noqa: B023
             stack = LayerStack(
                 kinds, norm_first, [kind_of_norm] * len(kinds), 4, True, "gelu", parameters,
-                scales if int8 else [], [1e-5] * len(kinds),
+                unfactored(scales) if int8 else [], [1e-5] * len(kinds),
             )  # fmt: skip
             with torch.no_grad(), in_use(isa):
                 return cpu_blocks.layers(stack, x, memory=x.flip(1) if 1 in kinds else None)  # noqa: B023
@@ -375,6 +375,12 @@ def test_separate_projections_give_the_bits_of_joined_ones(
                 [kind, 2], [joined, *pairs[3:]], [torch.cat(scales[:3]), *scales[3:]], kind_of_norm
             )
             assert torch.equal(got, expected)
+
+
+def unfactored(scales: list[Any]) -> list[Any]:
+    """Returns the scales of weights, two of each sub-layer, beside those of unscaled inputs."""
+    pairs = zip(scales[0::2], scales[1::2], strict=True)
+    return [each for pair in pairs for each in (*pair, None, None)]
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -440,7 +446,15 @@ def test_gated_networks_and_rotated_heads(
     kinds = [0, 4] if joined else [0, 5, 4]
     norms = [-1 if norm_first else 0, *([] if joined else [-1]), 0]
     stack = LayerStack(
-        kinds, norm_first, norms, 4, True, "silu", parameters, scales, [1e-5] * len(kinds)
+        kinds,
+        norm_first,
+        norms,
+        4,
+        True,
+        "silu",
+        parameters,
+        unfactored(scales),
+        [1e-5] * len(kinds),
     )
     run = functools.partial(cpu_blocks.layers, stack)
     # Few rows, blocks of rows, and more rows than pass through a gated network at a time.
@@ -555,7 +569,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
             {
                 "kinds": [5, 4],
                 "parameters": [w3, None, w3, *[None] * 3, w3.char(), None, w2.char(), *[None] * 3],
-                "scales": [None, None, ones, ones[:8]],
+                "scales": [*[None] * 4, ones, ones[:8], None, None],
             },
         ),
         (attention, "a kind of norm for each", {"norms": [0, 0]}),
@@ -564,10 +578,22 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
         (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),
         (attention, "the norm must have 8", {"norm": torch.ones(4)}),
-        (attention, "2 or no scales", {"scales": [None]}),
-        (attention, "in_weight must be .* or int8 with a scale", {"scales": [ones, None]}),
-        (attention, "scale of in_weight must have 24", {"w_in": w3.char(), "scales": [x, None]}),
-        (feed_forward, "must have one dtype", {"w1": w3.char(), "scales": [ones, None]}),
+        (attention, "4 or no scales", {"scales": [None]}),
+        (
+            attention,
+            "in_weight must be .* or int8 with a scale",
+            {"scales": [ones, None, None, None]},
+        ),
+        (
+            attention,
+            "scale of in_weight must have 24",
+            {"w_in": w3.char(), "scales": [x, None, None, None]},
+        ),
+        (
+            feed_forward,
+            "must have one dtype",
+            {"w1": w3.char(), "scales": [ones, None, None, None]},
+        ),
         (feed_forward, "input must be float32", {"x": x.int()}),
         (feed_forward, "weight1 must be", {"w1": w3.to(other)}),
         (feed_forward, "weight2 must be", {"w2": w3}),
