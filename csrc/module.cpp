@@ -111,10 +111,11 @@ std::pair<int64_t, std::optional<int64_t>> count_targets(uintptr_t address, int6
           })};
 }
 
-// A function without arguments; never freed, since operators may outlive the interpreter.
+// Python function without arguments that reads the setting. Never freed: operators may outlive the
+// interpreter.
 PyObject* batch_invariant_function = nullptr;
 
-// Operators run without the GIL; a thread that released it keeps its context.
+// Operators run without the GIL. A thread keeps its Python context when it releases the GIL.
 bool context_is_batch_invariant() {
   const PyGILState_STATE state = PyGILState_Ensure();
   PyObject* const found = PyObject_CallNoArgs(batch_invariant_function);

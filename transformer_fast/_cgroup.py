@@ -27,7 +27,7 @@ def _values(root: Path, controller: str, file: str, file_1: str) -> Iterator[tup
                 continue
             mount, name = mount / controller, file_1
         group = mount / path.lstrip("/")
-        # In a container the path may be the host's. Only the root of the mount exists then.
+        # In a container the path may be the host's. Then only the root of the mount exists.
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError):
                 yield folder, (folder / name).read_text()
@@ -45,7 +45,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs' time the process's control group gets; None: it is not limited."""
+    """Returns the CPU quota of the process's control group, in CPUs; None if there is no limit."""
     quotas = []
     for folder, text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # "max 100000"

@@ -29,7 +29,7 @@ _own: ContextVar[Any] = ContextVar("transformer_fast settings")
 
 @dataclass(eq=False)
 class Settings:
-    """The package's settings in one context (`contextvars`), or the process's: ``settings``."""
+    """The package's settings in one context (`contextvars`); ``settings`` holds the process's."""
 
     #: Backend set by `use_backend`, or None.
     backend: str | None = None
@@ -38,30 +38,30 @@ class Settings:
     export_operators: bool = False
     #: True if the result of a row must not depend on the number of rows.
     batch_invariant: bool = False
-    #: False if `falls_back` is False whatever `batch_invariant` is.
+    #: False turns the small-size fallback off, also without `batch_invariant`; see `falls_back`.
     small_size_fallback: bool = True
     #: True if plain eager calls may bypass the dispatcher.
     bypass: bool = True
-    #: Hashable values on which kernels of tools and tests depend: parts of the call cache's keys.
+    #: Hashable parts of the call cache's keys, on which kernels of tools and tests depend.
     key_scope: tuple[Any, ...] = ()
     #: The GPU architecture whose tables are read, instead of the device's.
     architecture: int | None = None
     #: Receives the launches of Triton kernels, which then do not run.
     take_launch: Callable[[Any], None] | None = None
-    #: The changes of the blocks that the context is in, in order of entry.
+    #: The changes that the active blocks of this context make, in order of entry.
     blocks: tuple[dict[str, Any], ...] = ()
-    #: Of the fields above: whether plain eager calls bypass the dispatcher, and whether small calls run
-    #: on PyTorch's op.
+    #: Derived from the fields above. `is_direct`: plain eager calls bypass the dispatcher.
+    #: `falls_back`: small calls run on PyTorch's op.
     is_direct: bool = True
     falls_back: bool = True
 
-    #: Of ``settings`` only: those of the innermost block in the code that Dynamo traces. It simulates
-    #: the assignment, so that in running code this is None.
+    #: Set on ``settings`` only: the settings of the innermost block in code that Dynamo traces.
+    #: Dynamo simulates the assignment, so that this is None in running code.
     traced: Settings | None = None
 
-    #: The context's settings: its blocks', else those of the process. A property whose getter is a
-    #: builtin, since Dynamo reads such properties while it traces and guards on them; it cannot trace
-    #: `ContextVar.get`.
+    #: The context's settings: those of its blocks, else those of the process. A property with a
+    #: builtin getter: Dynamo reads such a property while it traces, and guards on it. It cannot
+    #: trace `ContextVar.get`.
     current = property(_own.get)
 
     def change(self, changes: dict[str, Any]) -> None:
@@ -70,29 +70,30 @@ class Settings:
         self.is_direct = self.bypass and self.backend is None
         self.falls_back = self.small_size_fallback and not self.batch_invariant
         if self.batch_invariant and _native.module is not None:
-            # From the first time on, the operators ask: they run without Python's context.
+            # From the first use on, C++ operators call this function: they cannot read contexts of
+            # Python.
             _native.module.read_batch_invariant_from(partial(_batch_invariant_of, settings))
 
 
 #: Reads a setting without a Python frame.
 _batch_invariant_of = attrgetter("current.batch_invariant")
-#: The settings of contexts that are in no block: defaults of the process, see `set_defaults`.
+#: Defaults of the process, see `set_defaults`: the settings of contexts outside of all blocks.
 settings = Settings()
 
 
 def current_settings() -> Settings:
-    """Returns ``settings.current``, which hot paths read, or while a program is traced those of its own
-    blocks."""
+    """Returns the settings of the context, or of the traced code's blocks while a program is
+    traced. Hot paths read ``settings.current``."""
     return settings.traced or settings.current
 
 
-#: The settings of contexts that are in blocks.
+#: The settings of contexts inside blocks.
 _in_blocks: weakref.WeakSet[Settings] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
 def change_defaults(changes: dict[str, Any]) -> None:
-    """Changes the settings of the process, also in blocks that do not change the same."""
+    """Changes the settings of the process. A block keeps the values that it has set itself."""
     with _lock:
         settings.change(changes)
         for each in _in_blocks:
@@ -182,10 +183,10 @@ def is_recorded() -> bool:
     return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
 
 
-#: ``__torch_function__`` of a subclass of Tensor that is called as plain tensors are.
+#: The ``__torch_function__`` of a Tensor subclass that does not override PyTorch's functions.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-#: True while torch.export records a program, whatever operators it keeps.
+#: True while torch.export records a program, with or without `export_operators`.
 in_torch_export = torch.compiler.is_exporting
 
 
@@ -348,5 +349,6 @@ def vmap_size() -> int:
 
 
 def autograd_below_modes() -> Any:
-    """Context manager: enables autograd in ``__torch_dispatch__``, where PyTorch excludes its keys."""
+    """Context manager that enables autograd in ``__torch_dispatch__``: PyTorch excludes its keys
+    there."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

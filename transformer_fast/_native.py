@@ -88,12 +88,12 @@ module, why_not = _load()
 
 
 def _is_for_kernels() -> bool:
-    """True if this machine could have kernels, and the package was not built without on purpose."""
+    """True if this machine could have kernels, and the build did not leave them out on purpose."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return platform.system() == "Linux" and is_x86 and not getattr(_build_record(), "PURE", False)
 
 
-#: True until `warn_of_absence` has warned; False with kernels, and where none are expected.
+#: True if a warning is due: expected kernels are missing, and `warn_of_absence` has not warned.
 unannounced: bool = module is None and _is_for_kernels()
 
 
@@ -139,7 +139,7 @@ def cpu_model() -> str:
         text = ""
     parts = r"^CPU implementer\s*:\s*(\w+)$(?:\n.*)*?\nCPU part\s*:\s*(\w+)$"
     cores = [(int(a, 16), int(b, 16)) for a, b in re.findall(parts, text, re.MULTILINE)]
-    if cores:  # of several kinds in phones and small boards
+    if cores:  # phones and small boards have several kinds
         named = (_ARM_CPUS.get(one, "ARM {:#x}:{:#x}".format(*one)) for one in cores)
         return " and ".join(dict.fromkeys(named))
     if platform.system() == "Darwin":

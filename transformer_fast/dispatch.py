@@ -41,7 +41,7 @@ BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
 FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
 #: Text of `explain` for a layer-level op that no kernel supports.
 COMPOSED = "runs as separate ops, each with its own backend"
-#: By backend, a function that returns the status line of `info`.
+#: Backend -> function that returns its status line in `info`.
 STATES: dict[str, Callable[[], str]] = {}
 #: By GPU architecture, a function that returns the launches that can be compiled ahead of time, as
 #: pairs of a description and a function that compiles it. Without any it raises NotImplementedError
@@ -133,9 +133,9 @@ class Kernel:
     activations: frozenset[str | None] | None = None  # None: any, callables too
     #: Reason why the kernel cannot run on this machine (not built, no GPU, ...), or None.
     unavailable: str | None = None
-    #: Compute capabilities (90 for 9.0) on which results and speed are validated: on any other GPU, and
-    #: on CPUs, the kernel runs only if the machine's record selects it or if named. None: no validation
-    #: needed.
+    #: Compute capabilities (90 for 9.0) on which results and speed are validated. On other GPUs and
+    #: on CPUs the kernel runs only if the machine's record selects it, or if its backend is named.
+    #: None: no validation is needed.
     proven: frozenset[int] | None = None
     #: Extra check: returns the reason why the call is unsupported, or None.
     refuses: Callable[[Call], str | None] | None = None

@@ -117,7 +117,7 @@ def direct_kernel(
     found = usable["cpu"][0]
     if found.backend != "cpu" or kernels is not registry.kernels[op] or _is_autocast_enabled("cpu"):
         return None
-    if found.proven is not None:  # its record decides
+    if found.proven is not None:  # the validation record decides
         return None
     dtype = tensors[0].dtype
     if dtype not in found.dtypes:
@@ -275,10 +275,10 @@ def small_size_fallback(
 
 
 def apply_limits() -> None:
-    """Sets the limits again, after a change of `_native.unannounced`."""
+    """Recomputes the limits after a change of `_native.unannounced`."""
     for limit in LIMITS:
         limit.__post_init__()
 
 
-# Until the warning without kernels, large calls reach the dispatcher, which warns.
+# Large calls reach the dispatcher until it has warned that the kernels are missing.
 _native.at_warning.append(apply_limits)

@@ -43,8 +43,8 @@ class Machine(NamedTuple):
 
     #: Name of the GPU or CPU.
     device: str
-    #: Of a GPU compute capability and driver, "sm_90, driver 13000"; of a CPU the instruction set and the
-    #: number of threads, "neon_dot, 4 threads".
+    #: GPU: compute capability and driver, "sm_90, driver 13000". CPU: instruction set and number of
+    #: threads, "neon_dot, 4 threads".
     target: str
     torch: str
     triton: str

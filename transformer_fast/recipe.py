@@ -25,11 +25,12 @@ class Kind(IntEnum):
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1
     FEED_FORWARD = 2
-    #: The maps of queries and of keys; the first map of the attention after it is that of values.
+    #: The maps of queries and of keys. The first map of the attention that follows is the one of
+    #: values.
     QUERIES_AND_KEYS = 3
     #: ``second(activation(gate(x)) * up(x))``
     GATED_FEED_FORWARD = 4
-    #: The gate, twice; the first map of the network after it is ``up``.
+    #: The gate, twice. The first map of the network that follows is ``up``.
     GATE = 5
 
     @property
@@ -43,7 +44,7 @@ class Kind(IntEnum):
 
 
 class NormKind(IntEnum):
-    """Kind of a norm: the codes of ``NormKind`` in csrc/cpu/ops/norm."""
+    """Kind of a norm: the codes of ``NormKind`` in csrc/cpu/ops/layer_norm."""
 
     LAYER = 0  #: ``(x - mean) / sqrt(var + eps)``
     RMS = 1  #: ``x / sqrt(mean(x^2) + eps)``
@@ -108,14 +109,14 @@ NO_NORM: Norm[Any] = Norm(NormKind.NONE, None, None, 0.0)
 class Sublayer(Generic[Of]):
     """A sub-layer with its residual sum and norm: ``norm(x + f(x))``, or pre-norm ``x + f(norm(x))``."""
 
-    #: None of those that are parts.
+    #: Never a kind that is a part of another sub-layer.
     kind: Kind
     #: Attention: of queries, keys and values (M, M), or one joined map (3 M, M); then the output's.
     #: Feed-forward: first (F, M) and second (M, F). Gated: gate and up (F, M), or one joined map
     #: (2 F, M); then second. The rows of a joined map are those of its parts in this order.
     maps: tuple[Linear[Of], ...]
     norm: Norm[Of]
-    #: The following are of attention only. Number of heads.
+    #: The fields from here on describe attention only. Number of heads.
     heads: int = 0
     #: True: the input is (B, T, M); False: (T, B, M).
     batch_first: bool = True
@@ -144,7 +145,8 @@ class Sublayer(Generic[Of]):
 
 @dataclass(frozen=True)
 class Layer(Generic[Of]):
-    """An encoder or a decoder layer: sub-layers in order, each of the output of the one before it."""
+    """An encoder or a decoder layer: sub-layers in order, each applied to the previous one's
+    output."""
 
     sublayers: tuple[Sublayer[Of], ...]
     #: Pre-norm; see `Sublayer`.

@@ -484,9 +484,9 @@ __global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 
         }
       }
       store_sums<Tile>(forward.output, block.batch, block.head, row, args.queries, sums, factors);
-      // Keys beyond the end were loaded as 0, so NaN and inf times a probability of 0 come only
-      // from keys that a mask or causality hides. Rows with such a sum are computed again without
-      // them.
+      // Keys beyond the end were loaded as 0. So a product of NaN or inf with a probability of 0
+      // comes only from keys that a mask or causality hides. Rows with such a sum are computed
+      // again without these keys.
       uint32_t again = 0;
       if (args.causal || (!kPlain && args.mask_type != MaskType::none))
         again = rows_not_finite(sums);

@@ -234,13 +234,14 @@ def code_of_others(layer: torch.nn.Module) -> str | None:
 
 
 class State(NamedTuple):
-    """What the graph of a module's call depends on besides its children, its dtypes and its code."""
+    """State on which the graph of a module's call depends, besides its children, dtypes and
+    code."""
 
     #: Name and value of each attribute with a plain value or a function.
     attributes: tuple[tuple[str, Any], ...]
-    #: Function, name and value of each constant outside the class that its functions read.
+    #: (function, name, value) of each constant outside the class that the class's functions read.
     constants: tuple[tuple[Any, str, Any], ...] = ()
-    #: The reason why a graph may not be all that a call does.
+    #: The reason why a graph may miss a part of what a call does.
     why_not: str | None = None
 
     @staticmethod
@@ -260,7 +261,7 @@ class State(NamedTuple):
         return self._replace(attributes=tuple(each for each in self.attributes if each[0] != name))
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """True if the module's attributes, and the constants, are those of the capture."""
+        """True if the module's attributes and the constants have not changed since the capture."""
         found = module.__dict__
         for name, value in self.attributes:
             if name not in found or found[name] != value:
@@ -269,7 +270,7 @@ class State(NamedTuple):
 
 
 class _Outside(Exception):  # noqa: N818 - a reason, not an error
-    """Raised if code reads or changes what no graph shows."""
+    """Raised if code reads or changes state that a graph does not contain."""
 
 
 #: Packages of functions whose results depend on their arguments only.

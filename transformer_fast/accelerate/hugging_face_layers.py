@@ -349,7 +349,8 @@ class DisentangledSelfAttention(Attention):
         return output.flatten(2), None
 
     def _of_places(self) -> list[torch.nn.Module]:
-        """Returns the modules that are called on (1, 2 * span, M) there, and on fewer places here."""
+        """Returns the modules that transformers calls on (1, 2 * span, M), and this class on fewer
+        places."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]

@@ -53,7 +53,7 @@ class FeedForward(FusedLayer):
     _code: types.CodeType
     #: Number of children when the network was read: users may append to containers later.
     _count: int
-    #: What else the graph depends on.
+    #: The other state on which the graph depends.
     _state: State
 
     def _run_network(self, input: Any) -> Any:
@@ -263,7 +263,7 @@ def _steps(module: torch.nn.Module, attributes: dict[str, Any] | None = None) ->
 
 
 def _chain(captured: Captured) -> list[str] | None:
-    """Returns the steps of a graph in which each reads the one before, and nothing else; or None."""
+    """Returns the graph's steps if each reads only the result of the step before, else None."""
     node: Any = captured.inputs["x"]
     own, steps = list(captured.own), []
     for name, begin, end in (*captured.calls, ("", captured.output, None)):

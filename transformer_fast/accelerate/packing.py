@@ -313,9 +313,9 @@ class _Loop:
         self.is_plain: bool | None = None
         #: By id of positions (kept alive) and padding, the positions of the rows.
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
-        #: By id of the padding (kept alive by its mask), whether its places are computed.
+        #: id(padding) -> True if its places are computed. The mask keeps the padding alive.
         self.computed: dict[int, bool] = {}
-        #: Why the last layer that was not called on rows was called on a padded batch.
+        #: Reason of the last layer that was called on a padded batch instead of rows.
         self.why_padded = ""
         self.trial = padded_places.trial()
 
@@ -672,7 +672,7 @@ def find(
 
 @dataclass
 class PolicyChange:
-    """Sets whether a stack that is replaced already skips padding; `undo` is `apply` once more."""
+    """Sets whether an already replaced stack skips padding. `undo` is a second `apply`."""
 
     name: str
     module: torch.nn.Module
@@ -693,7 +693,8 @@ class PolicyChange:
 
 
 def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChange | None:
-    """Returns the change of a replaced stack that computes padded places, or the reverse, if needed."""
+    """Returns the change that makes a replaced stack skip or compute padding; None if it already
+    does."""
     if not isinstance(stack, UnpaddedLayers) or stack._skips_padding == skip_padding:
         return None
     made, original = type(stack), original_class(stack)
@@ -810,7 +811,8 @@ class _Probe(Rows):
 
 
 def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
-    """Returns the index of the first layer of each kind: of the same classes and attributes."""
+    """Returns the index of the first layer of each kind, i.e. with the same classes and
+    attributes."""
     first: dict[tuple[Any, ...], int] = {}
     for index, layer in enumerate(layers):
         first.setdefault(formula.content(layer, without="layer_idx"), index)

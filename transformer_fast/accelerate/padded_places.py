@@ -77,15 +77,15 @@ class Call:
         )
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
-        """True if the places that the mask hides are those of the padding token, which the code of
-        decoders' classifiers compares tokens with."""
+        """True if every place that the mask hides holds the padding token: decoders' classifiers
+        find the end of a text by this token."""
         tokens, pad = self.arguments.get("input_ids"), _pad_token(self.model)
         if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
             return False
         return bool((tokens == pad)[~real].all())
 
 
-#: Side -> index of its outermost place.
+#: Side of a sequence -> index of its outermost place.
 _EDGES = {"left": 0, "right": -1}
 
 
@@ -98,13 +98,13 @@ def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
     elif labels.shape[:2] != real.shape:
         return False
     counted = (labels != IGNORED_LABEL).view(*real.shape, -1).any(2)
-    if is_decoder:  # the label of a place is the next one's, too
+    if is_decoder:  # the logits of a place predict the next place's label
         counted = counted | torch.nn.functional.pad(counted[:, 1:], (0, 1))
     return bool((counted & ~real).any())
 
 
 class Trial:
-    """A call of a model that shows what its code reads, and what its stacks of layers do."""
+    """A call of a model that records what the model's code reads and what its stacks do."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -186,11 +186,11 @@ def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> Plan:
 
 
 def is_change(change: Any) -> bool:
-    """True for the change of a model's class, of which the report has no entry."""
+    """True for the change of a model's class; the report has no entry for it."""
     return isinstance(change, ClassChange) and issubclass(change.after, PaddedModel)
 
 
-#: How the report's remarks on stacks that skip padding begin.
+#: Beginning of the report's remarks on stacks that skip padding.
 SKIPPED = "padding is skipped"
 #: Remark for a model with such a stack.
 ZEROS = (
@@ -202,7 +202,7 @@ ZEROS = (
 def describe(
     root: torch.nn.Module, stacks: list[tuple[str, Any]], changes: list[ClassChange]
 ) -> dict[str, str]:
-    """Returns by name of a stack what happens at padded places in calls of the outermost model."""
+    """Returns stack name -> what happens at padded places in calls of the outermost model."""
     made: dict[torch.nn.Module, Any] = {change.module: change.after for change in changes}
     notes: dict[str, str] = {}
     for name, model in root.named_modules():
@@ -223,7 +223,7 @@ def describe(
 
 
 def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -> str:
-    """Returns the remark on one stack; why_padded: from the trial, None: it saw no padding there."""
+    """Returns a stack's remark; why_padded: the trial's reason, None if it saw no padding there."""
     if found.reason or why_padded:
         reason = f"{kind}: {found.reason}" if found.reason else why_padded
         return f"padded places are computed: {reason}"
@@ -301,7 +301,7 @@ def _is_real(leaf: Any) -> bool:
 
 @contextmanager
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Runs the block in inference, without users' hooks; random state and flags stay."""
+    """Runs the block in inference, without users' hooks; restores random state and flags."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
@@ -333,7 +333,7 @@ def _put_back(hooks: dict[int, Any], others: dict[int, Any]) -> None:
 
 
 def _is_seq2seq(model: Any) -> bool:
-    """True if labels are those of a decoder, which has other places."""
+    """True if the labels belong to a decoder, whose tokens are not those of the encoder."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
@@ -374,4 +374,4 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     if _is_seq2seq(model):
         yield {**given, "decoder_input_ids": ids[:, :2]}
     yield given
-    yield {**given, "input_ids": ids[None], MASK: mask[None]}  # of multiple choice
+    yield {**given, "input_ids": ids[None], MASK: mask[None]}  # for multiple choice

@@ -199,7 +199,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
         if module in left:
             ours -= set(_modules(module))
         elif isinstance(module, (packing.UnpaddedLayers, padded_places.PaddedModel)):
-            pass  # what is inside is counted instead
+            pass  # the modules inside are counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # Children of unknown classes are called, not fused, so they do not count.

@@ -52,7 +52,7 @@ OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 NO_LABELS = frozenset({
     MASK, "bbox", "cache_position", "input_ids", "position_ids", "token_type_ids",
 })  # fmt: skip
-#: The value of labels without a loss.
+#: Label value that the loss ignores.
 IGNORED_LABEL = -100
 
 

@@ -44,11 +44,11 @@ _NAMES = "query", "key", "value"
 
 @dataclass(eq=False)
 class _Reader:
-    """A quantised weight, and what it was multiplied with."""
+    """A quantised weight, and samples of the inputs that it was multiplied by."""
 
     change: QuantizeChange
     name: str
-    #: Weights with the same input, which share their factors, so that it is rounded once for all.
+    #: Weights with the same input. They share factors, so that the input is rounded once.
     group: list[_Reader] = field(default_factory=list)
     #: float32 (in_features,): the largest magnitudes. None: no input was seen.
     size: Tensor | None = None
@@ -144,7 +144,8 @@ def _join(one: _Reader, other: _Reader) -> None:
 
 
 def _factors(group: list[_Reader]) -> Tensor | None:
-    """Returns the factors (in_features,) for weights with the same input; None: they do not pay."""
+    """Returns factors (in_features,) for weights with the same input; None if they help too
+    little."""
     sizes = [one.size for one in group if one.size is not None]
     if len(sizes) < len(group):
         return None
@@ -160,7 +161,7 @@ def _factors(group: list[_Reader]) -> Tensor | None:
     factors = (exponent - exponent.amax()).exp2()
     try:
         after = sum(one.error(factors) for one in group)
-    except ValueError:  # a weight divided by them would not be finite
+    except ValueError:  # divided by the factors, a weight would not be finite
         return None
     before = sum(one.error(None) for one in group)
     return factors if after <= _GAIN**2 * before else None

@@ -71,7 +71,7 @@ class Measured:
     findings: list[Finding] = field(default_factory=list)
     #: Op -> why its process did not finish.
     problems: dict[str, str] = field(default_factory=dict)
-    #: Ops whose process crashed: neither interrupted nor out of time.
+    #: Ops whose process crashed, i.e. was neither interrupted nor out of time.
     crashed: list[str] = field(default_factory=list)
     interrupted: bool = False
     seconds: float = 0.0

@@ -37,8 +37,8 @@ from .sublayers import Sublayers, find_stacks, nodes_of, replace_stacks, rewrite
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
 
-# The functions that run a whole module of torch.nn. They are private in PyTorch: None where they are
-# gone, which is no node's target.
+# PyTorch's functions that run a whole module of torch.nn. They are private: None if this PyTorch
+# lacks one. No node has None as its target.
 _ONE_ATTENTION = getattr(torch, "_native_multi_head_attention", None)
 _ONE_LAYER = getattr(torch, "_transformer_encoder_layer_fwd", None)
 

@@ -16,7 +16,7 @@ from .ops import Op, calls, constant, mutates, read
 
 
 def canonicalize(graph: Graph, modes: GraphModes) -> AliasAnalysis:
-    """Applies all steps of this module, in place; returns the writes that are left."""
+    """Applies all steps of this module, in place; returns the remaining writes."""
     use_mutation_results(graph)
     replace_type_as(graph)
     remove_no_ops(graph)

@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """A call of a child of the module."""
 
     name: str
-    #: None: it takes or returns something else.
+    #: The child's argument and its result; None if either is not exactly one tensor.
     input: Node | None
     output: Node | None
 
@@ -192,7 +192,7 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-#: Operators of tensors -> functions of `operator`, as Dynamo writes them; False: in reversed order.
+#: Operators of tensors -> functions of `operator`, as Dynamo writes them. False: operands reversed.
 _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     f"__{prefix}{name}__": (getattr(operator, function), prefix != "r")
     for name, function in {
@@ -208,7 +208,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
         "ne": "ne",
     }.items()
 }  # fmt: skip
-#: Functions that return no tensor, and depend on no values of tensors.
+#: Functions that return no tensor and do not depend on values of tensors.
 _OF_METADATA = frozenset({
     "__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
     "is_floating_point", "is_inference", "is_neg", "is_nonzero_static", "is_same_size", "is_signed",
@@ -230,7 +230,7 @@ class _Recorder(TorchFunctionMode):
         self._begun: list[list[Node | None]] = []
         self.modes = current_modes()
         self._nodes: dict[int, Node] = {}
-        #: Tensors, so that no other object gets the id of one.
+        #: Keeps the tensors alive, so that no other object gets the id of one.
         self._kept: list[Any] = []
 
     def add_input(self, name: str, x: Tensor) -> None:
@@ -246,7 +246,7 @@ class _Recorder(TorchFunctionMode):
         self._kept.append(x)
 
     def note_calls(self, name: str, child: torch.nn.Module) -> None:
-        """Registers hooks that note the calls of the child, and which nodes are in them."""
+        """Registers hooks that record the child's calls, and which nodes belong to them."""
 
         def begin(_: Any, given: tuple[Any, ...]) -> None:
             self._begun.append([self._nodes.get(id(x)) for x in given])

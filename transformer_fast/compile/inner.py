@@ -34,7 +34,7 @@ _STACKED = 2.4
 
 _FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
 
-#: Ops of which a softmax consists for inductor.
+#: The ops into which inductor decomposes a softmax.
 _SOFTMAX = ("softmax", "amax")
 
 #: Name of the function that returns ``.data`` in captured graphs.
@@ -104,8 +104,8 @@ def why_not(
     if len(stacked) > _STACKED * others:
         return "most ops run in calls of several sub-layers, which inductor would divide"
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
-    # Its patterns of attention have no dimension: such a softmax before a product becomes one over the
-    # last dimension (pytorch issue 196468, seen in 2.13.0 and 2.14.1).
+    # Inductor's attention patterns ignore the dimension: before a product, such a softmax becomes
+    # one over the last dimension (pytorch issue 196468, seen in 2.13.0 and 2.14.1).
     reductions = (op for graph in graphs for name in _SOFTMAX for _, op in calls(graph, name))
     if not all(map(_is_over_last, reductions)):
         return "inductor may take a softmax over another dimension than the last for attention"
@@ -190,7 +190,7 @@ class _Compiled:
         if found is None:  # each product packs its own weight
             return self.module.forward(*inputs)
         viewed = (inputs[index] for index in self.viewed)
-        before = memory.program.parameters  # of a program that runs this one
+        before = memory.program.parameters  # set by an enclosing program
         memory.program.parameters = {x.untyped_storage().data_ptr(): x for x in viewed}
         try:
             return self.compiled(*inputs, *found)

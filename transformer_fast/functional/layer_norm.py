@@ -160,7 +160,8 @@ def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -
 
 
 def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
-    """Returns the call of the Annotated Transformer's norm, with or without a residual, unchecked."""
+    """Returns the `Call` of the Annotated Transformer's norm; ``residual`` is optional. No
+    checks."""
     return make_call(given, wants_grad(*given.tensors()))
 
 

@@ -181,7 +181,7 @@ def class_of(case: GpuCase) -> str:
     return shape_class(call_of(case.op, case.case.build(torch.float32, "meta", None)))
 
 
-#: Largest FLOPs of a case on a CPU: in short runs, and in others.
+#: Largest FLOPs of a case on a CPU: (in short runs, in other runs).
 _CPU_FLOPS = 3e9, 2e10
 
 

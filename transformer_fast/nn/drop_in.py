@@ -189,7 +189,8 @@ def _unpickled(original: type, bases: tuple[type, ...]) -> torch.nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-#: PyTorch's code reads the weights of the linear layers inside these, which turns 8 bits into floats.
+#: PyTorch's code reads the weights of these layers' linear layers, and converts 8-bit ones to
+#: floats.
 _READERS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 
 

@@ -73,8 +73,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: A weight as `fusion.affine` returns it.
 Weight = Tensor | Int8Weight
 
-#: (address, shape, strides, dtype) of a float weight, and the address of its factors -> its state when
-#: quantised, and the result.
+#: (address, shape, strides, dtype) of a float weight and the address of its factors -> the weight's
+#: state when it was quantised, and the result.
 _kept: dict[tuple[Any, ...], tuple[Any, Int8Weight]] = {}
 
 
@@ -173,7 +173,7 @@ class Int8Weights:
                 "transformer_fast.restore(model)"
             )
         if type(weight) is FreedWeight:
-            # torch.export traces operations on a tensor subclass, and not reads of its parts.
+            # torch.export traces operations on a tensor subclass, but not reads of its attributes.
             if in_torch_export():
                 return weight.t() if self.transposed else weight
             return _int8_of(weight)
@@ -182,7 +182,7 @@ class Int8Weights:
             return quantized(turned, later, factors)
         if not weight.is_cpu or weight.dtype not in FLOATS or only_torch_supports(weight):
             return turned
-        if is_exporting():  # the program has PyTorch's operators alone
+        if is_exporting():  # the program contains PyTorch's operators only
             values, scale = functional.quantize_weight(turned, factors)
             return Int8Weight(values, scale, weight.dtype, factors)
         return Int8Weight(turned, None, weight.dtype, factors)
@@ -203,7 +203,8 @@ class Int8Weights:
         return before, after
 
     def free(self, module: torch.nn.Module, done: dict[Any, FreedWeight]) -> None:
-        """Replaces the float weights by `FreedWeight`s. ``done``: those of shared weights."""
+        """Replaces the float weights by `FreedWeight`s. ``done``: replacements made for shared
+        weights."""
         for name in self.names:
             weight, factors = module._parameters[name], self.factors.pop(name, None)
             if weight is None or type(weight) is FreedWeight:
@@ -266,12 +267,12 @@ class FreedWeight(Tensor):
 
     @staticmethod
     def of(weight: Tensor, transposed: bool, factors: Tensor | None) -> FreedWeight:
-        """Quantises a weight that `why_float` has no reason against."""
+        """Quantises a weight for which `why_float` returns no reason."""
         turned = weight.t() if transposed else weight
         with torch.inference_mode(False), torch.no_grad():
             found = quantized(turned, None, factors)
             assert isinstance(found, Int8Weight)
-            _kept.pop(_key(turned, factors), None)  # writes would change them for others
+            _kept.pop(_key(turned, factors), None)  # a write would change the values for others
             values = found.values.t().contiguous() if transposed else found.values
             return FreedWeight._made(values, found.scale, factors, weight.dtype, transposed)
 
@@ -283,7 +284,7 @@ class FreedWeight(Tensor):
         dtype: torch.dtype,
         turned: bool,
     ) -> FreedWeight:
-        if type(values) is not torch.nn.Parameter:  # of which packed copies are kept
+        if type(values) is not torch.nn.Parameter:  # packed copies are kept for parameters
             with torch.inference_mode(False):
                 values = torch.nn.Parameter(values.detach(), requires_grad=False)
         return FreedWeight(Int8Weight(values, scale, dtype, factors), turned)
@@ -311,7 +312,7 @@ class FreedWeight(Tensor):
         with torch.no_grad():
             held.values.copy_(values)
             held.scale.copy_(scale)  # type: ignore[arg-type]
-        # Operators called from `__torch_dispatch__` do not count as changes.
+        # Writes inside `__torch_dispatch__` do not increment the version counter.
         torch.autograd.graph.increment_version(held.values)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> FreedWeight:
@@ -493,8 +494,8 @@ class HoldsInt8(torch.nn.Module):
 
 
 def to_float(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Replaces 8-bit weights in the module's state_dict by floats, which are the same 8-bit values when
-    they are quantised again."""
+    """Replaces 8-bit weights in the module's state_dict by floats. Quantised again, these give the
+    same 8-bit values."""
     for name, weight in freed_weights(module):
         for part in (SCALE_OF, FACTORS_OF):
             state.pop(prefix + part.format(name), None)

@@ -69,7 +69,7 @@ def gradients_of(ctx: Any, *found: Any) -> tuple[Any, ...]:
     return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
 
-#: Multiply-adds of one gradient from which a backward asks whether it must be computed.
+#: From this many multiply-adds of one gradient on, a backward checks whether it is needed.
 _WORTH_ASKING = 1 << 22
 
 

@@ -54,7 +54,8 @@ class Rule(NamedTuple):
     products: str = ""
     #: The letters of ``by`` that also allow dropout, whose pattern depends on the position.
     despite_dropout: str = ""
-    #: The letters of ``by`` that require a call without activation, which would read partial sums.
+    #: Letters of ``by`` along which only calls without activation are sharded: it would read
+    #: partial sums.
     if_linear: str = ""
 
 

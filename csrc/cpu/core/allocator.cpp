@@ -11,7 +11,8 @@
 
 #include "cpu/core/host.h"
 
-// In PyTorch from 2.11 on; the binary serves older ones too.
+// PyTorch has this function from 2.11 on. It is weak since the binary also runs with older
+// versions.
 extern "C" [[gnu::weak]] AOTITorchError torch_from_blob(
     void* data, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset,
     int32_t dtype, int32_t device_type, int32_t device_index, AtenTensorHandle* result,

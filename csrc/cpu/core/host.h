@@ -29,7 +29,8 @@ extern std::atomic<long> running_operators;
 
 void wait_for_set_isa();
 
-// Returns whether the caller's context is batch invariant; null until a context was.
+// Function that returns whether the caller's context is batch invariant. Null until a context first
+// enables batch invariance.
 extern std::atomic<bool (*)()> batch_invariant_source;
 
 // Sets batch_invariant() on this thread until the end of the scope.
@@ -70,8 +71,8 @@ struct OnOneIsa<operator_> {
   }
 };
 
-// Registers an operator, in place of TORCH_BOX: the instruction set and batch_invariant(), on which
-// packed layouts and scratch sizes depend, cannot change during a call.
+// Registers an operator; replaces TORCH_BOX. The instruction set and batch_invariant() cannot
+// change during a call: packed layouts and scratch sizes depend on them.
 #define TF_BOX(function) TORCH_BOX(&tf::OnOneIsa<function>::run)
 
 // Per-thread buffer that grows and is reused, so that its pages are faulted in once. Aligned to at
@@ -148,7 +149,7 @@ inline char* bytes_of(Scratch& scratch, int64_t bytes) {
   return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
 }
 
-// torch::stable::parallel_for with the calling thread's batch_invariant() on the worker threads.
+// Like torch::stable::parallel_for. Worker threads get the calling thread's batch_invariant().
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
   if (!batch_invariant()) return torch::stable::parallel_for(begin, end, grain, f);

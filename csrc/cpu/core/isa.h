@@ -46,7 +46,7 @@ enum class Isa {
   neon_dot,
   neon_i8mm
 };
-// Those of this architecture.
+// The instruction sets of the architecture that this binary is built for.
 #if defined(__aarch64__)
 constexpr Isa kIsas[] = {Isa::neon, Isa::neon_dot, Isa::neon_i8mm};
 #else
@@ -84,9 +84,9 @@ bool has_dot(Isa isa, Dot type);
 Isa product_isa(Element type);
 const char* dot_name(Dot type);
 
-// Whether a row of a result must have the same bits whatever the number of rows. Then none of the
-// choices below depends on the number of rows. Of the calling thread: operators read it once from
-// the caller's context (RunningOperator) and pass it to their worker threads (parallel_for).
+// True if a row of a result must have the same bits for any number of rows in the call. Then none
+// of the choices below depends on the number of rows. Thread-local: operators read it once from the
+// caller's context (RunningOperator) and pass it to their worker threads (parallel_for).
 bool batch_invariant();
 void set_batch_invariant(bool on);
 // batch_invariant() for kernel files, which must not reference C++ symbols outside their namespace.
@@ -107,8 +107,8 @@ bool splits_panels(long rows);
 // packed copy is cached for so few rows.
 long direct_rows(Element type, long elements);
 
-// CPU features that the CPU reports and the operating system has enabled; false for those of other
-// architectures.
+// CPU features that the CPU reports and the operating system has enabled. Features of other
+// architectures are false.
 struct CpuFeatures {
   bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx_vnni, avx512_vnni, avx512_bf16,
       amx_tile, amx_bf16, amx_int8;

@@ -122,7 +122,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
 
 using TileFunction = void (*)(const float*, long, const float*, long, float*, long, bool, Prefetch);
 
-// The functions for tiles of 1 to kCount rows: of(rows) for each, `rows` being a constant.
+// One function per tile height: of(rows) for 1 to kCount rows, with `rows` as a compile-time
+// constant.
 template <class Function, int kCount>
 struct TileList {
   Function functions[kCount];
@@ -141,7 +142,7 @@ constexpr auto list_tiles(const F& of) {
 template <Form kForm, int kVecs>
 constexpr auto kTilesOfVecs =
     list_tiles([](auto rows) -> TileFunction { return tile<kForm, decltype(rows)::value, kVecs>; });
-// For results of one and of two vectors.
+// Tiles of one vector of columns, and of two.
 template <Form kForm>
 constexpr TileList<TileFunction, kTileRows> kTiles[2] = {kTilesOfVecs<kForm, 1>,
                                                          kTilesOfVecs<kForm, 2>};

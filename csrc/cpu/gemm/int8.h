@@ -96,10 +96,11 @@ TF_INLINE float as_float(int32_t bits) {
   return value;
 }
 
-// Four bytes of a row of A in all lanes, for dot().
+// Loads four bytes of a row of A for dot(), into all lanes.
 TF_INLINE Sums load_bytes(const char* p) {
 #if defined(__ARM_FEATURE_DOTPROD)
-  // In the lowest lane only, which dot() selects: ld1r would take one of the slots of the products.
+  // Fills the lowest lane only, which dot() selects: ld1r would take one of the slots of the
+  // products.
   Sums x;
   asm("ldr %s0, %1" : "=w"(x) : "m"(*reinterpret_cast<const char (*)[4]>(p)));
   return x;
@@ -270,7 +271,8 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
       store_sums(c + i * kPanel + j * kLanes, sums[0][i][j]);
 }
 
-// A row of T times the factors of its columns, read like a pointer to floats.
+// A row of T, multiplied by the factors of its columns while it is read. Used like a pointer to
+// floats.
 template <class T>
 struct ScaledRow {
   const T* values;
@@ -316,7 +318,7 @@ class Int8Product {
   }
   static float row_scale(const Operand* block, long row) { return header(block, row).scale; }
 
-  // factors: (k), what the columns are multiplied by before they are quantised; nullptr: 1.
+  // factors (k): multiply the columns before these are quantised; nullptr: all are 1.
   static void fill(const T* from, long from_stride, long rows, long k, Operand* block,
                    const float* factors = nullptr) {
     for (long i = 0; i < rows; ++i, from += from_stride) {

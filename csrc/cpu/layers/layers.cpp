@@ -38,9 +38,9 @@ void check_block_input(const char* op, const Tensor& input) {
       ": input must be float32, bfloat16 or float16, and on the CPU");
 }
 
-// Parameters of a linear layer with weight (n, k), and its cached packed copy. With a scale, one
-// float32 value per row of the weight, the weight is int8, and there may be factors, one per
-// column, of the input.
+// Parameters of a linear layer with weight (n, k), and the cached packed copy of the weight. An
+// int8 weight has a scale: float32, one value per row. It may have factors: one per column, which
+// multiply the input.
 struct LinearParameters {
   Tensor weight;
   MaybeTensor packed, bias, scale, factors;
@@ -126,8 +126,8 @@ class PackedLinear {
     kernels.block(args, begin, end, 0, (args.n + kernels.panel - 1) / kernels.panel,
                   bytes_of(kernel_scratch(), kernels.scratch(args)));
   }
-  // The same as run() with an 8-bit W, on this thread. x is quantised into kernel scratch, unless
-  // `before`, called last with the same x, has done so with the same factors.
+  // Like run() for an 8-bit W, on this thread. Quantises x into kernel scratch, unless the previous
+  // call, of `before`, did so with the same x and the same factors.
   void run_quantized(LinearArgs args, const PackedLinear* before, int64_t from = 0) const {
     set_parameters(args, from);
     args.packed = panels_.from(from, args.k).data;
@@ -379,8 +379,8 @@ class LayerRunner {
   const Tensor x_;
   const int64_t rows_, width_;
   const Element type_;
-  Element attention_type_;  // of what attention reads and writes
-  RotationArgs rotation_;   // of the queries and keys of self-attention; positions 0: none
+  Element attention_type_;  // of attention's inputs and outputs
+  RotationArgs rotation_;   // for queries and keys of self-attention; positions 0: none
 
  private:
   // Work on each row of the stream x by itself.

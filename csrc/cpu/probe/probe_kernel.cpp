@@ -1,6 +1,6 @@
-// Roofline loops. The arithmetic is inline assembly on twelve accumulators, or sixteen on ARM:
-// enough to cover a latency of 4 cycles on 2 ports (Neoverse V1 and later: 4), and nothing that a
-// compiler could fold, contract or eliminate.
+// Roofline loops. The arithmetic is inline assembly, which a compiler cannot fold, contract or
+// eliminate. It has twelve accumulators, or sixteen on ARM: enough to cover a latency of 4 cycles
+// on 2 ports (Neoverse V1 and later: 4 ports).
 #include "cpu/probe/probe.h"
 #include "cpu/simd/vec.h"
 

@@ -28,7 +28,7 @@ constexpr int kRootHalf = 0x3f3504f3;  // the bits of sqrt(0.5)
 // After the last store_uncached(), whose address must be aligned: orders these stores before later
 // ones.
 TF_INLINE void finish_uncached_stores() {
-#if !defined(__aarch64__)  // where they are ordinary stores
+#if !defined(__aarch64__)  // there they are ordinary stores
   _mm_sfence();
 #endif
 }
@@ -61,7 +61,7 @@ TF_INLINE void store_n(float* p, Vec x, long n) {
   for (long i = 0; i < n; ++i) p[i] = buffer[i];
 }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
-// Not fmax, which returns NaN, nor fmaxnm, which returns x, where y alone is NaN.
+// Neither fmax nor fmaxnm: if y alone is NaN, fmax returns NaN, and fmaxnm returns x.
 TF_INLINE Vec max(Vec x, Vec y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
 TF_INLINE Vec min(Vec x, Vec y) { return vbslq_f32(vcltq_f32(x, y), x, y); }
 TF_INLINE Vec round(Vec x) { return vrndnq_f32(x); }

@@ -174,8 +174,9 @@ def attention_backward_query_kernel(
     rows = p.query_end if C.PACKED else queries
     store_rows(dq_base, query, dq_heads.stride_t, column, dq * call.grad_scale, rows, C.D)
 
-    # Keys beyond ``end`` were loaded as 0, so NaN and inf times a probability of 0 come only from keys
-    # that a mask or causality hides. Rows with such a sum are computed again without them.
+    # Keys beyond ``end`` were loaded as 0. So a product of NaN or inf with a probability of 0 comes
+    # only from keys that a mask or causality hides. Rows with such a sum are computed again without
+    # these keys.
     if C.CAUSAL or C.MASK != 0:
         if any_not_finite(dq):
             tl.debug_barrier()  # other threads stored the first result

@@ -9,9 +9,9 @@ namespace tf {
 
 // Distances in elements. Rows may come in groups: the pixels of an image, whose classes are planes.
 struct LogitsLayout {
-  long row;         // of neighbouring rows; 1 or `column` is 1
-  long column = 1;  // of neighbouring classes
-  long group = 0;   // of the first rows of neighbouring groups
+  long row;         // between neighbouring rows; this or `column` is 1
+  long column = 1;  // between neighbouring classes
+  long group = 0;   // between the first rows of neighbouring groups
 };
 
 struct CrossEntropyArgs {

@@ -29,8 +29,8 @@ struct FeedForwardArgs {
   void* hidden = nullptr;          // with slope_at, (m, f): receives dz; or nullptr
   void* panels = nullptr;          // with slope_at: receives the activated hidden units in panels
                                    // (see WeightGradientArgs), or nullptr
-  // Of 8-bit weights: (f) and (n), factors of the outputs of both layers; (k) and (f), of the
-  // inputs, or nullptr: 1.
+  // For 8-bit weights. scale1 (f), scale2 (n): multiply the outputs of the two layers.
+  // factors1 (k), factors2 (f): multiply their inputs; nullptr: 1.
   const float *scale1 = nullptr, *scale2 = nullptr;
   const float *factors1 = nullptr, *factors2 = nullptr;
 };

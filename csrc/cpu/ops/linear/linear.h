@@ -22,9 +22,9 @@ struct LinearArgs {
   const void* weight = nullptr;
   long weight_stride = 0;
   bool transposed = false;
-  const float* scale = nullptr;    // of 8-bit weights: (n), factors of the columns of y
-  const float* factors = nullptr;  // of 8-bit weights: (k), of the columns of x; nullptr: 1
-  bool multiplies = false;         // by what is in y, before the residual is added
+  const float* scale = nullptr;    // with 8-bit weights: (n), multiplies the columns of y
+  const float* factors = nullptr;  // with 8-bit weights: (k), for columns of x; nullptr: 1
+  bool multiplies = false;         // multiply by the old values of y, then add the residual
 };
 
 // Kernels for weights in one packed layout. Scratch sizes are in bytes, ranges half open.

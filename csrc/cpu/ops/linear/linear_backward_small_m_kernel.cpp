@@ -13,7 +13,7 @@ namespace {
 #if TF_VECTOR_REGISTERS == 32
 constexpr int kRows = 6, kVecs = 4;  // 24 sums
 #else
-constexpr int kRows = 4, kVecs = 2;  // 8
+constexpr int kRows = 4, kVecs = 2;  // 8 sums
 #endif
 constexpr long kColumns = kVecs * kLanes;
 constexpr long kLargeGradient = 1 << 22;  // values: 16 MiB

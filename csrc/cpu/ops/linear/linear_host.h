@@ -52,7 +52,7 @@ Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int 
 Tensor pack_int8_weight(const Tensor& weight);
 const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed);
 void check_int8_weight(const char* op, const char* name, const Tensor& weight);
-// Of the columns that the weight `name` is multiplied by.
+// Validates the factors of the input's columns, one for each column of the weight `name`.
 void check_int8_factors(const char* op, const char* name, const std::optional<Tensor>& factors,
                         int64_t columns);
 
