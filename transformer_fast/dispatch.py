@@ -43,11 +43,11 @@ FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
 COMPOSED = "runs as separate ops, each with its own backend"
 #: Backend -> function that returns its status line in `info`.
 STATES: dict[str, Callable[[], str]] = {}
-#: By GPU architecture, a function that returns the launches that can be compiled ahead of time, as
-#: pairs of a description and a function that compiles it. Without any it raises NotImplementedError
-#: with the reason.
+#: GPU architecture -> function that lists the launches to compile ahead of time, as pairs
+#: (description, function that compiles it). It raises NotImplementedError with the reason if there are
+#: none.
 AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
-#: By type of device, `lookup` of the call cache of its backends (`backends.call_cache`).
+#: Device type -> `lookup` of the call cache of its backends (`backends.call_cache`).
 CALL_CACHES: dict[str, Callable[..., tuple[Any, Any]]] = {}
 #: Names of device types in the sentences of `explain`.
 _PLACES = {"cpu": "the CPU", "cuda": "a GPU"}

@@ -223,9 +223,9 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 def merged(before: Proof | None, found: Proof, crashed: Collection[str] = ()) -> Proof:
-    """Adds the earlier verdicts for which a run has no new ones to its results ``found``.
+    """Returns the results ``found`` of a run, with earlier verdicts on cases that it did not measure.
 
-    None of those of the ops in ``crashed``, whose kernels ended their process.
+    Earlier verdicts on ops in ``crashed`` are dropped: a kernel of theirs ended its process.
     """
     new = {verdict[:5] for verdict in found.verdicts}
     old = before.verdicts if before else ()

@@ -145,8 +145,7 @@ class Sublayer(Generic[Of]):
 
 @dataclass(frozen=True)
 class Layer(Generic[Of]):
-    """An encoder or a decoder layer: sub-layers in order, each applied to the previous one's
-    output."""
+    """An encoder or a decoder layer: sub-layers in order, each applied to the last output."""
 
     sublayers: tuple[Sublayer[Of], ...]
     #: Pre-norm; see `Sublayer`.

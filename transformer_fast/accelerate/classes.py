@@ -234,8 +234,7 @@ def code_of_others(layer: torch.nn.Module) -> str | None:
 
 
 class State(NamedTuple):
-    """State on which the graph of a module's call depends, besides its children, dtypes and
-    code."""
+    """State on which a module's graph depends, besides its children, dtypes and code."""
 
     #: Name and value of each attribute with a plain value or a function.
     attributes: tuple[tuple[str, Any], ...]
@@ -286,7 +285,7 @@ _IMPURE_BUILTINS = frozenset({
 
 @functools.cache
 def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
-    """Returns the constants that the functions of a class read; none of those of `KNOWN_PACKAGES`.
+    """Returns the constants that a class's functions read, without those read in `KNOWN_PACKAGES`.
 
     Raises `_Outside`.
     """

@@ -254,7 +254,7 @@ class _Disentangled:
 
     @functools.cached_property
     def products(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns those of queries with keys of positions, and of keys with queries of positions."""
+        """Returns two products: queries with keys of positions, and keys with queries of positions."""
         span = self.layer.pos_ebd_size
         places = torch.cat([self.relative[0, :, 0].flip(0), self.relative[0, 0, 1:]])
         return (
@@ -349,8 +349,7 @@ class DisentangledSelfAttention(Attention):
         return output.flatten(2), None
 
     def _of_places(self) -> list[torch.nn.Module]:
-        """Returns the modules that transformers calls on (1, 2 * span, M), and this class on fewer
-        places."""
+        """Returns the modules that are called on fewer places than transformers' (1, 2 * span, M)."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]

@@ -227,7 +227,7 @@ def _read(module: torch.nn.Module, state: State) -> tuple[Network, State] | None
 
 
 def _attribute(module: torch.nn.Module, activation: str) -> str | None:
-    """Returns the name of the attribute that holds the activation: another value has an effect."""
+    """Returns the attribute that holds the activation: another value changes the captured steps."""
     other = F.relu if activation != ".relu" else F.silu
     for name, value in vars(module).items():
         if inspect.isroutine(value) and f".{activation_name(value)}" == activation:
@@ -238,8 +238,9 @@ def _attribute(module: torch.nn.Module, activation: str) -> str | None:
 
 
 def _steps(module: torch.nn.Module, attributes: dict[str, Any] | None = None) -> list[str] | None:
-    """Returns what a call consists of, in order: names of children, "." and the kernels' name of a
-    function; None if it is no such chain, or not the same one in inference and training.
+    """Returns the steps of a call: a child's name, or a function as "." and the kernels' name for it.
+
+    None if the call is not a chain of such steps, or differs between inference and training.
     """
     linear: Any = next(filter(_is_linear, module.children()))
     weight = linear.weight

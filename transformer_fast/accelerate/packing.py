@@ -693,8 +693,7 @@ class PolicyChange:
 
 
 def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChange | None:
-    """Returns the change that makes a replaced stack skip or compute padding; None if it already
-    does."""
+    """Returns the change to ``skip_padding`` of a replaced stack, or None if it is not needed."""
     if not isinstance(stack, UnpaddedLayers) or stack._skips_padding == skip_padding:
         return None
     made, original = type(stack), original_class(stack)
@@ -811,8 +810,7 @@ class _Probe(Rows):
 
 
 def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
-    """Returns the index of the first layer of each kind, i.e. with the same classes and
-    attributes."""
+    """Returns the first index of each kind of layer: of the same classes and attributes."""
     first: dict[tuple[Any, ...], int] = {}
     for index, layer in enumerate(layers):
         first.setdefault(formula.content(layer, without="layer_idx"), index)
@@ -823,7 +821,7 @@ def _mixing(
     layers: list[Any], tested: Sequence[int], parameters: tuple[str, ...], config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]],
 ) -> str | None:  # fmt: skip
-    """Returns the reason if a layer does more between tokens than attention through the registry.
+    """Returns the reason if a layer mixes tokens other than by attention from the registry, or None.
 
     tested: the indices of the layers to test.
     """

@@ -77,8 +77,7 @@ class Call:
         )
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
-        """True if every place that the mask hides holds the padding token: decoders' classifiers
-        find the end of a text by this token."""
+        """True if all hidden places hold the padding token, which decoders' classifiers look for."""
         tokens, pad = self.arguments.get("input_ids"), _pad_token(self.model)
         if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
             return False
@@ -326,7 +325,7 @@ def _is_of_user(hook: Any) -> bool:
 
 
 def _put_back(hooks: dict[int, Any], others: dict[int, Any]) -> None:
-    """Adds hooks again; ids of hooks grow."""
+    """Adds the hooks again, in the order of their ids: newer hooks have larger ids."""
     found = sorted({**hooks, **others}.items())
     hooks.clear()
     hooks.update(found)

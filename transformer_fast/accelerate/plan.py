@@ -148,8 +148,10 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
 
 
 def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
-    """Returns the changes of models whose layers skip padding, all other changes being made; adds to
-    the report what happens at padded places."""
+    """Returns the changes of models whose layers skip padding, after all other changes.
+
+    Adds to the report what happens at padded places.
+    """
     stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, packing.UnpaddedLayers)]
     plan = padded_places.make_plan(model, [each for each in stacks if each[1]._skips_padding])
     notes = padded_places.describe(model, stacks, plan.changes) | plan.computed

@@ -43,7 +43,7 @@ MASK = "attention_mask"
 ROTATION = "position_embeddings"
 #: Keys and values of earlier calls; the first from transformers 5.24 on.
 CACHES = ("cache", "past_key_values", "layer_past")
-#: Arguments that only attention reads, by the places of tokens.
+#: Arguments that depend on the positions of tokens and that only attention reads.
 OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 
 # Arguments of models.
@@ -78,6 +78,6 @@ def sdpa_attention() -> Any:
 
 
 def arguments(function: Any) -> list[str]:
-    """Returns the names of a function's parameters; all of `CACHES` have one name."""
+    """Returns the names of a function's parameters; each name in `CACHES` becomes the first one."""
     names = inspect.signature(function).parameters
     return [CACHES[0] if name in CACHES else name for name in names]

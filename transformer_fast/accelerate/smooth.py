@@ -144,8 +144,7 @@ def _join(one: _Reader, other: _Reader) -> None:
 
 
 def _factors(group: list[_Reader]) -> Tensor | None:
-    """Returns factors (in_features,) for weights with the same input; None if they help too
-    little."""
+    """Returns factors (in_features,) for weights of the same input; None: they do not pay."""
     sizes = [one.size for one in group if one.size is not None]
     if len(sizes) < len(group):
         return None

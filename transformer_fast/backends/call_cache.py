@@ -61,7 +61,7 @@ def forget() -> None:
 def key_scope(scope: Any, **changes: Any) -> AbstractContextManager[None]:
     """Context manager that adds ``scope``, a hashable value that kernels depend on, to all keys.
 
-    ``changes``: of the settings, which the scope describes.
+    ``changes``: changed settings; ``scope`` stands for them in the keys.
     """
     return changed(key_scope=(*settings.current.key_scope, scope), **changes)
 

@@ -65,11 +65,11 @@ def layers(
         stack: the maps of attention are those of queries, keys and values, (3 M, M), and of the output,
             (M, M); a network's (F, M) and (M, F), a gated one's (2 F, M) and (M, F).
         input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
-        mask: of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: of attention
-            to the memory.
+        mask: mask of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: mask of
+            attention to the memory.
         memory: like input; needed for attention to it.
-        starts: (B + 1,) int64, batch element b being rows starts[b] to starts[b + 1]; memory_starts
-            likewise. None: not ragged.
+        starts: (B + 1,) int64: batch element b is rows starts[b] to starts[b + 1]; memory_starts: the
+            same for the memory. None: not ragged.
         cos, sin: rotate queries and keys of self-attention, (1 or B, T, channels) or (rows, channels).
     """
     if stack.packed is None:

@@ -105,7 +105,7 @@ def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _drop_all(snapshots: Sequence[Snapshot]) -> None:
-    """Makes all stale after one check found a change: the next check would read other parts."""
+    """Makes all snapshots stale after a check found a change: the next one reads other parts."""
     for one in snapshots:
         one.alive = False
 

@@ -85,7 +85,7 @@ def compile_backend(
     reason: str | None = None
 
     def stack(editor: Editor) -> None:
-        """Takes the place of `rewrite_sublayers`: compilers fuse the nodes of sub-layers with others."""
+        """Runs instead of `rewrite_sublayers`: a compiler fuses nodes of sub-layers with other nodes."""
         nonlocal inner, reason
         chooses = inner is compile_rest and editor.graph is module.graph
         if inner is not None and not chooses:

@@ -150,8 +150,8 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            # PyTorch's attention has the tag, but draws only with dropout. Modules that a call builds
-            # on the meta device draw nothing.
+            # PyTorch's attention has the tag, but draws numbers only with dropout. Initialising modules
+            # on the meta device draws none.
             drops = "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
             devices = (getattr(x, "device", None) for x in args)
             self.found |= drops and torch.device("meta") not in devices

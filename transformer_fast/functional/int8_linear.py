@@ -38,16 +38,15 @@ def quantize_weight(weight: Tensor, factors: Tensor | None = None) -> tuple[Tens
 
     Args:
         weight: (out_features, in_features), floating-point and finite.
-        factors: float32 (in_features,), those that `int8_linear` multiplies the input by; None: ones.
+        factors: float32 (in_features,): `int8_linear` multiplies the input by them; None: ones.
 
     Returns:
-        values, int8 (out_features, in_features), and scale, float32 (out_features,). As an
-        ``nn.Parameter(values, requires_grad=False)`` the packed copy of values is kept between calls.
+        values, int8 (out_features, in_features), and scale, float32 (out_features,). Pass
+        ``nn.Parameter(values, requires_grad=False)`` so that the packed copy is kept between calls.
 
     Raises:
-        ValueError: the weight is not a floating-point matrix, or it has NaN or infinity, or divided by
-            the factors would have (values are not looked at while tracing); factors have another
-            shape or dtype.
+        ValueError: the weight is not a floating-point matrix; the weight, or weight / factors, has NaN
+            or infinity (not checked while tracing); factors have another shape or dtype.
     """
     require_tensor("quantize_weight", "weight", 1, weight)
     require_floating("weight", weight)
@@ -83,7 +82,7 @@ def int8_linear(
 
     Each row of the input is rounded to 254 steps of its own size s, 0 included: ``q = round(x / s)``
     with ``s = (max(0, max x) - min(0, min x)) / 254``. Sums of products are exact, and all that follows
-    is computed in float32. A row with NaN or infinity gives NaN, and others do not depend on it.
+    is computed in float32. A row with NaN or infinity gives NaN; other rows do not depend on it.
 
     Args:
         input: (..., in_features), floating-point.
@@ -92,9 +91,9 @@ def int8_linear(
         bias: (out_features,), in the dtype of input; None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None.
         residual: tensor of the result's shape, added last; None: no residual.
-        factors: float32 (in_features,): each column of the input is multiplied by one before its row is
-            rounded, which evens out columns with outliers. `quantize_weight` divides the weight by
-            them. None: ones.
+        factors: float32 (in_features,): multiply the columns of the input before rows are rounded.
+            They even out columns with outliers. `quantize_weight` divides the weight by them.
+            None: ones.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:
@@ -141,8 +140,8 @@ def int8_feed_forward(
         weight2: int8 (Mout, F); scale2: float32 (Mout,), both from `quantize_weight`.
         bias2: (Mout,), in the dtype of input; None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
-        factors1: float32 (M,), those of the input's columns; factors2: float32 (F,), those of the hidden
-            units; see `int8_linear`. None: ones.
+        factors1: float32 (M,), factors of the input's columns; factors2: float32 (F,), factors of the
+            hidden units; see `int8_linear`. None: ones.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:

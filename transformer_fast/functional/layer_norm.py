@@ -160,8 +160,7 @@ def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -
 
 
 def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
-    """Returns the `Call` of the Annotated Transformer's norm; ``residual`` is optional. No
-    checks."""
+    """Returns the unchecked `Call` of the Annotated Transformer's norm; residual: optional."""
     return make_call(given, wants_grad(*given.tensors()))
 
 

@@ -203,8 +203,7 @@ class Int8Weights:
         return before, after
 
     def free(self, module: torch.nn.Module, done: dict[Any, FreedWeight]) -> None:
-        """Replaces the float weights by `FreedWeight`s. ``done``: replacements made for shared
-        weights."""
+        """Replaces float weights by `FreedWeight`s; ``done``: those made for shared weights."""
         for name in self.names:
             weight, factors = module._parameters[name], self.factors.pop(name, None)
             if weight is None or type(weight) is FreedWeight:
@@ -494,8 +493,7 @@ class HoldsInt8(torch.nn.Module):
 
 
 def to_float(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Replaces 8-bit weights in the module's state_dict by floats. Quantised again, these give the
-    same 8-bit values."""
+    """Replaces 8-bit weights in the state_dict by floats that quantise to the same values."""
     for name, weight in freed_weights(module):
         for part in (SCALE_OF, FACTORS_OF):
             state.pop(prefix + part.format(name), None)

@@ -86,7 +86,7 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 
 
 def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
-    """Returns the function that the dispatcher runs for a norm, alone or behind a sum."""
+    """Returns the function that the dispatcher runs for a norm, with or without a residual sum."""
     fields = RECORDS[op]._fields
     has_bias, annotated = "bias" in fields, "unbiased" in fields
     kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind

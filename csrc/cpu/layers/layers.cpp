@@ -225,15 +225,16 @@ struct Sublayer {
   SublayerKind kind;
   LinearParameters first, second;
   Norm norm;
-  // Of queries and keys, or of the gate; empty: `first` has all.
+  // The linear layers of queries and keys, or of the gate; empty: `first` holds all of them.
   std::vector<LinearParameters> parts{};
 };
 
-// Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
-// six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
-// packed weights, the norm's eps and, unless no weight of the stack is int8, two scales and two
-// vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm. `cross_parts`: how
-// many of the query, key and value projections the first weight of cross-attention contains.
+// Parses the sub-layers of a stack whose layers each consist of `kinds`. Each sub-layer has six
+// parameters (weight and bias of the first linear layer, of the second, and of the norm), two packed
+// weights and the norm's eps. If any weight of the stack is int8, each sub-layer also has two scales
+// and two vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm.
+// `cross_parts`: how many of the query, key and value projections the first weight of
+// cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
