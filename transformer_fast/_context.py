@@ -120,8 +120,8 @@ def _with_blocks(blocks: tuple[dict[str, Any], ...]) -> Settings:
 def changed(**changes: Any) -> Iterator[None]:
     """Context manager that changes settings of the context.
 
-    Its end removes only its own changes. So blocks that overlap, such as those of suspended generators,
-    may end in any order.
+    Its end removes only its own changes. So blocks that overlap, such as those of suspended
+    generators, may end in any order.
     """
     if torch.compiler.is_dynamo_compiling():
         before = settings.traced
@@ -349,5 +349,5 @@ def vmap_size() -> int:
 
 
 def autograd_below_modes() -> Any:
-    """Context manager: enables autograd in ``__torch_dispatch__``, which excludes autograd's keys."""
+    """Context manager: enables autograd in ``__torch_dispatch__``, where its keys are excluded."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

@@ -49,10 +49,10 @@ def enable_sdpa(backend: str | None = None) -> None:
     For code that you cannot change: it affects every caller of PyTorch's function in this process,
     eager or compiled, with or without gradients. The forward runs on this package's kernel, the backward
     on PyTorch's. Calls that the kernels do not support run on PyTorch's as before;
-    `transformer_fast.explain` and the log "transformer_fast" at level INFO give the reasons. Calls that
-    PyTorch does not run on its fused attention stay on PyTorch, too: those with dropout, a mask that
-    needs a gradient, 3-D inputs on CPUs before PyTorch 2.14, or values of another size than queries. A
-    second call with the same backend changes nothing.
+    `transformer_fast.explain` and the log "transformer_fast" at level INFO give the reasons. Calls
+    that PyTorch does not run on its fused attention stay on PyTorch, too: those with dropout, a mask
+    that needs a gradient, 3-D inputs on CPUs before PyTorch 2.14, or values of another size than
+    queries. A second call with the same backend changes nothing.
 
     CPU tensors run on the C++ kernels. CUDA tensors stay on PyTorch unless ``backend="triton"`` names the
     Triton kernels, which are not validated on a GPU yet.

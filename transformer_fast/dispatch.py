@@ -44,8 +44,8 @@ COMPOSED = "runs as separate ops, each with its own backend"
 #: Backend -> function that returns its status line in `info`.
 STATES: dict[str, Callable[[], str]] = {}
 #: GPU architecture -> function that lists the launches to compile ahead of time, as pairs
-#: (description, function that compiles it). It raises NotImplementedError with the reason if there are
-#: none.
+#: (description, function that compiles it). It raises NotImplementedError with the reason if there
+#: are none.
 AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
 #: Device type -> `lookup` of the call cache of its backends (`backends.call_cache`).
 CALL_CACHES: dict[str, Callable[..., tuple[Any, Any]]] = {}
@@ -84,7 +84,7 @@ class PreferLater:
     number of rows is dynamic.
     """
 
-    #: Returns the size of a call that decides: `rows`, or another function.
+    #: Function that returns the size to compare: `rows`, or another one.
     size: Callable[[Call], int]
     #: The sizes for which a later backend is preferred.
     sizes: range
@@ -166,7 +166,7 @@ class Kernel:
         return not self.devices or kind in self.devices
 
     def run(self, *arguments: Any) -> Any:
-        """Runs the kernel on the arguments of ``reference.<op>``; of `FUSED` ops on its own."""
+        """Runs the kernel on arguments of ``reference.<op>``; `FUSED` ops have their own."""
         kind = RECORDS.get(self.op)
         return self.function(*arguments if kind is None else (kind(*arguments),))
 
@@ -409,7 +409,7 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
 
 
 def _reasons(call: Call) -> dict[str, list[str]]:
-    """Returns for each backend the reasons why it is not chosen; those of other devices last."""
+    """Returns backend -> reasons why it is not chosen; backends of other devices come last."""
     kind = call.tensors[0].device.type
     kernels = sorted(registry.kernels[call.op], key=lambda kernel: not kernel.runs_on(kind))
     return {kernel.backend: _why_not_chosen(kernel, call) for kernel in kernels}
@@ -460,7 +460,7 @@ def select(call: Call, backend: Any = None) -> Kernel:
         preferring = proven = None
         most = -1.0
         for kernel in candidates(call.op, call.tensors[0], compiling):
-            if kernel.proven is not None:  # these stand before all others
+            if kernel.proven is not None:  # such kernels come before all others
                 if _supports(kernel, call) and why_unproven(kernel, call) is None:
                     gain = _gain(kernel, call)
                     if gain > most:
@@ -512,7 +512,7 @@ def run(
 ) -> Any:
     """Runs a call on the kernel that `select` returns, with a dropout seed from PyTorch's generator.
 
-    ``insert``: of `lookup`. ``finish``: a function that is applied to the kernel's result.
+    ``insert``: returned by `lookup`. ``finish``: a function that is applied to the kernel's result.
     """
     kernel, arguments = select(call, backend), call.arguments
     if _native.unannounced and call.tensors[0].is_cpu:
@@ -557,7 +557,7 @@ def find(call: Call) -> Kernel | None:
 
 
 def _pytorchs(call: Call) -> Kernel:
-    """Returns the first of `torch` and `reference`, which use PyTorch operators only, that fits."""
+    """Returns the first of `torch` and `reference` that fits: both use only PyTorch operators."""
     for kernel in registry.kernels[call.op]:
         if kernel.backend == "torch" and not why_not(kernel, call):
             return kernel
@@ -581,9 +581,9 @@ class Explanation:
     op: str
     #: The backend that would run the call, or None if none can.
     backend: str | None
-    #: For each backend the reasons why it would not be selected; last the backends of other devices.
+    #: Backend -> reasons why it would not be selected. Backends of other devices come last.
     reasons: dict[str, list[str]]
-    #: A note on how that backend runs the call, or None. Without a backend: what happens instead.
+    #: A note on how the backend runs the call, or None. If `backend` is None: what happens instead.
     remark: str | None = None
     #: The op with the arguments that matter: shapes and dtypes, and values that are not defaults.
     call: str = ""

@@ -38,8 +38,8 @@ class Limit:
     #: Calls below these sizes run on PyTorch's op: without gradients, and with.
     inference: int
     training: int
-    #: Largest number of elements in the op's matrices for which that holds: with larger ones and few
-    #: rows PyTorch's products take up to twice the kernels' time.
+    #: Largest number of elements in the op's matrices for which these sizes hold: with larger ones
+    #: and few rows PyTorch's products take up to twice the kernels' time.
     weights: int = 1 << 62
     #: Calls below this size run on PyTorch's op with any number of weights.
     any_weights: int = 0
@@ -100,7 +100,7 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
 
 
 _NO_OPTIONS = LayerArguments()
-#: By op, the dtypes for which the CPU kernel has further `PreferLater` limits in training.
+#: Op -> dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
@@ -134,7 +134,7 @@ def direct_kernel(
         options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
         call = Call(op, tensors, True, options)
         if why_prefers_later(found, call) is not None:
-            # PyTorch's op, which supports what the kernel supports
+            # PyTorch's op; it supports every call that the kernel supports
             return usable["cpu"][1].function
     return found.function
 
@@ -200,7 +200,7 @@ def _elements(call: Any) -> int:
     return call.tensors[0].numel()  # type: ignore[no-any-return]
 
 
-#: By op, its limit and the function that returns a call's size.
+#: Op -> (its limit, function that returns a call's size).
 _RULES: dict[str, tuple[Limit, Callable[[Any], int]]] = {
     "linear": (LINEAR, lambda call: call.tensors[0].numel() * call.tensors[1].shape[0]),
     "feed_forward": (FEED_FORWARD, _of_feed_forward),

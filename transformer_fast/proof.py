@@ -223,7 +223,7 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 def merged(before: Proof | None, found: Proof, crashed: Collection[str] = ()) -> Proof:
-    """Returns the results ``found`` of a run, with earlier verdicts on cases that it did not measure.
+    """Returns the results ``found`` of a run, plus earlier verdicts on what it did not measure.
 
     Earlier verdicts on ops in ``crashed`` are dropped: a kernel of theirs ended its process.
     """

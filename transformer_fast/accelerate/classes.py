@@ -132,7 +132,7 @@ def class_of_ours(cls: type) -> str:
 #: Classes of `transformer_fast.nn` that `accelerate` does not use as a replacement; see there.
 #: Linear layers whose weights a replaced layer reads are not replaced either; see `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
-#: Methods besides ``forward`` that PyTorch's class has and ours does not call.
+#: Methods of PyTorch's class, besides ``forward``, that our class does not call.
 _REPLACED: dict[str, tuple[str, ...]] = {
     "MultiheadAttention": ("merge_masks",),
     "TransformerEncoderLayer": ("_sa_block", "_ff_block"),
@@ -209,7 +209,7 @@ def quantised(module: torch.nn.Module) -> str | None:
 
 
 def code_of_others(layer: torch.nn.Module) -> str | None:
-    """Returns the reason if calls of the layer run code that `is_of_others`."""
+    """Returns the reason if calls of the layer run code for which `is_of_others` is True."""
     modules = [*layer.modules()]
     of_classes = (
         (kind, name, value)

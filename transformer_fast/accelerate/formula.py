@@ -1,7 +1,7 @@
 """Encoder layers of transformers that run as one call in inference.
 
 `prove` runs a layer in float64 on random tokens, with attention that returns its values, and compares all
-that it computes with one of two formulas. With v = value(x), or value(norm1(x)) in pre-norm layers:
+its results with one of two formulas. With v = value(x), or value(norm1(x)) in pre-norm layers:
 
     post-norm: norm2(y + network(y)),         y = norm1(x + output(v))
     pre-norm:  y + network(norm2(y)),         y = x + output(v)
@@ -57,12 +57,12 @@ Of = TypeVar("Of")
 class Parts(NamedTuple, Generic[Of]):
     """The parts of a layer: modules, or their names."""
 
-    #: Of queries, keys and values, or one of all.
+    #: The maps of queries, keys and values, or one joint map.
     projections: tuple[Of, ...]
     output: Of
-    #: None: there is none.
+    #: None: the layer lacks it.
     norm1: Of | None
-    #: First and second; if gated, gate, up and second, or one of both and second.
+    #: First and second. If gated: gate, up and second, or a joint map of gate and up, and second.
     network: tuple[Of, ...]
     norm2: Of
 
@@ -176,7 +176,8 @@ _PLAIN = (
 def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...]:
     """Returns each module's name, its class before `accelerate`, and its attributes.
 
-    Of attributes that are neither plain values nor functions the type, so that it is equal for copies.
+    An attribute that is neither a plain value nor a function is represented by its type, so that
+    copies are equal.
     without: name of an attribute that may differ.
     """
     return tuple(
@@ -199,11 +200,11 @@ def prove(
 ) -> Formula | str:  # fmt: skip
     """Returns the formula of a layer, or the reason why it has none.
 
-    The layer runs no `classes.code_of_others`: results on a few tokens would prove nothing of it.
+    The layer must run no `classes.code_of_others`: a few tokens would prove nothing about it.
 
     Args:
         call: takes a function like the layer, hidden states (1, `TOKENS`, width) and other arguments, and
-            calls the function; returns the reason if the attention is none of a kernel for layers.
+            calls the function; returns the reason if no kernel for layers supports the attention.
         others: other arguments, which may change the result or not.
         rotation: the position embeddings (1, `TOKENS`, channels) that ``call`` passes; empty: none.
     """
@@ -240,7 +241,7 @@ def prove(
     ):
         return "it is not four to seven linear maps and one or two layer norms"
     if {*_tensors(layer).values()} != {x for m in modules for x in _tensors(m).values()}:
-        # Whatever their values are now, a change of them must change the result.
+        # Changed values of these parameters must change the result, whatever the values are now.
         return "it has parameters or buffers besides those of its linear maps and layer norms"
     size = trial.heads[0].shape[3]
     query, key, value = trial.heads
@@ -279,7 +280,7 @@ def _same(
     """True if the layer has the same result with this argument."""
     try:
         again = call(run, x, **given)
-    except Exception:  # the argument means something to the layer
+    except Exception:  # the layer uses the argument
         return False
     if isinstance(again, str) or type(again.output) is not type(trial.output):
         return False
@@ -378,7 +379,7 @@ class _Steps(NamedTuple):
                 is_gated = hidden.shape[-1] == 2 * features
                 a, b = hidden.chunk(2, -1) if is_gated else (hidden, 1.0)
                 ends = {name: y + second(of(a) * b) for name, of in ACTIVATIONS.items()}
-            except RuntimeError:  # sizes that do not fit
+            except RuntimeError:  # the sizes do not match
                 continue
             if self._are_heads(own):
                 for name, end in ends.items():

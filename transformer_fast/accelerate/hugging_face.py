@@ -121,7 +121,7 @@ def version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the module's class in transformers, if it is shared, a norm or of one of `MODELS`."""
+    """Returns the module's class in transformers if shared, a norm, or from one of `MODELS`."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
@@ -192,7 +192,7 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
 
-#: Norms of which other models of transformers have copies under other names.
+#: Norms that other models of transformers copy under other names.
 _COPIED = (
     ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
     ("transformers.models.t5.modeling_t5", "T5LayerNorm"),
@@ -230,7 +230,7 @@ def _own_attention(module: torch.nn.Module) -> bool:
 def changes_of_attention(
     layers: torch.nn.Module, is_wanted: Callable[[str], bool]
 ) -> list[ClassChange] | str:
-    """Returns the changes of the modules whose attention is not in the registry, or why one is left.
+    """Returns the changes of modules with attention outside the registry, or why one is unchanged.
 
     is_wanted: False for the name of a module in the layers that the user excludes.
     """
@@ -336,7 +336,7 @@ def save_as_float(model: torch.nn.Module) -> None:
 
 
 def _quantizer() -> Any:
-    """Returns what `save_pretrained` asks for the state of a quantised model; pickles call it, too."""
+    """The state method of a quantised model, which `save_pretrained` and pickling call."""
     return _quantizer_class()()
 
 

@@ -241,9 +241,9 @@ class MPNetSelfAttention(Attention):
 class _Disentangled:
     """The terms of DeBERTa's scores with a relative position, as a `packing.Bias`.
 
-    Query t's products with the positions from T - 1 to 1 - T are row t of a matrix (N, 2 T - 1). Its
-    term with key s is in column T - 1 - (t - s), one column further to the left than for the query
-    before. So the terms of a sequence are a view of this matrix, whose rows are 2 T - 2 elements apart.
+    Row t of a matrix (N, 2 T - 1) holds the products of query t with the positions from T - 1 to
+    1 - T. Its term with key s is in column T - 1 - (t - s): one column further left than for query
+    t - 1. So the terms of a sequence are a view of this matrix, with rows 2 T - 2 elements apart.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class _Disentangled:
 
     @functools.cached_property
     def products(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns two products: queries with keys of positions, and keys with queries of positions."""
+        """Returns the products (queries with keys of positions, keys with queries of positions)."""
         span = self.layer.pos_ebd_size
         places = torch.cat([self.relative[0, :, 0].flip(0), self.relative[0, 0, 1:]])
         return (
@@ -349,7 +349,7 @@ class DisentangledSelfAttention(Attention):
         return output.flatten(2), None
 
     def _of_places(self) -> list[torch.nn.Module]:
-        """Returns the modules that are called on fewer places than transformers' (1, 2 * span, M)."""
+        """Returns the modules that get fewer places here than transformers' (1, 2 * span, M)."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]
@@ -360,7 +360,7 @@ class DisentangledSelfAttention(Attention):
 
 
 def _has_differences(relative: Tensor | None, embeddings: Tensor | None) -> bool:
-    """True if positions (1, T, T) depend on nothing but the difference of two places."""
+    """True if positions (1, T, T) depend only on the difference of two places."""
     if relative is None or embeddings is None or relative.dim() != 3 or len(relative) != 1:
         return False
     return torch.equal(relative[:, 1:, 1:], relative[:, :-1, :-1])
@@ -490,7 +490,7 @@ def _residual_norm(layer: Any) -> Op:
 
 
 class _InTwoModules(FusedLayer):
-    """A layer whose feed-forward network is in two modules, which are called if hooked or replaced."""
+    """A layer with its feed-forward network in two modules. Hooked or replaced ones are called."""
 
     #: Names of the classes of these modules.
     _inner: str

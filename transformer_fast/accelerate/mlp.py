@@ -238,7 +238,7 @@ def _attribute(module: torch.nn.Module, activation: str) -> str | None:
 
 
 def _steps(module: torch.nn.Module, attributes: dict[str, Any] | None = None) -> list[str] | None:
-    """Returns the steps of a call: a child's name, or a function as "." and the kernels' name for it.
+    """Returns the steps of a call: names of children, and functions as "." and the kernels' name.
 
     None if the call is not a chain of such steps, or differs between inference and training.
     """

@@ -85,9 +85,9 @@ class Padding:
 
     @functools.cached_property
     def band(self) -> Tensor | None:
-        """Returns where tokens attend (1, 1, T, T), by their place, if that is a window around each.
+        """Returns the mask (1, 1, T, T) by place if each token attends to a window around itself.
 
-        T: length of the longest sequence. None: tokens attend to all, causally or by other rules.
+        T: length of the longest sequence. None: no window (all tokens, causal, other rules).
         """
         if not self._windows or not self.runs:
             return None
@@ -145,7 +145,7 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
 
 
 class _Scope(NamedTuple):
-    """What tokens attend to, besides that it is real."""
+    """Which real tokens a token attends to."""
 
     is_full: bool
     is_causal: bool
@@ -182,7 +182,7 @@ class Rows:
         self.batch, self.length = padding.real.shape
 
     def has_places_of(self, other: Any) -> bool:
-        """True if the other rows are of the same tokens."""
+        """True if ``other`` has rows of the same tokens."""
         mine, theirs = self.padding.places, other.padding.places
         return mine is theirs or torch.equal(mine, theirs)
 
@@ -306,12 +306,12 @@ class _Loop:
 
     def __init__(self, stack: UnpaddedLayers, layers: list[torch.nn.Module]) -> None:
         self.stack, self.layers = stack, layers
-        #: The output of the last call, if the loop has it as rows; and whose rows these are.
+        #: The last call's output, if the loop received it as rows, and the `Rows` that describe it.
         self.hidden: Tensor | None = None
         self.rows: Rows | None = None
         #: False: a call inside the layers is recorded, transformed or observed.
         self.is_plain: bool | None = None
-        #: By id of positions (kept alive) and padding, the positions of the rows.
+        #: (id(positions), id(padding)) -> the positions of the rows; the first are kept alive.
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
         #: id(padding) -> True if its places are computed. The mask keeps the padding alive.
         self.computed: dict[int, bool] = {}
@@ -532,7 +532,7 @@ def _is_changed(
 
 
 def _is_of_peft(kind: type) -> bool:
-    """True for wrappers of linear layers."""
+    """True for a class that wraps linear layers."""
     return kind.__module__.partition(".")[0] == "peft"
 
 
@@ -561,7 +561,7 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: their methods.
     _kinds: frozenset[type]
     _methods: frozenset[str]
-    #: What each layer computes, or why it has no formula.
+    #: Each layer's formula, or the reason why it has none.
     _formulas: tuple[formula.Formula | str, ...]
     #: Indices of the first layer of each kind, which a trial of the model runs.
     _kinds_first: tuple[int, ...]
@@ -821,7 +821,7 @@ def _mixing(
     layers: list[Any], tested: Sequence[int], parameters: tuple[str, ...], config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]],
 ) -> str | None:  # fmt: skip
-    """Returns the reason if a layer mixes tokens other than by attention from the registry, or None.
+    """Returns the reason if a layer mixes tokens outside of attention from the registry, or None.
 
     tested: the indices of the layers to test.
     """
@@ -911,7 +911,7 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
 def _formula_of(
     layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]]
 ) -> formula.Formula | str:
-    """Returns what the layer computes without a bias, or why that has no formula."""
+    """Returns the layer's formula without a bias, or the reason why it has none."""
     parameters = inspect.signature(layer.forward).parameters
     rotation: tuple[Tensor, ...] = ()
     if ROTATION in parameters:

@@ -77,7 +77,7 @@ class Call:
         )
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
-        """True if all hidden places hold the padding token, which decoders' classifiers look for."""
+        """True if masked places hold the padding token, which decoders' classifiers search for."""
         tokens, pad = self.arguments.get("input_ids"), _pad_token(self.model)
         if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
             return False

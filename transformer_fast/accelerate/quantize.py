@@ -226,8 +226,8 @@ def error_of(found: Tensor, expected: Tensor) -> tuple[float, float]:
 def measure(model: torch.nn.Module, changes: Sequence[Change], inputs: Any, report: Report) -> None:
     """Measures the error of the quantised model and of each quantised module on example inputs.
 
-    A result is wrong only if it is not finite where the model's was: the error of 8 bits is no
-    rounding of the float computation, so no budget judges it.
+    A result is wrong only if it is not finite where the model's was. No error budget applies: the
+    error of 8 bits is not a rounding error of the float computation.
     """
     from .verify import forward_only, parse_inputs
 

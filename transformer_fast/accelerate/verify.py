@@ -31,7 +31,7 @@ class Run(NamedTuple):
     grads: dict[str, Tensor] | None
 
 
-#: A layer's padding mask -> the argument whose keys it masks.
+#: Padding mask of a layer -> argument of the layer that supplies the masked keys.
 _PADDING = {
     "key_padding_mask": "key",
     "src_key_padding_mask": "src",

@@ -1,7 +1,7 @@
 """Call cache: skips argument checks and dispatch for calls that were made before.
 
-Whether the arguments are valid, which kernel runs and what its arguments are depends on shapes,
-strides, dtypes, devices, flags and a few switches, not on data. On a GPU these checks take longer than
+The checks, the choice of a kernel and the kernel's arguments depend on shapes, strides, dtypes,
+devices, flags and a few switches, but not on data. On a GPU these checks take longer than
 many kernels run, so the result is cached under exactly that key. The cache holds at most `MOST` calls;
 `forget` clears it. Calls under tracing, modes or transforms and calls on tensor subclasses are not
 cached. Calls on CPU tensors never get here: their checks take less time than a key.

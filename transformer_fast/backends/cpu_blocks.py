@@ -1,7 +1,7 @@
 """Whole layers and stacks, and whole decoding steps, in one CPU call, for inference.
 
-The operators are in ``csrc/cpu/layers/layers.cpp``: projections, attention, residual and norm by the
-same kernels as the ops', with what lies between kept in scratch.
+The operators are in ``csrc/cpu/layers/layers.cpp``. They run projections, attention, residual and
+norm on the kernels of the single ops, and keep intermediate results in scratch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def layers(
         mask: mask of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: mask of
             attention to the memory.
         memory: like input; needed for attention to it.
-        starts: (B + 1,) int64: batch element b is rows starts[b] to starts[b + 1]; memory_starts: the
-            same for the memory. None: not ragged.
+        starts: (B + 1,) int64: batch element b is rows starts[b] to starts[b + 1]; memory_starts:
+            the same for the memory. None: not ragged.
         cos, sin: rotate queries and keys of self-attention, (1 or B, T, channels) or (rows, channels).
     """
     if stack.packed is None:
@@ -112,8 +112,8 @@ class DecodeStack:
         """Maps (R * T, M) to (R * T, M): T new tokens of each of R sequences.
 
         Their keys and values are written to ``cache`` (layers, 2, R, H, places, D) from ``start``
-        on, and everything before them is seen, causally. Several tokens of a sequence must be its
-        first ones.
+        on. The new tokens attend to all tokens before them, causally. If T > 1, they must be the
+        first tokens of the sequences.
         """
         stack, packed = self.stack, self.packed(self.weights, self.rows)
         return torch.ops.transformer_fast.decode_stack.cpu(

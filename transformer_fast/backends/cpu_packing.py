@@ -9,7 +9,7 @@ Writes that PyTorch does not track (through ``.data``, NumPy, another tensor on 
 shared memory) are detected by a fingerprint (``csrc/cpu/gemm/fingerprint.h``). Every call compares
 a sample of each row and of each column, another sample each time; calls of 1,024 rows or more
 compare everything. So a changed row or column is detected at once, and a single element after some
-calls. Of int8 a row is a group of four. A stale copy is packed again. `forget` drops copies.
+calls. In int8, four rows count as one. A stale copy is packed again. `forget` drops copies.
 
 On CPUs with AMX, products of 144 rows or more read another copy, in which each weight is three
 bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
@@ -176,7 +176,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
     assert _native.module is not None
-    if (  # inlined, as below: a call takes longer
+    if (  # inlined, here and below: a function call takes longer
         weight.dtype != torch.int8
         and weight.stride(1) == 1
         and rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
@@ -370,7 +370,7 @@ class PackedWeights:
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
             states = []
-            # A loop: each step of a generator is a call, which is slower.
+            # A loop, since each step of a generator costs a function call.
             for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:

@@ -202,7 +202,7 @@ def run(
 def show(
     console: Console, rows: list[Row], sections: dict[str, list[str]], legend: Sequence[str] = ()
 ) -> None:
-    """Prints the table, its legend, and the sections that are not empty."""
+    """Prints the table, its legend, and all sections with content."""
     console.print(form.table(rows, console.width))
     for line in legend:
         console.print(line, style="dim")

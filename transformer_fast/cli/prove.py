@@ -27,7 +27,7 @@ from ..measure import device as on_device
 from ..measure.device import OUT_OF_TIME, Finding, lines_of
 from ..proof import Proof, Verdict
 
-#: Seconds without output after which the process of an op is killed; the latter for short runs.
+#: Seconds without output after which the process of an op is killed: in full and in short runs.
 _PATIENCE, _SHORT_PATIENCE = 300.0, 120.0
 #: Time limit of a short run in seconds, for all ops together.
 _SHORT_SECONDS = 300.0

@@ -16,14 +16,14 @@ from .ops import is_view, mutates, read, written
 #: Represents all memory from outside the graph: any two such tensors may alias.
 _OUTSIDE = "outside"
 
-#: Ops recognised by `read` whose result has new memory.
+#: Ops, as `read` names them, that return new memory.
 _FRESH_OPS = frozenset(
     {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
      "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
      "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
      "full_like", "attention", "conv", "exp", "sum", "maximum", "nan_to_num", *NORMS}
 )  # fmt: skip
-#: Other functions and methods whose result has new memory, by name.
+#: Names of other functions and methods that return new memory.
 _FRESH_NAMES = frozenset(
     {"_weight_norm", "abs", "all", "and_", "any", "arange", "bitwise_and", "bitwise_or", "cat", "cos",
      "cumsum", "embedding", "empty", "empty_like", "eye", "full", "ge", "gt", "invert", "le",
@@ -128,7 +128,7 @@ class AliasAnalysis:
     def shared(
         self, nodes: Iterable[Node], cache: dict[Node, frozenset[Any]] | None = None
     ) -> frozenset[Any]:
-        """Returns identifiers of the memory of the nodes' values; ``cache``: those of each node."""
+        """Returns identifiers of the memory of the nodes' values; ``cache``: by node."""
         roots = dict(self._outside) if cache is None else cache
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
@@ -136,7 +136,7 @@ class AliasAnalysis:
         return {node: i for i, node in enumerate(self._graph.nodes)}
 
     def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
-        """Returns those of the writes that may change the values of the nodes."""
+        """Returns the writes that may change the values of the nodes."""
         roots = dict(self._outside)
         read_memory = self.shared(_nodes(list(nodes)), roots)
         return [n for n in writes if _touched(n, roots) & read_memory]

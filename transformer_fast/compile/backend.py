@@ -63,13 +63,13 @@ def compile_backend(
     fill of -inf), they return 0.
 
     Args:
-        module, example_inputs: what torch.compile passes to a backend.
+        module, example_inputs: the arguments that torch.compile passes to a backend.
 
     Options of ``torch.compile(..., options={...})``:
         inner: backend (name or function) that compiles the rewritten graph; None runs it eagerly.
             The default is inductor for inference on a CPU if a C++ compiler is found, except for
-            programs with attention masks, whose values are read at run time, and for programs most
-            of whose ops run in calls of several sub-layers.
+            programs with attention masks, because these are read at run time, and for programs
+            that run most of their ops in calls of several sub-layers.
         report: a function that receives each `GraphReport`.
         quantize: "int8": linear maps and feed-forward networks whose weights are parameters run on
             8-bit products, where no gradients are needed; None: in the weights' dtype.
@@ -85,7 +85,7 @@ def compile_backend(
     reason: str | None = None
 
     def stack(editor: Editor) -> None:
-        """Runs instead of `rewrite_sublayers`: a compiler fuses nodes of sub-layers with other nodes."""
+        """Replaces `rewrite_sublayers`: a compiler fuses nodes of sub-layers with other nodes."""
         nonlocal inner, reason
         chooses = inner is compile_rest and editor.graph is module.graph
         if inner is not None and not chooses:

@@ -188,7 +188,7 @@ def remove_empty_concatenation(graph: Graph, modes: GraphModes, aliases: AliasAn
 
     It occurs in the first step of a key-value cache.
     """
-    # Calls that depend on strides need those of the concatenated copy.
+    # Calls that depend on strides need the strides of the concatenated copy.
     viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
     ends = [*viewed, next(iter(reversed(graph.nodes)))]
     kept = aliases.shared(node for end in ends for node in end.all_input_nodes)

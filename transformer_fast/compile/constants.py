@@ -26,8 +26,8 @@ from .modes import GraphModes
 from .nodes import value
 from .ops import is_view, mutates
 
-#: Pure calls in addition to those of `is_fresh`. Of the latter, calls whose name begins with one of
-#: `_IMPURE` are not pure.
+#: Pure calls, besides the calls for which `is_fresh` is True and whose name begins with none of
+#: `_IMPURE`.
 _PURE = frozenset({"chunk", "expand", "float", "getitem", "int", "long", "split", "to", "unbind"})
 _IMPURE = ("dropout", "empty", "rand")
 #: Maximum size of a cached value, in bytes.
@@ -38,7 +38,7 @@ class _Weight(NamedTuple):
     """A weight that a product can read from its packed copy."""
 
     node: Node
-    #: Index of the program input that is the weight, or of which the weight is a view.
+    #: Index of the program input that is the weight, or the base of this view.
     owner: int
     rows: int
 
@@ -136,7 +136,7 @@ def lift(
     """Returns the program with additional inputs, their computation (None: there are none), and their
     values for ``inputs``.
 
-    Products whose weights are packed, or read in place, call their operator without a look-up.
+    Products with packed or with unpacked weights call their operator without a look-up.
     ``inputs``: the tensors that the program was captured with. Returns None if nothing is changed, if
     sizes are known only at run time, or if an input is not a plain tensor in CPU memory.
     """

@@ -26,10 +26,10 @@ from .ops import Op, calls, is_view
 
 _log = logging.getLogger("transformer_fast")
 
-#: These functions read the values of masks at run time, which a compiled program cannot do.
+#: Functions that read the values of masks at run time. A compiled program cannot do that.
 _READ_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
-#: Of the ops in calls of several sub-layers and of the others: the ratio from which running the latter
-#: eagerly was measured to be faster than dividing the former (vision and text models of two layers).
+#: (ops in calls of several sub-layers) / (other ops): above this ratio it is faster to run the
+#: other ops eagerly than to split these calls (measured on vision and text models of two layers).
 _STACKED = 2.4
 
 _FAILED = "inductor could not compile the remaining ops; they run in eager mode: %s"
@@ -150,8 +150,8 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            # PyTorch's attention has the tag, but draws numbers only with dropout. Initialising modules
-            # on the meta device draws none.
+            # PyTorch's attention has the tag, but draws numbers only with dropout. Initialising
+            # modules on the meta device draws none.
             drops = "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
             devices = (getattr(x, "device", None) for x in args)
             self.found |= drops and torch.device("meta") not in devices

@@ -231,7 +231,7 @@ _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
 
 
 def calls(graph: Graph, *names: str) -> Iterator[tuple[Node, Op]]:
-    """Yields the calls of these ops whose result is used, from a snapshot of the graph's nodes."""
+    """Yields the calls of these ops with a used result, from a snapshot of the graph's nodes."""
     for node in list(graph.nodes):
         op = read(node)
         if op is not None and op.name in names and node.users:

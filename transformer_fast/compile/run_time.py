@@ -1,7 +1,7 @@
 """Functions that rewritten graphs call at run time.
 
-They are attention with the masks that users write, and `torch.nn` modules that a captured graph
-holds as one call. The equivalent modules of `transformer_fast.nn` run the latter.
+They compute attention with the masks that users write. They also run `torch.nn` modules that a
+captured graph holds as one call, by the equivalent modules of `transformer_fast.nn`.
 """
 
 from __future__ import annotations

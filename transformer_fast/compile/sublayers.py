@@ -34,11 +34,11 @@ from .ops import calls, is_view, mutates, permutation, read, viewed
 
 
 class _Block(NamedTuple):
-    """What a sub-layer computes of its input: ``f``."""
+    """The function ``f`` that a sub-layer applies to its input."""
 
     kind: Kind
     input: Node
-    #: A network's two maps; attention: of queries, keys, values (or one of all three), and the output.
+    #: Feed-forward: two maps. Attention: maps of queries, keys, values (or one of all), and output.
     maps: list[Map]
     #: Network only.
     activation: str | None = None
@@ -134,7 +134,7 @@ def _expressions(node: Any) -> tuple[Any, ...] | None:
 
 
 def _match(editor: Editor, total: Node) -> _Sublayer | None:
-    """Returns the sub-layer whose residual sum ``total`` is, or None."""
+    """Returns the sub-layer with the residual sum ``total``, or None."""
     op = read(total)
     assert op is not None
     for x, f in ((op["input"], op["other"]), (op["other"], op["input"])):
@@ -181,7 +181,7 @@ def _network_block(node: Node) -> _Block | None:
 
 
 def _attention(node: Node) -> _Block | None:
-    """Returns the attention whose output projection the node is, or None."""
+    """Returns the attention with this node as its output projection, or None."""
     out = linear_map(node)
     if out is None:
         return None
@@ -242,12 +242,12 @@ class _Projection(NamedTuple):
     node: Node
     input: Node
     map: Map
-    #: The first column of the linear map's output that the heads are.
+    #: First column of the heads in the output of the linear map.
     start: Any
 
 
 def _projection(node: Any) -> _Projection | None:
-    """Returns the linear map of which heads (B, H, T, D) are a view of some columns, or None."""
+    """Returns the linear map if heads (B, H, T, D) are a view of its output, else None."""
     while isinstance(node, Node) and node.op == "call_method" and node.target == "contiguous":
         node = node.args[0]
     heads, base = value(node), node
@@ -272,7 +272,7 @@ def _projection(node: Any) -> _Projection | None:
 
 
 def _set_nodes(one: _Sublayer) -> bool:
-    """Finds the nodes of a sub-layer; False if other nodes use a result of them but the last."""
+    """Finds the nodes of a sub-layer; False if other nodes use any of them except the last."""
     outside = {one.x, *one.given()}
     todo = [one.y]
     while todo:
@@ -299,7 +299,7 @@ def _is_inference(editor: Editor, one: _Sublayer) -> bool:
 
 
 def _inputs(nodes: Iterable[Node]) -> list[Node]:
-    """Returns what the nodes read of other nodes, in a fixed order."""
+    """Returns the other nodes that these nodes read, in a fixed order."""
     nodes = set(nodes)
     found = {each: None for node in nodes for each in node.all_input_nodes if each not in nodes}
     order = {node: i for i, node in enumerate(next(iter(nodes)).graph.nodes)}
@@ -447,7 +447,7 @@ class Sublayers(torch.nn.Module):
 
     @functools.cached_property
     def _int8(self) -> frozenset[int]:
-        """Places of the weights whose products run on 8 bits."""
+        """Places of the weights that are multiplied in 8 bits."""
         inputs = [node for node in self.body.graph.nodes if node.op == "placeholder"]
         found = {each for node in self.body.graph.nodes for each in int8_weights(node)}
         return frozenset(i for i, node in enumerate(inputs) if node in found)

@@ -45,8 +45,8 @@ def quantize_weight(weight: Tensor, factors: Tensor | None = None) -> tuple[Tens
         ``nn.Parameter(values, requires_grad=False)`` so that the packed copy is kept between calls.
 
     Raises:
-        ValueError: the weight is not a floating-point matrix; the weight, or weight / factors, has NaN
-            or infinity (not checked while tracing); factors have another shape or dtype.
+        ValueError: the weight is not a floating-point matrix; the weight, or weight / factors, has
+            NaN or infinity (not checked while tracing); factors have another shape or dtype.
     """
     require_tensor("quantize_weight", "weight", 1, weight)
     require_floating("weight", weight)
@@ -140,8 +140,8 @@ def int8_feed_forward(
         weight2: int8 (Mout, F); scale2: float32 (Mout,), both from `quantize_weight`.
         bias2: (Mout,), in the dtype of input; None: zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
-        factors1: float32 (M,), factors of the input's columns; factors2: float32 (F,), factors of the
-            hidden units; see `int8_linear`. None: ones.
+        factors1: float32 (M,), factors of the input's columns; factors2: float32 (F,), factors of
+            the hidden units; see `int8_linear`. None: ones.
         backend: None: the dispatcher chooses; a named backend never falls back.
 
     Raises:

@@ -112,7 +112,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        if differentiates_again():  # which PyTorch's operator supports
+        if differentiates_again():  # PyTorch's operator supports that
             found = torch.ops.aten.embedding_dense_backward(
                 grad, tokens, ctx.rows, ctx.padding, False
             )

@@ -112,7 +112,7 @@ def attention_on(
 
 
 def _is_packed(arguments: AttentionArguments) -> bool:
-    """True for packed sequences whose starts are in memory and no further apart than promised."""
+    """True for packed sequences if their starts are known and within the promised distances."""
     if arguments.longest is None or arguments.softcap is not None:
         return False
     if is_recorded() or in_torch_func():

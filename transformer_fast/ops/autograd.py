@@ -86,7 +86,7 @@ def wanted(ctx: Any, work: int) -> Sequence[bool]:
     if work < _WORTH_ASKING or torch.compiler.is_compiling():
         return needs
     wants = list(needs)
-    # Of the tensors among the arguments; (None, 0) if one needs no gradient.
+    # Autograd edges of the tensor arguments; (None, 0) for an argument without gradient.
     edges, place = ctx.next_functions, 0
     for index, need in enumerate(needs):
         if need:
@@ -94,7 +94,7 @@ def wanted(ctx: Any, work: int) -> Sequence[bool]:
                 place += 1
             try:  # noqa: SIM105 - `suppress` is two further calls
                 wants[index] = is_node_executed(edges[place][0])
-            except RuntimeError:  # a leaf whose gradient the call returns
+            except RuntimeError:  # a leaf, and the call returns its gradient
                 pass
             place += 1
     return wants

@@ -48,11 +48,12 @@ class Rule(NamedTuple):
     #: ``dimensions`` of each result; ``@name``: those of that argument; with ``/`` its strides,
     #: too.
     results: str
-    #: The letters by which a call can be sharded; ``.`` stands for all leading dimensions.
+    #: The letters along which a call can be sharded; ``.`` stands for all leading dimensions.
     by: str
     #: The letters that each matrix product iterates over (2 FLOPs per element); ``?a`` as above.
     products: str = ""
-    #: The letters of ``by`` that also allow dropout, whose pattern depends on the position.
+    #: The letters of ``by`` along which calls with dropout can be sharded, too: the pattern depends
+    #: on the position.
     despite_dropout: str = ""
     #: Letters of ``by`` along which only calls without activation are sharded: it would read
     #: partial sums.
@@ -136,7 +137,7 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
 
 
 def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
-    """Yields the letters by which this call can be sharded."""
+    """Yields the letters along which this call can be sharded."""
     drops = given.get("dropout_p", given.get("p", 0.0)) > 0.0
     linear = given.get("activation") in (0, None)
     leading = map(str, range(lead)) if "." in rule.by else ()

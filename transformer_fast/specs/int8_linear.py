@@ -153,7 +153,7 @@ def _network_flops(arguments: tuple[Any, ...]) -> float:
 
 
 def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
-    """Returns the traffic of a call whose last weight is the argument at that place."""
+    """Returns the traffic of a call; the last weight is the argument at that place."""
 
     def bytes_moved(arguments: tuple[Any, ...]) -> float:
         x = arguments[0]
@@ -181,7 +181,7 @@ def _step(arguments: tuple[Any, ...]) -> float:
 def _map_by_pytorch(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Any, activation: Any, factors: Any = None
 ) -> Tensor:
-    """PyTorch's product takes signed values: those of a row, less the middle of its range."""
+    """PyTorch's product takes signed values: a row's values less the middle of its range."""
     wide = torch.promote_types(x.dtype, torch.float32)
     quantized, row_scale = quantize_rows(x.flatten(0, -2) if x.dim() > 1 else x[None], factors)
     middle = (quantized.amax(-1, keepdim=True) + quantized.amin(-1, keepdim=True)).div(2).ceil()

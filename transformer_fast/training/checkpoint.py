@@ -102,7 +102,7 @@ def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Removes files of `_new_file` whose process has ended, which are not locked."""
+    """Removes unlocked files of `_new_file`: their process has ended."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with suppress(OSError):
             descriptor = os.open(left, os.O_RDWR | _NO_LINK | _BINARY)

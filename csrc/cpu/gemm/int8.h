@@ -1,11 +1,11 @@
-// 8-bit GEMM with exact sums: C (m x kPanel) = A B. A is quantised from rows of floats while a block
-// is filled. Each row has 254 steps from its least to its largest value, 0 included. For kernel files
-// only.
+// 8-bit GEMM with exact sums: C (m x kPanel) = A B. A is quantised from rows of floats while a
+// block is filled. Each row has 254 steps from its least to its largest value, 0 included. For
+// kernel files only.
 //
 // vpdpbusd, USDOT and AMX multiply unsigned by signed 8 bits. So A is stored with its zero point
-// added, and zero * (column sum of B) is subtracted from the sums. SDOT multiplies signed values: A is
-// stored less 128. Other sets multiply pairs of 16-bit values (pmaddwd), which hold A unchanged:
-// vpmaddubsw would saturate its sums of two products.
+// added, and zero * (column sum of B) is subtracted from the sums. SDOT multiplies signed values:
+// A is stored less 128. Other sets multiply pairs of 16-bit values (pmaddwd), which hold A
+// unchanged: vpmaddubsw would saturate its sums of two products.
 #pragma once
 
 #include <type_traits>

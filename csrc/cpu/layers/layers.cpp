@@ -230,9 +230,9 @@ struct Sublayer {
 };
 
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Each sub-layer has six
-// parameters (weight and bias of the first linear layer, of the second, and of the norm), two packed
-// weights and the norm's eps. If any weight of the stack is int8, each sub-layer also has two scales
-// and two vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm.
+// parameters (weight and bias of the first linear layer, of the second, and of the norm), two
+// packed weights and the norm's eps. If any weight of the stack is int8, each sub-layer also has
+// two scales and two vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm.
 // `cross_parts`: how many of the query, key and value projections the first weight of
 // cross-attention contains.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
