@@ -28,8 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST = 1 << 30
-#: For each backend with packed weights: a function that returns their bytes, and one that drops those
-#: of a module, or all.
+#: For each backend with packed weights: (function that returns their bytes, function that drops the
+#: packed weights of a module, or all).
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
 #: Functions that clear the call caches of backends.
 call_caches: list[Callable[[], None]] = []
@@ -49,7 +49,7 @@ class Copies(NamedTuple):
     is_read_in_place: Callable[[torch.Tensor, int], bool]
 
 
-#: By backend.
+#: Backend -> its functions.
 COPIES: dict[str, Copies] = {}
 
 

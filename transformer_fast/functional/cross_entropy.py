@@ -94,8 +94,8 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 def _run_pytorchs(input: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
     """Runs PyTorch's op, on CPUs in float32 for logits of low precision.
 
-    There it rounds each log-probability to their dtype, and adds the losses in it: in bfloat16 a sum
-    beyond 256 no longer grows by losses below 1, and in float16 it overflows at 65504.
+    In low precision PyTorch's CPU op rounds each log-probability and adds the losses in that dtype.
+    In bfloat16 a sum beyond 256 no longer grows by losses below 1, and float16 overflows at 65504.
     """
     tensors = input, target, weight
     if (

@@ -136,7 +136,7 @@ def checker(
     case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device, clock: Clock,
     kernels: Sequence[Kernel] | None = None,
 ) -> list[Finding]:  # fmt: skip
-    """Checks and times those of ``kernels`` that support the case; one finding for each.
+    """Checks and times the kernels that support the case; one finding for each.
 
     Results are checked before the timing, and once more afterwards on another input. ``kernels``:
     None stands for all that need validation.

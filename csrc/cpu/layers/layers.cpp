@@ -94,7 +94,7 @@ class PackedLinear {
       panels_ = panels_of(weight, linear.packed, slot, m);
   }
 
-  // Of y = x W^T + bias + residual for m contiguous rows.
+  // Returns the arguments of y = x W^T + bias + residual for m contiguous rows.
   LinearArgs arguments(const void* x, int64_t m, const void* residual, void* y, int64_t n) const {
     const int64_t k = linear_.weight.size(1);
     return {.type = type_,
@@ -112,7 +112,7 @@ class PackedLinear {
             .activation = kIdentity};
   }
 
-  // With rows [from, from + n) of W; `from` starts a panel.
+  // Runs the layer with rows [from, from + n) of W; `from` starts a panel.
   void run(LinearArgs args, int64_t from = 0) const {
     set_parameters(args, from);
     if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
@@ -426,7 +426,7 @@ class LayerRunner {
     works.clear();
   }
 
-  // Of blocks on this thread, else of all rows on all threads.
+  // Runs the work on rows [begin, end): blocks on this thread, else all rows on all threads.
   void run_rows(const Work& work, int64_t begin, int64_t end) const {
     const Sublayer& layer = work.layer;
     const void* from = work.x;
@@ -573,7 +573,7 @@ class LayerRunner {
     }
   }
 
-  // Of what lies between the two linear layers of a gated network.
+  // Type of the values between the two linear layers of a gated network.
   Element hidden_type(const Sublayer& layer) const {
     return layer.first.scale && type_ == Element::float32 ? Element::bfloat16 : type_;
   }
@@ -795,7 +795,7 @@ struct KeysAndValues {
   char *keys, *values;
   int64_t rows, heads, places, size, stride[3];  // strides in elements; D is adjacent
 
-  // Of a tensor (2, R, H, places, D), or of item `layer` of (layers, 2, R, H, places, D).
+  // `both`: (2, R, H, places, D), or (layers, 2, R, H, places, D), of which item `layer` is used.
   KeysAndValues(const Tensor& both, void* data, int64_t layer) : keys(static_cast<char*>(data)) {
     const int64_t first = both.dim() - 5, element = static_cast<int64_t>(both.element_size());
     if (first > 0) keys += layer * both.stride(0) * element;
@@ -812,7 +812,7 @@ class Step : LayerRunner {
  public:
   using LayerRunner::LayerRunner;
 
-  // `layers`: of how many layers the sub-layers are. `start`: how many previous tokens there are.
+  // `layers`: number of layers that `sublayers` form. `start`: number of previous tokens.
   Tensor run(const std::vector<Sublayer>& sublayers, size_t layers, Tensor& cache, int64_t start,
              const std::vector<Tensor>& memories, const MaybeTensor& mask, const int64_t* lengths) {
     void* cached = cache.mutable_data_ptr();

@@ -23,17 +23,18 @@ struct CrossEntropyArgs {
   long first, columns, classes;
   int64_t ignored;  // rows with this target have no loss and no gradient
   float smoothing;
-  // (rows) each: largest logit, sum of exp(logit - row_max), sum of logit - row_max, and logit of
-  // the target, of classes 0 ... first + columns. nullptr if columns == classes.
+  // State over classes 0 ... first + columns, (rows) each: largest logit, sum of
+  // exp(logit - row_max), sum of logit - row_max, and logit of the target. nullptr if columns ==
+  // classes.
   float *row_max, *sum, *shifted_sum, *target_logit;
-  // With the last class: the losses (rows), and the largest logit and the log of the sum (rows, 2).
+  // Written with the last class: losses (rows); largest logit and log of the sum (rows, 2).
   float *losses, *statistics;
 };
 TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))
 
 // gradient = scale (softmax(logits) - (1 - smoothing) [class is target] - smoothing / classes)
 struct CrossEntropyGradientArgs {
-  CrossEntropyArgs call;  // of it `statistics` is read
+  CrossEntropyArgs call;  // its `statistics` are an input here
   const float* scale;     // (rows), scale_stride apart
   long scale_stride;      // 1, or 0: one for all rows
   void* gradient;         // (rows, columns); may be the logits

@@ -42,13 +42,13 @@ struct FeedForwardPlan {
 FeedForwardPlan fused_plan(const FeedForwardKernels* fused, const FeedForwardArgs& args) {
   const int64_t threads = torch::stable::get_num_threads(), max_rows = fused->row_block(args);
   const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
-  // Of one or two rows the tiles of gemm.h add in another order, and results must not depend on the
-  // number of threads.
+  // For one or two rows the tiles of gemm.h add in another order, and results must not depend on
+  // the number of threads.
   return {fused, std::min(wanted, std::max<int64_t>(1, args.m / 4))};
 }
 
-// layouts() returns those of the two packed weights; only many rows of fp32 depend on them. The
-// thresholds were measured.
+// layouts() returns the layouts of the two packed weights. Only the plan for many rows of fp32
+// depends on them. The thresholds were measured.
 template <class Layouts>
 FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& layouts) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -70,7 +70,7 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
-// With 8-bit weights. float16 always runs fused: its linear layers cannot return bfloat16.
+// The plan for 8-bit weights. float16 always runs fused: its linear layers cannot return bfloat16.
 FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
   if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
   return fused_plan(TF_DISPATCH(int8_feed_forward_kernels, args.type), args);
@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   return {output, saved};
 }
 
-// Of y = dropout(act(x W1^T + b1)) W2^T + b2; m and n are positive.
+// Computes the gradients of y = dropout(act(x W1^T + b1)) W2^T + b2; m and n are positive.
 struct Gradients {
   Element type;
   int64_t m, k, f, n;

@@ -36,8 +36,8 @@ void pack_to(const Tensor& weight, char* place) {
   std::memcpy(tail, &layout, sizeof(layout));
 }
 
-// Of the packed copy, if it has the layout of the instruction set in use, else packed now into
-// shared scratch `slot`.
+// Returns the panels of the packed copy if it has the layout of the instruction set in use. Else
+// packs the weight into shared scratch `slot`.
 const void* int8_panels(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
   if (const void* panels = int8_panels_of(weight, packed)) return panels;
   char* place = bytes_of(shared_scratch(slot), packed_size(weight));

@@ -25,7 +25,7 @@ __attribute__((always_inline)) inline bool subtracts_mean(NormKind kind) {
 __attribute__((always_inline)) inline bool eps_is_under_root(NormKind kind) {
   return kind == NormKind::layer || kind == NormKind::rms;
 }
-// What the sum of n squares is divided by.
+// Returns the divisor of the sum of n squares.
 __attribute__((always_inline)) inline long terms_of(NormKind kind, long n) {
   return kind == NormKind::annotated ? n - 1 : n;
 }

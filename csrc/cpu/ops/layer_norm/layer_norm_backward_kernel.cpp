@@ -41,7 +41,7 @@ struct Row {
   TF_INLINE Vec normal(long j, long count) const {
     return (load_some(source + j, count) - set1(mean)) * set1(rstd);
   }
-  // Less `off`. By fma(), so that the bits are the same in all loops.
+  // h - off. Uses fma(), so that the bits are the same in all loops.
   TF_INLINE Vec normal(long j, long count, float off) const {
     return fma(load_some(source + j, count) - set1(mean), set1(rstd), set1(-off));
   }
@@ -89,7 +89,7 @@ struct Sums {
   }
 };
 
-// Also adds the row's share of dweight and dbias to `chain` if they are wanted.
+// Computes ds of a row; also adds its share of dweight and dbias to `chain` if they are wanted.
 template <class T>
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors,
                      const Sums& chain) {

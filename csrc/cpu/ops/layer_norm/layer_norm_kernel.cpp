@@ -11,7 +11,7 @@ TF_INLINE Vec as_stored(Vec x, const float*) { return x; }
 TF_INLINE Vec as_stored(Vec x, const BFloat16*) { return from_bf16(to_bf16(x)); }
 TF_INLINE Vec as_stored(Vec x, const Float16*) { return from_fp16(to_fp16(x)); }
 
-// Floats for the factors of dropout, and room behind them.
+// Returns how many floats the factors of dropout and the padding behind them take.
 long factors_of(const LayerNormArgs& args) { return args.dropout.on ? args.n + 2 * kLanes : 0; }
 
 // c = mean + offset, and r.
@@ -43,7 +43,7 @@ TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const At& at, floa
 // waits for the store just before it unless it has the same place, size and no mask.
 constexpr long kHeld = 4 * kLanes;
 
-// T: of rows; W: of weight and bias. `holds`: there is a residual, and n <= kHeld.
+// T: type of rows; W: type of weight and bias. `holds`: there is a residual, and n <= kHeld.
 template <class T, class W, bool holds>
 void one_row(const LayerNormArgs& args, long row, float* factors) {
   const long n = args.n;

@@ -24,7 +24,7 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
 
 namespace {
 
-// For products of m rows.
+// Returns the kernels for products of m rows.
 const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
   if (type != Element::float32)
     return *TF_DISPATCH_TO(product_isa(type), lowp_linear_kernels, type);
@@ -166,7 +166,7 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
   return plan;
 }
 
-// With an unpacked weight, or with a copy packed before.
+// The plan for products with an unpacked weight, or with an existing packed copy.
 LinearPlan choose_linear(const LinearArgs& args, const Tensor& weight,
                          const std::optional<Tensor>& packed) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
@@ -180,7 +180,7 @@ LinearPlan choose_linear(const LinearArgs& args, const Tensor& weight,
           .part = bf16x3 && args.preactivation == nullptr ? kPartRows : args.n};
 }
 
-// With W instead of W^T, unpacked. `parts` are those of the sum over the rows of W.
+// The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W.
 LinearPlan choose_input_gradient(const LinearArgs& args, const Tensor& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (is_small_m_backward(weight, args.m)) return {LinearPlan::direct, &kernels};
@@ -468,7 +468,7 @@ void* activation_backward(const Rows& dy, int64_t m, int64_t n,
   return to;
 }
 
-// In parts of rows.
+// Computes the gradients of weight and bias, a part of the rows at a time.
 void run_weight_gradient(const WeightGradientArgs& whole) {
   const int64_t max_rows = weight_gradient_part_rows(whole.type, whole.k);
   WeightGradientArgs part = whole;
