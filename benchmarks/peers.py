@@ -925,7 +925,7 @@ class FlexAttention(Peer):
         return None
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: the mask is given before the call; its block mask is then created once."""
+        """``known``: the mask is known before the calls; its block mask is created only once."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":

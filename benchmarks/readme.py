@@ -144,7 +144,7 @@ def worst(one: Machine) -> list[Finding]:
     found: list[Finding] = []
     for name, suite in one.suites.items():
         for rows in () if is_scaling(name) else by_case(suite["rows"]).values():
-            # The other rows of "overhead" are parts of calls, such as the host's part of a launch.
+            # The other rows of "overhead" time parts of calls, such as the host's part of a launch.
             if name == "overhead" and rows[0].case != "call":
                 continue
             timed = sorted(filter(attrgetter("time"), rows), key=attrgetter("time.median"))
@@ -228,7 +228,7 @@ def plot(one: Machine) -> tuple[str, str]:
 
 
 def quality(found: Sequence[Machine]) -> str:
-    """Returns what each precision does to the ranking of a released model's vectors."""
+    """Returns how each precision changes the ranking by a released model's vectors."""
     rows = [row for one in found for row in one.suites.get(RELEASED, {"rows": ()})["rows"]]
     every = {(precision_of(row.case), row.candidate): row.scores for row in rows if row.scores}
     words = {

@@ -166,7 +166,7 @@ def test_a_step_matches_its_ops(
 
         kept = to(cache).clone()
         weights = [[to(w) for w in sublayer] for sublayer in sublayers]
-        # In fp64 products with the values that the quantised weights stand for.
+        # The fp64 reference multiplies by the dequantised weights.
         for sublayer in weights if quantized else ():
             for i in (0, 2):
                 columns = torch.arange(sublayer[i].shape[1])

@@ -499,7 +499,7 @@ def test_an_ops_process_reports_each_trial(capsys, monkeypatch, a_gpu):
 
 
 def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
-    """The process of an op on the CPU, with a real kernel and the host's clock."""
+    """Runs the process of one op on the CPU, with a real kernel and the host's clock."""
     if (kernel := kernel_of("layer_norm")).unavailable is not None:
         pytest.skip(kernel.unavailable)
     smallest = min(

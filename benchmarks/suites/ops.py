@@ -190,7 +190,7 @@ _MOST_SCORES = 1 << 27
 
 def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) -> BenchmarkCase:
     if threads is not None:
-        # Applies to the probes of the roof, too; `cli.compare.run` restores the number.
+        # The probes of the roof use this number, too. `cli.compare.run` restores the previous one.
         torch.set_num_threads(threads)
     inputs = scope.draw(op, case)
     arguments = inputs[0][0]

@@ -154,7 +154,7 @@ class _Scope(NamedTuple):
 
 
 def _scope(function: Any, length: int) -> _Scope:
-    """Returns the scope of a mask function at this length."""
+    """Returns which tokens a mask function lets each token attend to, for this length."""
     functions = [function]
     if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)

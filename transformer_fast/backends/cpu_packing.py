@@ -67,7 +67,7 @@ class Snapshot:
         )  # fmt: skip
         self.alive = True
         self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
-        #: None if nobody else can write to the tensor; is_of suffices.
+        #: None if only this package writes to the tensor. Then `is_of` suffices.
         self.fingerprint = None if hasattr(owner, memory.PRIVATE) else _fingerprint(tensor)
 
     def is_of(self, tensor: Tensor, owner: Tensor) -> bool:

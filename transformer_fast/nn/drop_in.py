@@ -236,8 +236,8 @@ class DropIn(HoldsInt8):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if is_parametrized(self):
-            # Parametrised modules refuse to be pickled. PyTorch gives classes without a `__deepcopy__`
-            # one that does this.
+            # Parametrised modules raise when pickled, so `_remade` cannot copy them. This is the
+            # `__deepcopy__` that PyTorch gives parametrised classes without one.
             copied = self.__new__(type(self))
             memo[id(self)] = copied
             copied.__dict__ = deepcopy(self.__dict__, memo)

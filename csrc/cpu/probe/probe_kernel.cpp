@@ -90,7 +90,7 @@ constexpr double kTileSums = 4 * 16 * 16;
 #define TF_INT8_DOT(i) "usdot %" #i ".4s, %8.16b, %9.16b\n\t"
 #elif defined(__aarch64__)
 #define TF_INT8_DOT(i) "sdot %" #i ".4s, %8.16b, %9.16b\n\t"
-// AVX-VNNI is the VEX encoding, which has to be asked for.
+// AVX-VNNI requires the VEX encoding, which the assembler uses only on request.
 #elif defined(__AVX512VNNI__)
 #define TF_INT8_DOT(i) "vpdpbusd %12, %13, %" #i "\n\t"
 #else

@@ -150,7 +150,7 @@ inline uint16_t narrow(float value) {
   if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
   if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // from 65520 on
   if (size < 0x38800000u) {
-    // Below 2^-14 the spacing is 2^-24, that of floats from 0.5 to 1.
+    // Below 2^-14 the spacing is 2^-24, as for floats from 0.5 to 1.
     std::memcpy(&value, &size, 4);
     value += 0.5f;
     std::memcpy(&size, &value, 4);

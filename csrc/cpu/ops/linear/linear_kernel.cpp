@@ -89,7 +89,7 @@ template <class T>
 void direct(const LinearArgs& args, long column_begin, long column_end) {
   const long begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
   if constexpr (TF_VECTOR_REGISTERS < 32) return direct_panels<T, 2>(args, begin, end);
-  // One row of x leaves little to compute: what counts is how W is read. The hardware prefetches
+  // One row of x leaves little to compute: reading W takes the time. The hardware prefetches
   // short rows of fp32 best one after the other; longer ones (than a page) need more software
   // prefetches in flight, for which the registers of one or two rows of x have room.
   constexpr long kShortRow = std::is_same_v<T, float> ? 1024 : 0;

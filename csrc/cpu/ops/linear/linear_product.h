@@ -54,7 +54,7 @@ void pack_transposed(const void* transposed, long stride, long n, long k, void* 
   }
 }
 
-// Epilogue of the rows from `row` on. T: type of bias and residual; X and Y: of x and y.
+// Epilogue of the rows from `row` on. T: type of bias and residual; X, Y: types of x and y.
 template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
 class RowEpilogue {
   using Operand = typename P::Operand;
@@ -123,7 +123,7 @@ class RowEpilogue {
   Y* y_;
   const T* residual_;
   T* preactivation_;
-  // Copies stay in registers: a store could change args_, as far as a compiler knows.
+  // Copies stay in registers: the compiler must assume that a store changes args_.
   long n_, y_stride_, residual_stride_;
   bool multiplies_;
 };

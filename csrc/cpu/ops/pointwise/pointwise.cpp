@@ -45,10 +45,10 @@ Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
   return output;
 }
 
-// The gradient of an embedding table from that of the looked-up rows. Nearly all of a vocabulary's
-// table is zeros, and page faults cost more than writing them. Each item clears a range of rows of
-// the table, then adds the gradients of its tokens in order, so the result does not depend on the
-// number of threads.
+// The gradient of an embedding table, from the gradient of the looked-up rows. Nearly all of a
+// vocabulary's table is zeros, and page faults cost more than writing them. Each item clears a
+// range of rows of the table, then adds the gradients of its tokens in order, so the result does
+// not depend on the number of threads.
 Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padding) {
   const char* op = "embedding_backward";
   check_float(op, "grad", grad);
