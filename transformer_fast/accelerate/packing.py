@@ -311,11 +311,11 @@ class _Loop:
         self.rows: Rows | None = None
         #: False: a call inside the layers is recorded, transformed or observed.
         self.is_plain: bool | None = None
-        #: (id(positions), id(padding)) -> the positions of the rows; the first are kept alive.
+        #: (id(positions), id(padding)) -> (positions, kept alive by this; positions of the rows).
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
         #: id(padding) -> True if its places are computed. The mask keeps the padding alive.
         self.computed: dict[int, bool] = {}
-        #: Reason of the last layer that was called on a padded batch instead of rows.
+        #: The reason why a layer ran on a padded batch instead of rows; the last such layer's.
         self.why_padded = ""
         self.trial = padded_places.trial()
 
