@@ -121,9 +121,9 @@ def accelerate(
     changes = make_plan(model, filter_fn, report, skip_padding)
     apply_all(changes)
     try:
-        more: list[Change] = [*padding_plan(model, report)]
-        apply_all(more)
-        changes += more
+        padding = padding_plan(model, report)
+        apply_all(padding)
+        changes += padding
         if verify is not None and changes:
             from .verify import verify_changes
 

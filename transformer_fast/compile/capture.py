@@ -79,7 +79,8 @@ def shadow(
     def copied(one: Any) -> Any:
         if one is None or id(one) in copies:
             return copies.get(id(one))
-        new = copies[id(one)] = object.__new__(class_of(one))
+        new: Any = object.__new__(class_of(one))
+        copies[id(one)] = new
         state = {
             name: copy.deepcopy(value) if _is_container(value) else value
             for name, value in vars(one).items()

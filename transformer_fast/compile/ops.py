@@ -199,7 +199,7 @@ def _read_getattr(node: Node) -> Op | None:
 def _read_transposed(node: Node) -> Op | None:
     """Reads ``x.mT``, and ``x.T``, ``x.mH`` and ``x.H`` where they are the same."""
     x = node.args[0]
-    name = node.args[1] if node.target is builtins.getattr else node.target.__name__
+    name = node.args[1] if node.target is builtins.getattr else getattr(node.target, "__name__", "")
     if name != "mT":
         found = value(x)
         if not isinstance(found, torch.Tensor) or (name != "mH" and found.dim() != 2):

@@ -194,7 +194,7 @@ class HostClock:
     """Times calls on the CPU, where the launch is part of the call."""
 
     def __call__(self, call: Call, inputs: int, repeats: int, host: float = 0.0) -> Times:
-        each = _sample(call, inputs, 0, repeats, torch.device("cpu"))
+        each = _sample(call, inputs, 0, repeats, torch.device("cpu"), time.perf_counter_ns)
         return Times(each, each)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,7 +71,7 @@ class Parameters:
 
     def _quantized(self, module: torch.nn.Module, name: str, record: Int8Weights) -> Weight:
         read = functools.partial(record.of, module, name)
-        weight, parameter = read(), module._parameters.get(name)
+        weight, parameter = read(), cast(Any, module._parameters.get(name))
         if type(parameter) is FreedWeight:
             self.freed.append((parameter, parameter.factors))
         elif module is self.owner or not isinstance(weight, Int8Weight) or weight.scale is None:
