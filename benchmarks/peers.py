@@ -48,6 +48,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from transformer_fast import _native
 from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.benchmark_case import Arguments, Candidate
 from transformer_fast.measure.cases import compiled, fast_path, with_fast_path
@@ -569,7 +570,12 @@ def _quantised(graph: bytes) -> bytes:
         before.write_bytes(graph)
         logging.disable(logging.WARNING)  # no advice to preprocess the graph
         try:
-            quantize_dynamic(before, after, per_channel=True, weight_type=QuantType.QInt8)
+            # Without 8-bit dot products it adds pairs of products in 16 bits, which saturate: its
+            # documentation recommends weights of 7 bits there.
+            saturates = _native.module is None or "int8" not in _native.module.dot_types()
+            quantize_dynamic(
+                before, after, per_channel=True, weight_type=QuantType.QInt8, reduce_range=saturates
+            )
         finally:
             logging.disable(logging.NOTSET)
         return after.read_bytes()
