@@ -337,7 +337,7 @@ def test_failing_builds_raise_if_required(name, value, said, checkout):
 @pytest.mark.parametrize(
     ("record", "machine", "said"),
     [
-        (None, "aarch64", "this is Linux on aarch64"),
+        (None, "ppc64le", "this is Linux on ppc64le"),
         (None, "x86_64", "was not built: run `pip install .`"),
         (
             SimpleNamespace(REASON="", PYTHON="cpython-39"),
