@@ -14,7 +14,6 @@ from harness import DTYPES, check_trained, kernel_of
 from benchmarks import gpu
 from transformer_fast import dispatch
 from transformer_fast.backends import cuda
-from transformer_fast.measure import device as on_device
 from transformer_fast.reference.dropout import dropout
 from transformer_fast.reference.linear import activate
 from transformer_fast.specs import OPS
@@ -200,7 +199,6 @@ def test_invalid_calls_raise(name, device):
 @pytest.mark.parametrize("op", KERNELS)
 def test_the_gpu_check_covers_the_backend(op, device, monkeypatch):
     """A small case passes in forward and backward, and wrong results are detected."""
-    monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
     kernel = the_kernel(op)
     monkeypatch.setitem(gpu._CASES, (op, "small"), GpuCase(op, OPS[op].cases[0]))
     assert [one for group in gpu._checks(True) for one in group if one["backend"] == "cuda"]
