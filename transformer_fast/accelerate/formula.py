@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .._context import are_plain_on_cpu
+from ..compile.capture import tensors_of
 from ..nn import fused_layers
 from ..nn.bound import bound_to
 from ..nn.drop_in import RECORD, original_class
@@ -240,7 +241,7 @@ def prove(
         or any(value is not None for value in rest)
     ):
         return "it is not four to seven linear maps and one or two layer norms"
-    if {*_tensors(layer).values()} != {x for m in modules for x in _tensors(m).values()}:
+    if {*tensors_of(layer).values()} != {x for m in modules for x in tensors_of(m).values()}:
         # Changed values of these parameters must change the result, whatever the values are now.
         return "it has parameters or buffers besides those of its linear maps and layer norms"
     size = trial.heads[0].shape[3]
@@ -294,26 +295,16 @@ TOKENS = 5
 
 def _in_float64(layer: torch.nn.Module) -> Callable[[torch.nn.Module], Callable[..., Any]]:
     """Returns a function from a module in the layer to one that calls it with its weights in float64."""
-    wide = {x: x.double() for x in _tensors(layer).values() if x.is_floating_point()}
+    wide = {x: x.double() for x in tensors_of(layer).values() if x.is_floating_point()}
 
     def of(module: torch.nn.Module) -> Callable[..., Any]:
-        weights = {name: wide[x] for name, x in _tensors(module).items() if x in wide}
+        weights = {name: wide[x] for name, x in tensors_of(module).items() if x in wide}
         # With tie_weights a module under two names would be left with float64 weights.
         return lambda *args, **kwargs: torch.func.functional_call(
             module, weights, args, kwargs, tie_weights=False
         )
 
     return of
-
-
-def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers in a module by name, each module's once."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): x
-        for prefix, inner in module.named_modules()
-        for name, x in (*inner._parameters.items(), *inner._buffers.items())
-        if x is not None
-    }
 
 
 class _Steps(NamedTuple):

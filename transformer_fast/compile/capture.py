@@ -138,7 +138,7 @@ def capture(
                 copied.get_submodule(parent).__dict__[last] = value
             recorder = _Recorder()
             given = {name: _faked(fake, x) for name, x in arguments.items()}
-            for name, x in (*given.items(), *_tensors(copied).items()):
+            for name, x in (*given.items(), *tensors_of(copied).items()):
                 recorder.add_input(name, x)
             for name, child in copied.named_children():  # a shared one under its first name
                 recorder.note_calls(name, child)
@@ -164,7 +164,7 @@ def _faked(fake: FakeTensorMode, x: Tensor) -> Tensor:
     return fake.from_tensor(x)
 
 
-def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers in a module by name; a shared one under each of its names."""
     return {
         f"{prefix}.{name}".removeprefix("."): x
