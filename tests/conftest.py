@@ -275,10 +275,8 @@ def triton() -> str:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """The device of the kernels that the test's folder is named after: the fixture `cuda` or
-    `triton`.
-    """
-    where: str = request.getfixturevalue(request.path.parent.name)
+    """The device of the kernels of the test's folder: the fixture `cuda` or `triton`."""
+    where: str = request.getfixturevalue(request.path.parent.name.removesuffix("_kernels"))
     return where
 
 
