@@ -6,7 +6,7 @@ back, with zeros at padded places. Batches whose padded places may be read run a
 `padded_places`. The layers are called as they are, with `Rows` in place of the mask: only our attention
 function reads it. No state outlives the loop, so that threads, exceptions and
 activation checkpointing need no care. In inference, with or without padding, an encoder layer with a
-proven `formula.Formula` runs as one kernel call.
+`formula.Formula` runs as one kernel call.
 
 Decoders run on real tokens in inference if their cache is empty: that is the prefill of a batch of
 prompts of several lengths. `_Cache` puts keys and values back into the cache's padded layout.
@@ -30,12 +30,15 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 from torch.nn.parameter import is_lazy
 
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
+from ..compile.capture import NotCapturedError
+from ..compile.layer import NotALayerError
 from ..functional.attention import attend
 from ..nn.drop_in import RECORD, DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
@@ -647,10 +650,11 @@ def find(
     )
     if reason is not None:
         return reason
+    judged: formula.Judged = {}
     formulas = tuple(
         "its attention is not in the registry, and may have terms that no kernel for layers supports"
         if own
-        else _formula_of(layer, config, with_our_attention)
+        else _formula_of(layer, config, with_our_attention, judged)
         if all(is_wanted(f"{index}.{inner}".rstrip(".")) for inner, _ in layer.named_modules())
         else "filter_fn excludes a part of it"
         for index, layer in enumerate([] if is_decoder else layers)
@@ -805,8 +809,20 @@ class _Probe(Rows):
         self.seen += [query, key, value]
         self.bias, self.module, self.options = position_bias, module, kwargs
         self.is_known = self.is_known and is_known
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+        return self._attended(query, key, value).transpose(1, 2).contiguous(), None
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+class _Attending(_Probe):
+    """Attends without a mask, by PyTorch's function."""
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=self.options.get("scaling"),
+            enable_gqa=key.shape[1] < query.shape[1],
+        )  # fmt: skip
 
 
 def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
@@ -909,50 +925,52 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
 
 
 def _formula_of(
-    layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]]
-) -> formula.Formula | str:
-    """Returns the layer's formula without a bias, or the reason why it has none."""
+    layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]],
+    judged: formula.Judged,
+) -> formula.Formula | str:  # fmt: skip
+    """Returns what the layer computes without a bias, or why that has no formula."""
     parameters = inspect.signature(layer.forward).parameters
     rotation: tuple[Tensor, ...] = ()
     if ROTATION in parameters:
         generator = torch.Generator().manual_seed(2)
         shape = 2, 1, formula.TOKENS, _rotated(config)
         rotation = (*torch.randn(shape, generator=generator, dtype=torch.float64),)
-    of_places = {ROTATION: rotation} if rotation else {}
 
-    def call(function: Callable[..., Any], x: Tensor, **others: Any) -> formula.Trial | str:
-        probe = _Probe()
-        output = function(x, attention_mask=probe, **of_places, **others)
+    def call(copied: Any, x: Tensor, rotation: tuple[Tensor, ...], **others: Any) -> formula.Trial:
+        probe = _Attending()
+        if rotation:
+            others[ROTATION] = rotation
+        output = copied(x, attention_mask=probe, **others)
         module, options = probe.module, probe.options
         if module is None or len(probe.seen) != 3 or probe.bias is not None or not probe.is_known:
-            return "its attention has a bias, or arguments that no kernel for layers supports"
+            raise NotALayerError(
+                "its attention has a bias, or arguments that no kernel for layers supports"
+            )
         if options.get("softcap") is not None:
-            return "its scores are capped, which no kernel for layers supports"
+            raise NotALayerError("its scores are capped, which no kernel for layers supports")
         is_causal = options.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-            return "its attention is causal without a mask"
+            raise NotALayerError("its attention is causal without a mask")
         if not is_ours(getattr(module, "config", None)):
-            return "its attention module has no config"
-        query, key, value = probe.seen
-        return formula.Trial(output, module, (query, key, value), options.get("scaling"))
+            raise NotALayerError("its attention module has no config")
+        return formula.Trial(output, module)
 
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    with with_our_attention(config), _evaluating(layer):
+    with with_our_attention(config), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            found = formula.prove(layer, config.hidden_size, call, others, rotation)
-            if isinstance(found, str):
-                return found
+            found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
+        except (NotALayerError, NotCapturedError) as reason:
+            return str(reason)
+        with _evaluating(layer):
             # One token: for more, weights would be packed.
             x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
             y = found.run(
                 layer, x, None, None, tuple(table[:, :1].to(x.dtype) for table in rotation)
             )
-            return "no kernel for layers supports its sizes" if y is None else found
-        except Exception as error:  # the layer requires other arguments
-            return f"a trial call failed ({type(error).__name__}: {error})"
+    return "no kernel for layers supports its sizes" if y is None else found
 
 
 def _bias_of(layer: torch.nn.Module) -> Any:

@@ -114,7 +114,7 @@ def _is_container(value: Any) -> bool:
 def capture(
     module: torch.nn.Module, call: Callable[..., Any], arguments: dict[str, Tensor],
     class_of: Callable[[Any], type] = type, training: bool = False,
-    attributes: dict[str, Any] | None = None,
+    attributes: dict[str, Any] | None = None, dtype: torch.dtype | None = None,
 ) -> Captured:  # fmt: skip
     """Returns the graph of ``call(copy of the module, **arguments)``.
 
@@ -123,6 +123,7 @@ def capture(
     Args:
         call, arguments: what is called, and its tensors.
         class_of, training: as in `shadow`.
+        dtype: of all floating-point tensors of the call; None: as they are.
         attributes: by name, joined by dots, attributes of the copy that replace the module's.
 
     Raises:
@@ -132,12 +133,12 @@ def capture(
     state = torch.get_rng_state()
     try:
         with FakeTensorMode() as fake:
-            copied = shadow(module, lambda x: _faked(fake, x), class_of, training)
+            copied = shadow(module, lambda x: _faked(fake, x, dtype), class_of, training)
             for name, value in (attributes or {}).items():
                 parent, _, last = name.rpartition(".")
                 copied.get_submodule(parent).__dict__[last] = value
             recorder = _Recorder()
-            given = {name: _faked(fake, x) for name, x in arguments.items()}
+            given = {name: _faked(fake, x, dtype) for name, x in arguments.items()}
             for name, x in (*given.items(), *tensors_of(copied).items()):
                 recorder.add_input(name, x)
             for name, child in copied.named_children():  # a shared one under its first name
@@ -147,21 +148,24 @@ def capture(
                 output = call(copied, **given)
             if not _are_equal(before, _attributes(copied)):
                 raise NotCapturedError("it assigns attributes")
-        if not torch.equal(state, torch.get_rng_state()):
-            raise NotCapturedError("it draws random numbers")
     except NotCapturedError:
         raise
     except Exception as error:
         raise NotCapturedError(f"a trial call failed ({type(error).__name__}: {error})") from error
     finally:
-        torch.set_rng_state(state)
+        draws = not torch.equal(state, torch.get_rng_state())
+        if draws:
+            torch.set_rng_state(state)
+    if draws:
+        raise NotCapturedError("it draws random numbers")
     return recorder.finished(output)
 
 
-def _faked(fake: FakeTensorMode, x: Tensor) -> Tensor:
+def _faked(fake: FakeTensorMode, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if type(x) not in PLAIN:
         raise NotCapturedError(f"a {type(x).__name__} is among its tensors")
-    return fake.from_tensor(x)
+    y = fake.from_tensor(x)
+    return y.to(dtype) if dtype is not None and y.is_floating_point() and y.dtype != dtype else y
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -212,9 +216,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
 #: Functions that return no tensor and do not depend on values of tensors.
 _OF_METADATA = frozenset({
     "__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_inference", "is_neg", "is_nonzero_static", "is_same_size", "is_signed",
-    "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "type", "__hash__",
-    "requires_grad_", "is_tensor", "result_type", "__format__", "__repr__",
+    "is_floating_point", "is_inference", "is_neg", "is_same_size", "is_signed", "is_tensor", "ndimension",
+    "nelement", "numel", "result_type", "size", "storage_offset", "stride", "type", "__hash__",
 })  # fmt: skip
 _DROPOUT = frozenset({torch.dropout, torch.nn.functional.dropout})
 

@@ -214,6 +214,50 @@ def network(node: Node) -> tuple[Node, list[Map], str] | None:
     return (x, maps, activation) if plain else None  # type: ignore[return-value]
 
 
+def gated_network(node: Node) -> tuple[Node, list[Map], str] | None:
+    """Returns input, linear maps and activation of ``second(activation(gate(x)) * up(x))``, or None.
+
+    The maps are gate, up and second, or one whose rows are those of gate and up, and second.
+    """
+    second = linear_map(node)
+    product = None if second is None else read(second.x)
+    if second is None or product is None or product.name != "mul":
+        return None
+    for one, up in ((product["input"], product["other"]), (product["other"], product["input"])):
+        found = activation_of(one)
+        if found is None or found[0] not in CODES or not isinstance(up, Node):
+            continue
+        name, gate = found
+        first, other = linear_map(gate), linear_map(up)
+        if first is not None and other is not None and first.x is other.x:
+            return first.x, [first.map, other.map, second.map], name
+        joined = _halves(gate, up)
+        if joined is not None:
+            return joined.x, [joined.map, second.map], name
+    return None
+
+
+def _halves(first: Node, second: Node) -> LinearMap | None:
+    """Returns the linear map of whose output the two are the first and the second half, or None."""
+    base: Any = first
+    while isinstance(base, Node) and linear_map(base) is None:
+        base = base.args[0] if base.args else None
+    whole, parts = value(base), [value(first), value(second)]
+    if not all(isinstance(x, torch.Tensor) for x in (whole, *parts)):
+        return None
+    width = whole.shape[-1]
+    for index, part in enumerate(parts):
+        wanted = whole.narrow(-1, index * (width // 2), width // 2)
+        if (
+            part.untyped_storage()._cdata != whole.untyped_storage()._cdata
+            or part.storage_offset() != wanted.storage_offset()
+            or not is_same(part.shape, wanted.shape)
+            or not is_same(part.stride(), wanted.stride())
+        ):
+            return None
+    return linear_map(base)
+
+
 def int8_weights(node: Node) -> list[Any]:
     """Returns the weights that the node reads in 8 bits."""
     return [
