@@ -38,6 +38,13 @@ PLAIN_VALUES = (
 )  # fmt: skip
 
 
+def is_plain(value: Any) -> bool:
+    """True for an attribute that is compared by value."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, (*PLAIN_VALUES, torch.dtype, torch.device))
+
+
 class Change(Protocol):
     """A change of one module; ``apply`` and ``undo`` either complete, or raise without effect."""
 
@@ -248,10 +255,11 @@ class State(NamedTuple):
         attributes = tuple(
             (name, value)
             for name, value in vars(module).items()
-            if name not in OF_ANY_MODULE and name != "training" and isinstance(value, PLAIN_VALUES)
+            if name not in OF_ANY_MODULE and name != "training" and is_plain(value)
         )
+        own = [value for _, value in attributes if isinstance(value, types.FunctionType)]
         try:
-            return State(attributes, _constants_of(original_class(module)))
+            return State(attributes, _constants_of(original_class(module), *own))
         except _Outside as reason:
             return State(attributes, (), str(reason))
 
@@ -284,8 +292,9 @@ _IMPURE_BUILTINS = frozenset({
 
 
 @functools.cache
-def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
-    """Returns the constants that a class's functions read, without those read in `KNOWN_PACKAGES`.
+def _constants_of(kind: type, *functions: types.FunctionType) -> tuple[tuple[Any, str, Any], ...]:
+    """Returns the constants that a class's and further functions read, without those read in
+    `KNOWN_PACKAGES`.
 
     Raises `_Outside`.
     """
@@ -296,6 +305,7 @@ def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
         if name != "__init__"
         for function in functions_of(value)
     ]
+    todo += [inner for function in functions for inner in functions_of(function)]
     found: list[tuple[Any, str, Any]] = []
     seen: set[Any] = set()
     while todo:

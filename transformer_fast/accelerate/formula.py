@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .. import reference
 from .._context import are_plain_on_cpu
+from ..compile import run_time
+from ..compile.attention import Masks
 from ..compile.capture import NotCapturedError, capture, shadow, tensors_of
 from ..compile.layer import Found, NotALayerError, layer_of, names_of
 from ..compile.sublayers import rotated
@@ -27,7 +29,7 @@ from ..nn.bound import bound_to
 from ..nn.drop_in import original_class
 from ..nn.guard import Guard, Unreadable
 from ..recipe import Kind, Layer, NormKind, Place, Sublayer
-from .classes import OF_ANY_MODULE, PLAIN_VALUES
+from .classes import OF_ANY_MODULE, is_plain
 from .parts import is_ours
 from .private_names import NAME_OF_ATTENTION
 
@@ -35,6 +37,7 @@ from .private_names import NAME_OF_ATTENTION
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Number of tokens in a trial.
 TOKENS = 5
+NO_MASKS = Masks(None, None, False)
 
 
 class Formula(NamedTuple):
@@ -125,7 +128,7 @@ def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...
             name,
             original_class(module),
             frozenset(
-                (key, value if isinstance(value, PLAIN_VALUES) else type(value))
+                (key, value if is_plain(value) else type(value))
                 for key, value in vars(module).items()
                 if key not in OF_ANY_MODULE and key != without
             ),
@@ -222,44 +225,81 @@ def _judge(
     rotation: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Raises `NotALayerError` if the layer in float64 has other results than its recipe."""
+    judge(layer, found, lambda wide: call(wide, x, rotation).output, x, rotation=rotation)
+
+
+def judge(
+    layer: torch.nn.Module, found: Found, call: Callable[[Any], Any], x: Tensor, **inputs: Any
+) -> None:
+    """Raises `NotALayerError` if ``call`` of the layer in float64 has other results than its recipe.
+
+    inputs: as in `compute`, in float64.
+    """
     wide = shadow(
         layer, lambda x: x.detach().double() if x.is_floating_point() else x, original_class, False
     )
-    output = call(wide, x, rotation).output
+    output = call(wide)
     expected = output[0] if isinstance(output, tuple) else output
     given = tensors_of(wide)
     parameters = found.layer.each(
         lambda place: given[f"{place.module}.{place.name}".removeprefix(".")]
     )
-    y = compute(parameters, x, rotation)
+    y = compute(parameters, x, **inputs)
     # Models rotate in float32.
     if y.shape != expected.shape or not (y - expected).abs().max() <= 1e-6 * expected.abs().max():
         raise NotALayerError("it computes something else than its graph")
 
 
-def compute(layer: Layer[Tensor], x: Tensor, rotation: tuple[Tensor, ...] = ()) -> Tensor:
-    """Returns what a recipe computes of x (B, T, M), by reference formulas."""
+def compute(
+    layer: Layer[Tensor], x: Tensor, rotation: tuple[Tensor, ...] = (), memory: Tensor | None = None,
+    own: Masks = NO_MASKS, cross: Masks = NO_MASKS,
+) -> Tensor:  # fmt: skip
+    """Returns what a recipe computes of x (B, T, M) and memory (B, S, M), by reference formulas.
+
+    own, cross: values of the nodes, of self-attention and of attention to the memory.
+    """
     activation = reference.ACTIVATIONS.get(layer.activation or "", lambda x: x)
+    tables = [table[:, None] for table in rotation]
     for one in layer.sublayers:
         inside = _normed(one, x) if layer.norm_first else x
         *firsts, second = one.maps
         # Joined maps are the same as their parts side by side.
-        y = torch.cat([F.linear(inside, map.weight, map.bias) for map in firsts], -1)
-        if one.kind is Kind.SELF_ATTENTION:
-            tables = [table[:, None] for table in rotation]
+        weights = torch.cat([each.weight for each in firsts])
+        biases = [
+            each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias
+            for each in firsts
+        ]
+        maps = weights, torch.cat(biases)
+        if one.kind.is_attention:
+            own_maps, of_memory = zip(*(part.tensor_split([len(part) // 3]) for part in maps))  # noqa: B905
+            source = memory if one.kind is Kind.CROSS_ATTENTION else inside
+            assert source is not None
+            keys, values = F.linear(source, *of_memory).chunk(2, -1)
             q, k, v = (
-                part.unflatten(-1, (one.heads, -1)).transpose(1, 2) for part in y.chunk(3, -1)
+                part.unflatten(-1, (one.heads, -1)).transpose(1, 2)
+                for part in (F.linear(inside, *own_maps), keys, values)
             )
             q, k = rotated(q, *tables), rotated(k, *tables)
-            y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            hidden, added, is_causal = cross if one.kind is Kind.CROSS_ATTENTION else own
+            y = _attended(q, k, v, hidden, added, is_causal)
         elif one.kind is Kind.GATED_FEED_FORWARD:
-            gate, up = y.chunk(2, -1)
+            gate, up = F.linear(inside, *maps).chunk(2, -1)
             y = activation(gate) * up
         else:
-            y = activation(y)
+            y = activation(F.linear(inside, *maps))
         x = x + F.linear(y, second.weight, second.bias)
         x = x if layer.norm_first else _normed(one, x)
     return x
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, hidden: Any, added: Any, is_causal: bool) -> Tensor:
+    if is_causal:
+        y = F.scaled_dot_product_attention(q, k, v, added, is_causal=True)
+    elif hidden is None and isinstance(added, Tensor):
+        y = F.scaled_dot_product_attention(q, k, v, added)
+    else:
+        y, _ = run_time.attention(q, k, v, hidden, added, q.shape[-1] ** -0.5, 0.0, False, False)
+    return y.transpose(1, 2).flatten(2)
 
 
 def _normed(one: Sublayer[Tensor], x: Tensor) -> Tensor:

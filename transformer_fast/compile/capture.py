@@ -12,6 +12,7 @@ A graph holds for the modules' classes and attributes at the time of the capture
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,8 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
@@ -115,6 +123,7 @@ def capture(
     module: torch.nn.Module, call: Callable[..., Any], arguments: dict[str, Tensor],
     class_of: Callable[[Any], type] = type, training: bool = False,
     attributes: dict[str, Any] | None = None, dtype: torch.dtype | None = None,
+    width: int | None = None,
 ) -> Captured:  # fmt: skip
     """Returns the graph of ``call(copy of the module, **arguments)``.
 
@@ -125,20 +134,24 @@ def capture(
         class_of, training: as in `shadow`.
         dtype: of all floating-point tensors of the call; None: as they are.
         attributes: by name, joined by dots, attributes of the copy that replace the module's.
+        width: None, or the sizes of the arguments are symbols, but for 0, 1 and last dimensions of
+            floating-point tensors that are this wide. Equal sizes are one symbol. The graph then holds
+            for all sizes with the same ones equal.
 
     Raises:
-        NotCapturedError: values of tensors decide what runs, an attribute is assigned, random numbers
+        NotCapturedError: values or symbols decide what runs, an attribute is assigned, random numbers
             are drawn, a tensor is read that is no argument, parameter or buffer, or the call fails.
     """
     state = torch.get_rng_state()
     try:
-        with FakeTensorMode() as fake:
+        shapes = None if width is None else ShapeEnv()
+        with FakeTensorMode(shape_env=shapes) as fake:
             copied = shadow(module, lambda x: _faked(fake, x, dtype), class_of, training)
             for name, value in (attributes or {}).items():
                 parent, _, last = name.rpartition(".")
                 copied.get_submodule(parent).__dict__[last] = value
             recorder = _Recorder()
-            given = {name: _faked(fake, x, dtype) for name, x in arguments.items()}
+            given = {name: _faked(fake, x, dtype, name, width) for name, x in arguments.items()}
             for name, x in (*given.items(), *tensors_of(copied).items()):
                 recorder.add_input(name, x)
             for name, child in copied.named_children():  # a shared one under its first name
@@ -148,8 +161,12 @@ def capture(
                 output = call(copied, **given)
             if not _are_equal(before, _attributes(copied)):
                 raise NotCapturedError("it assigns attributes")
+        if shapes is not None and shapes.guards:
+            raise NotCapturedError("sizes of its arguments decide what it computes")
     except NotCapturedError:
         raise
+    except GuardOnDataDependentSymNode as error:
+        raise NotCapturedError("values of tensors decide what it computes") from error
     except Exception as error:
         raise NotCapturedError(f"a trial call failed ({type(error).__name__}: {error})") from error
     finally:
@@ -161,11 +178,23 @@ def capture(
     return recorder.finished(output)
 
 
-def _faked(fake: FakeTensorMode, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _faked(
+    fake: FakeTensorMode, x: Tensor, dtype: torch.dtype | None, name: str = "", width: int | None = None
+) -> Tensor:  # fmt: skip
     if type(x) not in PLAIN:
         raise NotCapturedError(f"a {type(x).__name__} is among its tensors")
-    y = fake.from_tensor(x)
+    if width is None:
+        y = fake.from_tensor(x, static_shapes=True)
+    else:
+        y = fake.from_tensor(x, symbolic_context=_symbols(x, width), source=ConstantSource(name))
     return y.to(dtype) if dtype is not None and y.is_floating_point() and y.dtype != dtype else y
+
+
+def _symbols(x: Tensor, width: int) -> StatelessSymbolicContext:
+    kinds = [DimDynamic.DUCK] * x.dim()
+    if x.is_floating_point() and x.shape[-1:] == (width,):
+        kinds[-1] = DimDynamic.STATIC
+    return StatelessSymbolicContext(dynamic_sizes=kinds)
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -234,6 +263,8 @@ class _Recorder(TorchFunctionMode):
         self._begun: list[list[Node | None]] = []
         self.modes = current_modes()
         self._nodes: dict[int, Node] = {}
+        #: Symbol -> argument and dimension with this size.
+        self._sizes: dict[Any, tuple[Node, int]] = {}
         #: Keeps the tensors alive, so that no other object gets the id of one.
         self._kept: list[Any] = []
 
@@ -243,6 +274,10 @@ class _Recorder(TorchFunctionMode):
             return
         self.inputs[name] = self.graph.placeholder(f"input_{len(self.inputs)}")
         self._note(x, self.inputs[name])
+        sizes: tuple[Any, ...] = tuple(x.shape)
+        for dim, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt):
+                self._sizes.setdefault(size.node.expr, (self.inputs[name], dim))
 
     def _note(self, x: Tensor, node: Node) -> None:
         node.meta.setdefault("example_value", x)
@@ -269,11 +304,28 @@ class _Recorder(TorchFunctionMode):
         return Captured(self.graph, self.inputs, found, self.calls, self.own, self.modes)
 
     def _of(self, x: Any) -> Any:
+        if isinstance(x, torch.SymInt):
+            return self._number(x, x.node.expr)
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self._nodes:
             raise NotCapturedError("it reads a tensor that is no argument, parameter or buffer")
         return self._nodes[id(x)]
+
+    def _number(self, x: Any, formula: Any) -> Any:
+        """Returns a size, or a sum or product of sizes, as a number or a node."""
+        if formula.is_Integer:
+            return int(formula)
+        if formula in self._sizes:
+            node = self.graph.call_method("size", self._sizes[formula])
+        elif formula.is_Add or formula.is_Mul:
+            function = operator.add if formula.is_Add else operator.mul
+            parts = [self._number(None, part) for part in formula.args]
+            node = functools.reduce(lambda *pair: self.graph.call_function(function, pair), parts)
+        else:
+            raise NotCapturedError("it computes with its sizes")
+        node.meta["example_value"] = x
+        return node
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -285,8 +337,8 @@ class _Recorder(TorchFunctionMode):
         else:
             found = function(*args, **kwargs)
         if name == "__get__" and isinstance(found, Tensor):
+            args = args[0], function.__self__.__name__
             name, function = "getattr", getattr
-            args = args[0], function.__self__.__name__  # type: ignore[attr-defined]
         tensors = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(x, Tensor) for x in tensors) or len(tensors) == 0:
             if name in _OF_METADATA or not self._reads_tensors(args, kwargs):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from .. import recipe
 from ..recipe import Kind, Layer, Linear, NormKind, Place, Sublayer
@@ -27,6 +29,8 @@ class Found(NamedTuple):
     """What the graph of a layer's call computes."""
 
     layer: Layer[Place]
+    #: Name of the argument (B, S, M) that attention to a memory reads; None: there is no such attention.
+    memory: str | None
     #: Number of values that the layer returns in a tuple, None but the first; 0: it returns a tensor.
     returned: int
     #: The masks of self-attention and of attention to the memory, which are nodes of the graph.
@@ -34,13 +38,11 @@ class Found(NamedTuple):
     cross: Masks
 
 
-def layer_of(
-    captured: Captured, x: str, rotation: tuple[str, ...] = (), memory: str | None = None
-) -> Found:
+def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Found:
     """Returns the recipe of a graph's layer; the graph is rewritten.
 
     Args:
-        x, memory: names of the arguments (B, T, M) and (B, S, M).
+        x: name of the argument (B, T, M).
         rotation: names of the arguments with cosines and sines of rotary position embeddings.
 
     Raises:
@@ -84,10 +86,13 @@ def layer_of(
         or len({block.heads for block in attentions}) != 1
         or len({one.norm_first for one in stack}) != 1
         or any(one.norm.kind == NormKind.NONE for one in stack[1:])
-        or memories - {inputs.get(memory or "")}
+        or len(memories) > 1
     ):
         raise NotALayerError("its sub-layers are in another order")
     places = {node: name for name, node in reversed(inputs.items())}
+    memory = next((places.get(node, "") for node in memories), None)
+    if memory == "":
+        raise NotALayerError("the memory of its attention is computed")
 
     def place(node: Node) -> Place:
         if node.op != "placeholder":
@@ -105,7 +110,27 @@ def layer_of(
         for kind in (Kind.SELF_ATTENTION, Kind.CROSS_ATTENTION)
     )
     returned = 1 + len(rest) if isinstance(output, (tuple, list)) else 0
-    return Found(layer, returned, own, cross)
+    return Found(layer, memory, returned, own, cross)
+
+
+def masks_of(captured: Captured, found: Found, arguments: Sequence[str]) -> GraphModule:
+    """Returns the masks' part of a graph: a function of the arguments, in this order.
+
+    It returns ``hidden`` and ``added`` of self-attention, then of attention to the memory; see `Masks`.
+    """
+    graph = Graph()
+    copies = {captured.inputs[name]: graph.placeholder(name) for name in arguments}
+
+    def of(node: Any) -> Any:
+        if isinstance(node, Node) and node not in copies:
+            if node.op not in ("call_function", "call_method"):
+                raise NotALayerError("its mask depends on a parameter or a buffer")
+            args, kwargs = map_arg((node.args, node.kwargs), of)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        return copies[node] if isinstance(node, Node) else node
+
+    graph.output(tuple(of(node) for node in (*found.own[:2], *found.cross[:2])))
+    return GraphModule({}, graph)
 
 
 def _sublayer(one: SublayerNodes) -> Sublayer[Node]:

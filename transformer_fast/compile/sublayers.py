@@ -27,7 +27,7 @@ from ..recipe import Kind, Layer, Linear, Norm, NormKind, Sublayer
 from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import Masks, heads_and_masks
-from .editor import Editor
+from .editor import Editor, number
 from .feed_forward import PARAMETER, Map, gated_network, int8_weights, linear_map, network
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
@@ -318,7 +318,10 @@ def _computed(head: Node, rotation: tuple[Node, ...]) -> _Projection | None:
             return values[node]
         if node in rotation or (linear_map(node) is not None and base is None):
             base = base if node in rotation else node
-            values[node] = torch.randn(value(node).shape, generator=generator, dtype=torch.float64)
+            sizes = [number(size) for size in value(node).shape]
+            values[node] = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        elif isinstance(value(node), torch.SymInt):
+            values[node] = number(value(node))
         elif node.op not in ("call_function", "call_method") or mutates(node):
             raise LookupError
         else:
@@ -499,12 +502,13 @@ class Sublayers(torch.nn.Module):
 
     def _in_one_call(self, given: tuple[Any, ...]) -> Tensor | None:
         plan = self.plan
-        own, cross = (_mask(given, *masks) for masks in (plan.own, plan.cross))
-        if own is None or cross is None:
-            return None
         inputs = (*given, None)  # place -1
         x: Tensor = inputs[plan.x]
-        if any(m is not None and m.dtype not in (torch.bool, x.dtype) for m in (own[0], cross[0])):
+        own, cross = (
+            mask_of(x, inputs[hidden], inputs[added], is_causal)
+            for hidden, added, is_causal in (plan.own, plan.cross)
+        )
+        if own is None or cross is None:
             return None
         bound = self._bind(given)
         if bound is None:
@@ -542,18 +546,23 @@ class Sublayers(torch.nn.Module):
         return frozenset(i for i, node in enumerate(inputs) if node in found)
 
 
-def _mask(
-    given: tuple[Any, ...], hidden: int, added: int, is_causal: bool
+def mask_of(
+    x: Tensor, hidden: Any, added: Any, is_causal: bool
 ) -> tuple[Tensor | None, bool] | None:
-    """Returns a mask as kernels for layers take it; None: it must be applied to the scores."""
-    fill = None if hidden < 0 else given[hidden]
-    bias = None if added < 0 else given[added]
-    if isinstance(bias, run_time.Mask):
-        if fill is not None:
+    """Returns a mask as kernels for layers take it; None: it must be applied to the scores.
+
+    x: the input of the layers. The other arguments are values of `attention.Masks`.
+    """
+    if isinstance(added, run_time.Mask):
+        if hidden is not None:
             return None
-        fill, bias = bias, None
-    if fill is None:
-        return (None if bias is None else run_time.to_four(bias, 4)), is_causal
-    if bias is not None or fill.fully_masked is not None:
+        hidden, added = added, None
+    if hidden is None:
+        mask = None if added is None else run_time.to_four(added, 4)
+    elif added is not None or hidden.fully_masked is not None:
         return None
-    return fill.visible, fill.is_causal
+    else:
+        mask, is_causal = hidden.visible, hidden.is_causal
+    if mask is not None and mask.dtype not in (torch.bool, x.dtype):
+        return None
+    return mask, is_causal
