@@ -33,7 +33,7 @@ from .classes import OF_ANY_MODULE, is_plain
 from .parts import is_ours
 from .private_names import NAME_OF_ATTENTION
 
-#: Some layers clamp their result in float16.
+#: Not float16, in which some layers clamp their result.
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Number of tokens in a trial.
 TOKENS = 5
@@ -41,12 +41,12 @@ NO_MASKS = Masks(None, None, False)
 
 
 class Formula(NamedTuple):
-    """What a layer computes, and in which state."""
+    """The recipe of a layer, and the state of the layer for which it holds."""
 
     recipe: Layer[Place]
     #: Name of the module that calls attention.
     caller: str
-    #: Number of values that the layer returns in a tuple, None but the first; 0: it returns a tensor.
+    #: Length of the tuple that the layer returns; all but the first value are None. 0: a tensor.
     returned: int
     #: Names of arguments that do not change the result.
     ignored: frozenset[str]
@@ -99,7 +99,7 @@ class Formula(NamedTuple):
 
 
 def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:
-    """True if these are the kernel's cosines and sines for x with this number of heads."""
+    """True if kernels accept ``found`` as the cosines and sines for x with this number of heads."""
     if not isinstance(found, tuple) or len(found) != 2:
         return False
     return all(
@@ -145,7 +145,7 @@ class Trial(NamedTuple):
     caller: torch.nn.Module
 
 
-#: By `content` without the number of the layer, formulas that were judged.
+#: `content` of a layer, without its number -> its formula, which a trial in float64 has confirmed.
 Judged = dict[tuple[Any, ...], Formula]
 
 
@@ -155,17 +155,17 @@ def recognise(
 ) -> Formula:  # fmt: skip
     """Returns the formula of a layer.
 
-    The layer runs no `classes.code_of_others`: results on a few tokens would prove nothing of it.
+    The caller has checked `classes.code_of_others`: a trial on a few tokens cannot validate that.
 
     Args:
         call: takes a copy of the layer, hidden states (1, `TOKENS`, width) and other arguments, and
             calls the copy.
         others: other arguments, which may change the result or not.
         rotation: the position embeddings (1, `TOKENS`, channels); empty: none.
-        judged: formulas of layers that differ in their number and weights only.
+        judged: earlier results. Layers that differ only in number and weights share a trial.
 
     Raises:
-        NotCapturedError, NotALayerError: with the reason why it has none.
+        NotCapturedError, NotALayerError: the layer has no formula; the message is the reason.
     """
     dtypes = {parameter.dtype for parameter in layer.parameters()}
     if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
@@ -177,7 +177,7 @@ def recognise(
         raise NotALayerError("its attention has a mask of its own")
     used, given = names_of(found.layer), tensors_of(layer)
     if {id(tensor) for tensor in given.values()} != {id(given[name]) for name in used}:
-        # Whatever their values are now, a change of them must change the result.
+        # The recipe would ignore a later change of these tensors.
         raise NotALayerError(
             "it has parameters or buffers besides those of its linear maps and norms"
         )
@@ -191,7 +191,7 @@ def recognise(
         try:
             if _captured(layer, call, x, {name: value}, rotation) == (found, caller):
                 ignored.append(name)
-        except (NotCapturedError, NotALayerError):  # the argument means something to the layer
+        except (NotCapturedError, NotALayerError):  # the layer reads the argument
             pass
     judged[key] = Formula(found.layer, caller, found.returned, frozenset(ignored), content(layer))
     return judged[key]
@@ -215,7 +215,7 @@ def _captured(
         caller = names[trial.caller]
         return trial.output
 
-    # In bfloat16 casts would round what the matchers compare.
+    # In bfloat16, casts would round the values that the matchers compare.
     captured = capture(layer, run, {"x": x, **tables, **given}, original_class, dtype=torch.float32)
     return layer_of(captured, "x", tuple(tables)), caller
 
@@ -256,14 +256,14 @@ def compute(
 ) -> Tensor:  # fmt: skip
     """Returns what a recipe computes of x (B, T, M) and memory (B, S, M), by reference formulas.
 
-    own, cross: values of the nodes, of self-attention and of attention to the memory.
+    own, cross: masks of self-attention and of attention to the memory, with tensors for nodes.
     """
     activation = reference.ACTIVATIONS.get(layer.activation or "", lambda x: x)
     tables = [table[:, None] for table in rotation]
     for one in layer.sublayers:
         inside = _normed(one, x) if layer.norm_first else x
         *firsts, second = one.maps
-        # Joined maps are the same as their parts side by side.
+        # Concatenated, so that one joined map and separate maps are the same.
         weights = torch.cat([each.weight for each in firsts])
         biases = [
             each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias

@@ -109,7 +109,7 @@ class Trial:
         self._generator = torch.Generator().manual_seed(seed)
         #: First layer of a stack -> why its layers did not run on real tokens alone, or "".
         self.stacks: dict[torch.nn.Module, str] = {}
-        #: The real places (B, T) in the first stack.
+        #: (B, T) bool, True at the real tokens of the first stack's batch.
         self.real: Tensor | None = None
 
     def note(self, first: torch.nn.Module, real: Tensor, reason: str) -> None:
@@ -222,7 +222,7 @@ def describe(
 
 
 def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -> str:
-    """Returns a stack's remark; why_padded: the trial's reason, None if it saw no padding there."""
+    """Returns a stack's remark; why_padded: the trial's reason, None if it had no padding there."""
     if found.reason or why_padded:
         reason = f"{kind}: {found.reason}" if found.reason else why_padded
         return f"padded places are computed: {reason}"

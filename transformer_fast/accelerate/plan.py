@@ -57,7 +57,7 @@ def _find_stack(
     filter_fn: Filter | None,
     skip_padding: bool,
 ) -> ClassChange | str | None:
-    """Returns the replacement of a stack of transformers' encoder layers; see `packing`."""
+    """Returns the result of `packing.find` for a stack of transformers' layers."""
     if not name or not isinstance(module, torch.nn.ModuleList):
         return None
     path, owners = name.split("."), []
@@ -252,7 +252,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    # For these the report already gives the reason, and the advice would not apply.
+    # The report already gives these reasons, and the advice would not help.
     is_explained = report.verified is False or any(
         classes.quantised(model.get_submodule(entry.name)) for entry in report.left
     )

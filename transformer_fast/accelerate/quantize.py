@@ -125,7 +125,7 @@ def _read_by_torch(name: str, module: torch.nn.Module) -> dict[torch.nn.Module, 
 
 
 def _find(name: str, module: Any) -> QuantizeChange | str | None:
-    """Returns the change, the reason not to quantise the module, or None if it has no such weight."""
+    """Returns the change, the reason not to, or None if the module has no weight to quantise."""
     swap, transposed = None, False
     names: tuple[str, ...] = ("weight",)
     if isinstance(module, nn.MultiheadAttention):

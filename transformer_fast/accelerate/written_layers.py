@@ -57,7 +57,7 @@ _judged: dict[Any, _Form] = {}
 
 
 class WrittenLayer(FusedLayer):
-    """A hand-written layer; its own forward runs where it is not one call."""
+    """A hand-written layer; its own forward runs where one kernel call cannot."""
 
     _theirs: type[torch.nn.Module]
     _names: tuple[str, ...]
@@ -118,7 +118,7 @@ _CHANGED = "layer was changed"
 
 
 def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Returns what forms depend on: names, dtypes, which sizes are equal, and other plain values."""
+    """Returns the key of a form: names, dtypes, which sizes are equal, and other plain values."""
     found: list[Any] = []
     width, seen = None, {0: 0, 1: 1}
     for name, value in given.items():
@@ -128,7 +128,7 @@ def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
                 if value.dim() != 3 or not (value.is_floating_point() and value.is_contiguous()):
                     return None
                 width = sizes[-1]
-            # As in `capture`.
+            # `capture` keeps the same sizes as numbers.
             last = sizes.pop() if value.is_floating_point() and sizes[-1:] == [width] else None
             places = [seen.setdefault(size, len(seen)) for size in sizes]
             found.append((name, value.dtype, last, *places))
@@ -189,7 +189,7 @@ def _recognised(
 
 
 def _unseen(layer: torch.nn.Module) -> str | None:
-    """Returns the reason if an attribute may change without being assigned, or in a capture."""
+    """Returns the reason if an attribute may change without an assignment, or during a capture."""
     for module in layer.modules():
         for name, value in vars(module).items():
             if not (is_plain(value) or name in OF_ANY_MODULE):
@@ -239,6 +239,6 @@ def _has_layers(module: torch.nn.Module) -> bool:
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
-    """True if the module has a parameter, and only such of one dimension."""
+    """True if the module has parameters, all of one dimension."""
     parameters: Iterator[Any] = iter(module.parameters(recurse=True))
     return {parameter.dim() for parameter in parameters} == {1}
