@@ -569,7 +569,7 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
 
 
 def share_heads(editor: Editor) -> None:
-    """Reads keys and values of attention without the repetition of their heads, with ``enable_gqa``."""
+    """Passes keys and values to attention with ``enable_gqa`` instead of repeating their heads."""
     for node, op in calls(editor.graph, "attention"):
         query, mask = op["query"], op["attn_mask"]
         key, value = (_before_repeat(op[name]) for name in ("key", "value"))
@@ -739,7 +739,7 @@ def _masks(
 
 
 def _any_hides(scores: Scores, spread: Callable[[Mask], Node], shared: Callable[..., Node]) -> Node:
-    """Inserts the condition under which any of several fills masks out."""
+    """Inserts the disjunction of all fills' conditions: True where any of them masks out."""
     total: Node | None = None
     for mask, hides, _ in scores.fills:
         term = spread(mask)

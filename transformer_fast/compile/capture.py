@@ -1,12 +1,12 @@
 """Captures what a module computes as a graph, by one call on fake tensors.
 
-A `torch.overrides.TorchFunctionMode` sees each function of PyTorch that the module calls, and writes it
-as Dynamo does, so that the same rewrites and matchers read the graph. That takes 2 to 10 ms; Dynamo
-takes 500 to 2000 ms for a layer, and its caches stay in the process.
+A `torch.overrides.TorchFunctionMode` records each function of PyTorch that the module calls, in Dynamo's
+form, so that the same rewrites and matchers apply. That takes 2 to 10 ms; Dynamo takes 500 to 2000 ms
+for a layer, and its caches stay in the process.
 
 The call runs on `shadow`, a copy of the module without hooks, so that it changes no attribute and no
-buffer. It draws no random number: dropout is written down, and any other random function is refused.
-A graph holds for the modules' classes and attributes at the time of the capture, as `Captured` says.
+buffer. It draws no random number: dropout is recorded without being run, and other random functions
+raise. A graph is valid only while the modules' classes and attributes are those of the capture.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def shadow(
     module: torch.nn.Module, convert: Callable[[Tensor], Tensor], class_of: Callable[[Any], type] = type,
     training: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a copy of the module and of those in it, without hooks, with converted tensors.
+    """Returns a copy of the module and its submodules, without hooks, with converted tensors.
 
     convert: is called once for each parameter and buffer. class_of: the class of each copy. training:
     the mode of all copies; None: as it is.
@@ -134,9 +134,9 @@ def capture(
         class_of, training: as in `shadow`.
         dtype: of all floating-point tensors of the call; None: as they are.
         attributes: by name, joined by dots, attributes of the copy that replace the module's.
-        width: None, or the sizes of the arguments are symbols, but for 0, 1 and last dimensions of
-            floating-point tensors that are this wide. Equal sizes are one symbol. The graph then holds
-            for all sizes with the same ones equal.
+        width: None: sizes are numbers. Else the sizes of the arguments are symbols, except 0, 1 and a
+            floating-point tensor's last dimension of this size. Equal sizes are one symbol, so the
+            graph holds for all sizes among which the same ones are equal.
 
     Raises:
         NotCapturedError: values or symbols decide what runs, an attribute is assigned, random numbers
@@ -154,7 +154,7 @@ def capture(
             given = {name: _faked(fake, x, dtype, name, width) for name, x in arguments.items()}
             for name, x in (*given.items(), *tensors_of(copied).items()):
                 recorder.add_input(name, x)
-            for name, child in copied.named_children():  # a shared one under its first name
+            for name, child in copied.named_children():  # a shared child has its first name
                 recorder.note_calls(name, child)
             before = _attributes(copied)
             with recorder:
@@ -198,7 +198,7 @@ def _symbols(x: Tensor, width: int) -> StatelessSymbolicContext:
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers in a module by name; a shared one under each of its names."""
+    """Returns the parameters and buffers in a module by name; a shared tensor under all its names."""
     return {
         f"{prefix}.{name}".removeprefix("."): x
         for prefix, inner in module.named_modules()
@@ -222,7 +222,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 def _are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except RuntimeError:  # an attribute is another tensor
+    except RuntimeError:  # tensors have no single truth value: the attribute was replaced
         return False
 
 
@@ -269,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         self._kept: list[Any] = []
 
     def add_input(self, name: str, x: Tensor) -> None:
-        if id(x) in self._nodes:  # under a second name
+        if id(x) in self._nodes:  # a shared tensor's second name
             self.inputs[name] = self._nodes[id(x)]
             return
         self.inputs[name] = self.graph.placeholder(f"input_{len(self.inputs)}")
@@ -332,7 +332,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if function in _DROPOUT:  # it returns what it would without dropout
+        if function in _DROPOUT:  # runs as the identity, on a new tensor
             found = args[0].view_as(args[0]) if args else kwargs["input"].view_as(kwargs["input"])
         else:
             found = function(*args, **kwargs)

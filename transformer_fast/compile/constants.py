@@ -136,7 +136,7 @@ def lift(
     """Returns the program with additional inputs, their computation (None: there are none), and their
     values for ``inputs``.
 
-    Products with packed or with unpacked weights call their operator without a look-up.
+    Products call the CPU operators directly: packed copies are arguments, so nothing is looked up.
     ``inputs``: the tensors that the program was captured with. Returns None if nothing is changed, if
     sizes are known only at run time, or if an input is not a plain tensor in CPU memory.
     """

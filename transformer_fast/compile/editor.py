@@ -156,7 +156,7 @@ def _example(node: Node, fake: FakeTensorMode) -> Any:
 
 
 def number(x: Any) -> Any:
-    """Returns a number, in place of a symbol the value from the capture."""
+    """Returns a number; for a symbol, its value during the capture."""
     is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return x.node.hint if is_symbol else x
 

@@ -31,9 +31,9 @@ class Found(NamedTuple):
     layer: Layer[Place]
     #: Name of the argument (B, S, M) that attention to a memory reads; None: there is no such attention.
     memory: str | None
-    #: Number of values that the layer returns in a tuple, None but the first; 0: it returns a tensor.
+    #: Length of the tuple that the layer returns; all but the first value are None. 0: a tensor.
     returned: int
-    #: The masks of self-attention and of attention to the memory, which are nodes of the graph.
+    #: The masks, nodes of the graph, of self-attention and of attention to the memory.
     own: Masks
     cross: Masks
 
@@ -46,7 +46,7 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         rotation: names of the arguments with cosines and sines of rotary position embeddings.
 
     Raises:
-        NotALayerError: the graph computes something else, too.
+        NotALayerError: the graph computes anything besides a layer.
     """
     graph, inputs = captured.graph, captured.inputs
     modes = GraphModes(graph, captured.modes)

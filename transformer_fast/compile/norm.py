@@ -178,7 +178,7 @@ def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
     if row is None or not isinstance(top, Node):
         return None
     if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
-        return None  # of a centred row it would be a layer norm
+        return None  # a centred row makes it a layer norm
     return _NormPattern(top, True, False, eps, "rms_norm")
 
 

@@ -139,7 +139,7 @@ def _expressions(node: Any) -> tuple[Any, ...] | None:
 def match_sublayer(
     editor: Editor, total: Node, rotation: tuple[Node, ...] | None = None
 ) -> SublayerNodes | None:
-    """Returns the sub-layer whose residual sum ``total`` is, or None.
+    """Returns the sub-layer with the residual sum ``total``, or None.
 
     rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
     Then sub-layers without a norm and gated networks match, too.
@@ -290,7 +290,7 @@ def _projection(node: Any) -> _Projection | None:
         return None
     if found is None or y.dim() != 3 or heads.dim() != 4 or y.dtype != heads.dtype:
         return None
-    # They share memory, so the strides show which elements the heads are.
+    # In shared memory, the strides show which elements of the output the heads are.
     if y.untyped_storage()._cdata != heads.untyped_storage()._cdata:
         return None
     batch, _, length, size = heads.shape
@@ -304,9 +304,9 @@ def _projection(node: Any) -> _Projection | None:
 
 
 def _computed(head: Node, rotation: tuple[Node, ...]) -> _Projection | None:
-    """Returns the linear map of which heads (B, H, T, D) are columns, scaled or rotated, or None.
+    """Returns the linear map whose columns, scaled or rotated, are heads (B, H, T, D), or None.
 
-    Rotations are written in many ways, so that they are found by what they compute of random numbers.
+    Models write rotations in many ways, so they are recognised by their results on random numbers.
     """
     generator = torch.Generator().manual_seed(0)
     base: Any = None
@@ -439,7 +439,7 @@ def _replace(editor: Editor, stack: list[SublayerNodes]) -> None:
     places = {node: i for i, node in enumerate(inputs)}
     name = next(name for i in itertools.count() if not hasattr(root, name := f"sublayers_{i}"))
     root.add_module(name, Sublayers(GraphModule({}, body), _plan(stack, places)))
-    # Other stacks refer to the node.
+    # Changed in place, because other stacks refer to the node.
     last.op, last.target, last.args, last.kwargs = "call_module", name, tuple(inputs), {}
     for node in reversed(in_order[:-1]):
         editor.graph.erase_node(node)
@@ -447,7 +447,7 @@ def _replace(editor: Editor, stack: list[SublayerNodes]) -> None:
 
 
 class _Plan(NamedTuple):
-    """A stack of sub-layers, with places among the inputs."""
+    """A stack of sub-layers; its tensors are indices of the inputs."""
 
     #: All sub-layers as one layer.
     layer: Layer[int]
