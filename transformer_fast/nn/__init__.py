@@ -52,7 +52,7 @@ __all__ = sorted({*_OURS, *_THEIRS})
 class _Finder(MetaPathFinder):
     """Import hook: submodules that exist only in `torch.nn` resolve to those of `torch.nn`.
 
-    Without this ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
+    Without it, ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
     """
 
     def find_spec(
