@@ -134,7 +134,7 @@ def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Containe
 
 
 def _short(found: re.Match[str]) -> str:
-    """'.*.' stands for the number of a layer, '' for the end of a name."""
+    """Replaces a matched part of a name: '.*.' for the number of a layer, '' for its ending."""
     return ".*." if found[0].endswith(".") else ""
 
 
