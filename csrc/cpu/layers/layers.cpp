@@ -118,7 +118,7 @@ class PackedLinear {
     if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
     run_linear(args, panels_.from(from, args.k));
   }
-  // Rows [begin, end) of the same with the first n rows of an 8-bit W, on this thread.
+  // Like run() for rows [begin, end) and the first n rows of an 8-bit W, on this thread.
   void run_rows(LinearArgs args, int64_t begin, int64_t end) const {
     set_parameters(args, 0);
     args.packed = panels_.data;
@@ -389,7 +389,7 @@ class LayerRunner {
     enum { project, output, network } what;
     const Sublayer& layer;
     const void* x;  // before the sub-layer
-    void* y;        // after it; of `project` queries, keys and values, or queries
+    void* y;        // after it; for `project`: queries, keys and values, or only queries
   };
 
   int64_t row_unit() const {

@@ -437,7 +437,7 @@ class BackwardBlock : Scores {
   const MaskSums* sums_ = nullptr;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
   Panel pending_{};                            // scores are computed, P and dS are not
-  long done_ = pairs_;                         // pairs of rows of it that are done
+  long done_ = pairs_;                         // pairs of rows of pending_ that are done
   long start_ = 0;                             // of the tile
   long covered_ = 0;                           // keys of the tile whose dS are stored
   alignas(64) float block_sums_[kPanel] = {};  // of dS of the pending panel over the rows
