@@ -141,7 +141,7 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     """Implements `dispatch.lookup`."""
     if is_compiling() or not no_active_modes():
         return None, None
-    for one in others:  # the value of a number given as a tensor may change
+    for one in others:  # a number given as a tensor, whose value may change
         if one.__class__ in PLAIN:
             return None, None  # type: ignore[unreachable]
     now = settings.current

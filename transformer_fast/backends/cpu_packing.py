@@ -234,9 +234,9 @@ def _int8_feed_forward(
 
 
 def implement_packed() -> None:
-    """Implements the operators without the argument ``packed`` by a look-up of the packed copies.
+    """Implements the operators without the argument ``packed``: they look up the packed copies.
 
-    So compiled programs use them, too. Calls that are not recorded skip the operator.
+    So compiled programs use the copies, too. Calls that are not recorded skip the operator.
     """
     for operator, function in (
         (LINEAR, _linear),
@@ -251,7 +251,7 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
     torch.library.impl(operator.name(), "cpu", function)
 
     def run(*arguments: Any) -> Tensor:
-        # If recorded, the packed copy would become a constant of the program.
+        # A recorded look-up would make the packed copy a constant of the program.
         return operator(*arguments) if is_recorded() else function(*arguments)  # type: ignore[no-any-return]
 
     return run

@@ -139,7 +139,8 @@ def attention_forward_kernel(
     rows = p.query_end if C.PACKED else queries
     store_rows(out_base, query, out_heads.stride_t, column_v, accumulator, rows, C.DV)
 
-    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can mask out NaN and inf.
+    # Keys beyond ``end`` were loaded as 0. So a product of NaN or inf with a weight of 0 comes only
+    # from keys that a mask or causality hides. Such sums are computed again without these keys.
     if C.CAUSAL or C.MASK != 0:
         if any_not_finite(accumulator):
             tl.debug_barrier()  # other threads stored the first result
