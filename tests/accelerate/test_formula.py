@@ -54,9 +54,10 @@ ONE_CALL = "in inference each layer is one call"
 
 
 def calls_of(name: str, batch: str) -> int:
-    """Returns how many layers are one call: ModernBERT's one layer with windows needs whole sequences.
+    """Returns how many layers run as one call each.
 
-    Batches with padding at a first place run padded, module by module.
+    ModernBERT's layer with windows does not if padding is between tokens. Batches with padding on the
+    left run padded, module by module.
     """
     if batch == "left":
         return 0
@@ -253,7 +254,7 @@ def test_parameters_besides_those_of_the_formula() -> None:
 
 
 def test_code_of_others_gets_padded_batches() -> None:
-    """What it computes for a few tokens when `accelerate` runs proves nothing of later calls."""
+    """A trial on a few tokens cannot show what users' code computes in later calls."""
 
     class Gated(bert.BertLayer):
         gate = 0.0
@@ -395,7 +396,7 @@ def test_equal_weights() -> None:
 
 
 class _Rotation(torch.nn.Module):
-    """The rotary embeddings of a model, of which a parameter, or another form, is wanted."""
+    """A model's rotary embeddings with a trainable factor; ``stacked``: joined in one tensor."""
 
     def __init__(self, theirs: Any, stacked: bool = False) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def test_layers_are_a_call_each(norm_first: bool, norm: Any) -> None:
 
 
 def test_sizes() -> None:
-    """A graph serves all sizes with the same ones equal."""
+    """One graph serves all calls in which the same sizes are equal."""
     model = Translator()
     ours = accelerated(model)
     source, target = sentences()
