@@ -122,7 +122,7 @@ def version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the module's class in transformers: one shared by models, a norm, or of `MODELS`."""
+    """Returns the module's class in transformers if it is a shared one, a norm, or of `MODELS`."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):

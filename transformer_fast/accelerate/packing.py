@@ -100,7 +100,7 @@ class Padding:
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns first place and length of each sequence; empty with padding between tokens."""
+        """Returns first place and length of each sequence; empty if padding is between tokens."""
         real = self.real.int()
         lengths, first = real.sum(1), real.argmax(1)
         end = real.shape[1] - real.flip(1).argmax(1)
@@ -152,7 +152,7 @@ class _Scope(NamedTuple):
 
     is_full: bool
     is_causal: bool
-    #: Mask functions of windows around each token; empty: all, or unknown.
+    #: Mask functions that restrict a token to a window around it; empty: none, or unknown ones.
     windows: tuple[Callable[..., Any], ...] = ()
 
 

@@ -26,8 +26,8 @@ from .modes import GraphModes
 from .nodes import value
 from .ops import is_view, mutates
 
-#: Pure calls, besides the calls for which `is_fresh` is True and whose name begins with none of
-#: `_IMPURE`.
+#: Pure calls, besides views and calls that return new memory (`is_fresh`). Calls whose names begin
+#: with one of `_IMPURE` are never pure.
 _PURE = frozenset({"chunk", "expand", "float", "getitem", "int", "long", "split", "to", "unbind"})
 _IMPURE = ("dropout", "empty", "rand")
 #: Maximum size of a cached value, in bytes.

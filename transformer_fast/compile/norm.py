@@ -66,7 +66,7 @@ def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
     last = _with_affine(core, norm, width)
     for name in ("weight", "bias"):
         parameter = getattr(norm, name)
-        if parameter is not None and shape(parameter) != (width,):  # one number for all features
+        if parameter is not None and shape(parameter) != (width,):  # one value for all features
             setattr(norm, name, editor.method(last, "expand", parameter, width))
     reason = editor.obstacle(last, [norm.input, norm.weight, norm.bias])
     if reason is not None:

@@ -178,7 +178,7 @@ def load_weights(
             "torch.load(path) or module.state_dict() first"
         )
     wanted = model.state_dict(keep_vars=True)
-    # For each parameter its parts, by their order: (0, 1, 2 for q, k, v; head).
+    # Parameter -> (0, 1 or 2 for q, k or v, head) -> part. Parts are joined in this order.
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     unknown: dict[str, str] = {}
     for name, value in state_dict.items():
