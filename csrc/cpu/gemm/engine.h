@@ -72,7 +72,7 @@ class FloatProduct {
     return panel[k * kPanel + column];
   }
 
-  // Columns of a tensor side by side are Form::packed already.
+  // Adjacent columns of a tensor, taken as rows of A, are in the layout Form::packed already.
   static void fill_transposed(const T* from, long from_stride, long depth, long rows,
                               Operand* block, long k) {
     for (long u = 0; u < depth; ++u, from += from_stride) {

@@ -18,7 +18,7 @@ struct Sigmoid {
   Vec value, slope;
 
   TF_INLINE explicit Sigmoid(Vec x) {
-    // min's order lets NaN through; e^-87 is a normal number.
+    // This operand order propagates NaN; e^-87 is a normal number.
     const Vec e = exp(min(set1(87.0f), zero() - x));
     const Vec s = set1(1.0f) / (set1(1.0f) + e);
     value = zero_below(-87.0f, x, s);

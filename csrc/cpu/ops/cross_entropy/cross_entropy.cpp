@@ -94,7 +94,7 @@ LogitsRows logits_rows(const char* op, const Tensor& input) {
     found.owner = torch::stable::contiguous(input);
     found.layout = {classes, 1, in_group * classes};
   }
-  // Rows at one distance are one group.
+  // Equidistant rows are one group.
   if (!found.planes && found.layout.group == in_group * found.layout.row)
     found.group_rows = found.rows;
   return found;
