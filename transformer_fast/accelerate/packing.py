@@ -148,7 +148,7 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
 
 
 class _Scope(NamedTuple):
-    """Which real tokens a token attends to."""
+    """The real tokens that a token attends to: all, itself and earlier ones, or a window."""
 
     is_full: bool
     is_causal: bool

@@ -29,7 +29,7 @@ from .private_names import IGNORED_LABEL, MASK, NO_LABELS
 
 
 class Findings(NamedTuple):
-    """What a trial found out about the code of a model around its stacks of layers."""
+    """A trial's result about the model's own code around its stacks of layers."""
 
     #: Why padded places are always computed in calls of this model; empty: they are not.
     reason: str = ""

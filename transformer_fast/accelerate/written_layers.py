@@ -32,13 +32,14 @@ from .parts import FusedLayer, is_model
 
 #: Numbers of linear layers in a module that may be an encoder or a decoder layer.
 _LINEAR = range(4, 12)
-#: Number of calls with arguments of one kind before one is captured, which takes up to a second.
+#: This many calls with arguments of one kind run unchanged. The next is captured, which takes up to
+#: a second.
 CALLS_BEFORE = 2
 NOTE = "in inference one call, if its third call shows that it is an encoder or decoder layer"
 
 
 class _Form(NamedTuple):
-    """What calls with arguments of one kind compute."""
+    """The computation of calls with arguments of one kind."""
 
     found: Found
     #: Tensor arguments -> hidden and added masks of self-attention, then of attention to the memory.

@@ -105,7 +105,7 @@ def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _drop_all(snapshots: Sequence[Snapshot]) -> None:
-    """Makes all snapshots stale after a check found a change: the next one reads other parts."""
+    """Makes all snapshots stale after a check found a change: the next check reads other parts."""
     for one in snapshots:
         one.alive = False
 
@@ -160,7 +160,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def is_read_in_place(weight: Tensor, rows: int) -> bool:
-    """True if, for this few rows, reading the unpacked weight is as fast as reading a packed copy."""
+    """True if ``rows`` is so small that the unpacked weight is read as fast as a packed copy."""
     assert _native.module is not None
     name = _NAMES.get(weight.dtype)  # int8 is always packed
     return (

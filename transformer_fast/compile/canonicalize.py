@@ -108,7 +108,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 def scalarize_constants(graph: Graph, aliases: AliasAnalysis) -> None:
-    """Replaces ``torch.full_like(scores, c)`` in a `where` with one element, without the scores."""
+    """Replaces ``torch.full_like(scores, c)`` in a `where` with a scalar, which needs no scores."""
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
             choice, number = op[name], constant(op[name])

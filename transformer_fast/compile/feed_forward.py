@@ -238,7 +238,7 @@ def gated_network(node: Node) -> tuple[Node, list[Map], str] | None:
 
 
 def _halves(first: Node, second: Node) -> LinearMap | None:
-    """Returns the linear map whose output consists of the two as its halves, or None."""
+    """Returns the linear map whose output has the halves ``first`` and ``second``, or None."""
     base: Any = first
     while isinstance(base, Node) and linear_map(base) is None:
         base = base.args[0] if base.args else None

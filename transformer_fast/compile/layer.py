@@ -26,7 +26,7 @@ class NotALayerError(NotCapturedError):
 
 
 class Found(NamedTuple):
-    """What the graph of a layer's call computes."""
+    """The recipe of a layer, its memory, results and masks, as found in the graph of a call."""
 
     layer: Layer[Place]
     #: Name of the argument (B, S, M) that attention to a memory reads; None: there is no such attention.

@@ -383,5 +383,5 @@ _IN_PLACE = frozenset(
      operator.imod, operator.ixor, operator.ilshift, operator.irshift}
 )  # fmt: skip
 _IN_PLACE_METHODS = frozenset({f"__{each.__name__}__" for each in _IN_PLACE})
-#: Their names end with "_" because Python has a keyword of the same name.
+#: Functions whose names end with "_" only because the name without it is a keyword of Python.
 _NOT_IN_PLACE = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})

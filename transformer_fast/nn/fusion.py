@@ -95,7 +95,7 @@ def activation_name(activation: Any) -> str | None:
 
 
 def read_norm(module: Any, path: str, width: int, guard: Guard) -> Norm[Place]:
-    """Returns the recipe of a norm over ``width`` features; only layer norms need not be called."""
+    """Returns the recipe of a norm over ``width`` features; other classes are to be called."""
     if module is None:
         raise Unreadable("norm is no module")
     if is_unhooked(module, LAYER_NORM):

@@ -1,4 +1,4 @@
-"""Whether calls of modules may be skipped: single modules now, and many as long as a `Guard` holds."""
+"""Checks whether calls of modules may be skipped: of one module now, of many while a `Guard` holds."""
 
 from __future__ import annotations
 

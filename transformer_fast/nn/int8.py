@@ -37,7 +37,7 @@ from ..functional._check import autocast
 
 #: Name of the attribute of a quantised module that holds its record.
 INT8 = "_int8_of_accelerate"
-#: In a state_dict, names of scales and factors: formats of the name of a weight with freed floats.
+#: Formats: name of a weight with freed floats -> names of its scales and factors in a state_dict.
 SCALE_OF = "{}_scale"
 FACTORS_OF = "{}_factors"
 
