@@ -100,7 +100,7 @@ LogitsRows logits_rows(const char* op, const Tensor& input) {
   return found;
 }
 
-// Gradients of losses that are added up are one value, expanded.
+// True for one expanded value, as autograd passes for losses that are summed.
 bool is_expanded(const Tensor& grad) {
   for (const int64_t stride : grad.strides())
     if (stride != 0) return false;
