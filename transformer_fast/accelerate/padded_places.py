@@ -332,7 +332,7 @@ def _put_back(hooks: dict[int, Any], others: dict[int, Any]) -> None:
 
 
 def _is_seq2seq(model: Any) -> bool:
-    """True if the labels belong to a decoder, whose tokens are not those of the encoder."""
+    """True if the labels belong to a decoder with tokens of its own."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 

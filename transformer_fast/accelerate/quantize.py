@@ -82,7 +82,7 @@ def make_plan(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     report: Report,
 ) -> list[Change]:
-    """Returns the changes for the whole model, whose modules were replaced before.
+    """Returns the changes for the whole model, after its modules were replaced.
 
     Updates the report's entries.
     """

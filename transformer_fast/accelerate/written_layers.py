@@ -129,7 +129,7 @@ def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
                 if value.dim() != 3 or not (value.is_floating_point() and value.is_contiguous()):
                     return None
                 width = sizes[-1]
-            # `capture` keeps the same sizes as numbers.
+            # `capture`, too, keeps such last dimensions as numbers.
             last = sizes.pop() if value.is_floating_point() and sizes[-1:] == [width] else None
             places = [seen.setdefault(size, len(seen)) for size in sizes]
             found.append((name, value.dtype, last, *places))

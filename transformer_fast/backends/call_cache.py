@@ -178,7 +178,7 @@ def _replay(
     needs_grad: bool,
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
-    """Returns the call as a function of its tensors, or None if its arguments depend on more."""
+    """Returns the call as a function of ``tensors``; None if it uses others, besides a seed."""
     places: list[int | None] = []
     drawn: list[int] = []
     for at, value in enumerate(arguments):

@@ -144,7 +144,7 @@ def _with_affine(core: Node, norm: _NormPattern, width: int) -> Node:
 
 
 def _match_norm(op: Op) -> _NormPattern | None:
-    """Returns the norm of which ``op`` is the division, or the multiplication by a reciprocal."""
+    """Returns the norm with the division ``op`` (or multiplication by a reciprocal), or None."""
     one, other = op["input"], op["other"]
     if op.name == "div":
         if (sum := plus(other)) is not None and (deviation := _deviation(sum[1])) is not None:

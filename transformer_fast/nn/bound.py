@@ -36,7 +36,7 @@ class Parameters:
         self.quantized: list[tuple[Callable[..., Weight], Weight]] = []
         #: Freed weights, whose values and scales are written in place, and their factors.
         self.freed: list[tuple[FreedWeight, Tensor | None]] = []
-        #: Parameters of which views are used, and their addresses.
+        #: Parameters that kernels read through views, and their addresses.
         self.viewed: list[tuple[Tensor, int]] = []
         #: False if the tensors must be looked up in each call.
         self.is_reusable = True

@@ -307,7 +307,7 @@ class Problem(NamedTuple):
 
     def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists:
         """Returns the lists of visible tiles, or none if there is no mask or searching it is slower."""
-        if self.packed:  # no lists; their strides are the numbers of rows
+        if self.packed:  # no lists: the fields for their strides hold the numbers of rows
             return TileLists(None, None, self.query.shape[2], self.key.shape[2], 0)
         if self.mask.data is None:
             return NO_LISTS
