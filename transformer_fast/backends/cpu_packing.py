@@ -375,7 +375,7 @@ class PackedWeights:
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:
                     states.append(entry.fingerprint)
-                if not entry.alive or entry.state != (  # `is_of`: a call takes longer
+                if not entry.alive or entry.state != (  # `is_of`, inlined to save a call
                     owner._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
                 ):  # fmt: skip
                     break

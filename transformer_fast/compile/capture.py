@@ -61,7 +61,7 @@ class Captured(NamedTuple):
     calls: list[Call]
     #: The nodes outside of these calls.
     own: list[Node]
-    #: The modes in which all of it ran.
+    #: The autograd and autocast modes of the whole call.
     modes: Modes
 
 

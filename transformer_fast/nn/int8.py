@@ -297,7 +297,7 @@ class FreedWeight(Tensor):
         return (wide.t().contiguous() if self.transposed else wide).to(self.dtype)
 
     def write(self, new: Tensor) -> None:
-        """Quantises new floats; the 8-bit values of another such weight are copied."""
+        """Quantises new floats; from another `FreedWeight` it copies the 8-bit values."""
         held = self.held
         assert held.scale is not None
         if isinstance(new, FreedWeight) and new.transposed == self.transposed:

@@ -1,8 +1,8 @@
 // Transformer layers in one call, for inference: a whole stack, one layer, or a single sub-layer
-// with its projections, residual connection and norm; and one decoding step through a whole stack,
-// whose new tokens attend to themselves and to all previous ones, of which keys and values are
-// cached, and to the encoder output, if any. Intermediate results are in this thread's scratch, so
-// a call costs one dispatch and only the result's memory.
+// with its projections, residual connection and norm. Also one decoding step through a whole stack:
+// new tokens attend to themselves, to previous tokens by cached keys and values, and to the encoder
+// output, if any. Intermediate results are in this thread's scratch, so a call costs one dispatch
+// and only the result's memory.
 #include <algorithm>
 #include <cstring>
 #include <vector>
