@@ -56,8 +56,8 @@ ONE_CALL = "in inference each layer is one call"
 def calls_of(name: str, batch: str) -> int:
     """Returns how many layers run as one call each.
 
-    ModernBERT's layer with windows does not if padding is between tokens. Batches with padding on the
-    left run padded, module by module.
+    With padding between tokens, ModernBERT's layer with windows does not. Batches with padding on
+    the left run padded, module by module.
     """
     if batch == "left":
         return 0
