@@ -476,7 +476,7 @@ class Convolutions(nn.Module):
 
 
 class ConvolutionsAlone(Convolutions):
-    """The result is viewed in the memory layout that a convolution returns."""
+    """Views the result, which requires the memory layout of a convolution's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 1)

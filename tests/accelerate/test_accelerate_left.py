@@ -236,7 +236,7 @@ def test_quantised_modules_are_left(name: str) -> None:
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", QUANTISE)
 def test_quantising_replaced_modules_warns(name: str) -> None:
-    """PyTorch then converts no module, without an error; ours warn."""
+    """PyTorch would silently convert none of them; our modules warn."""
     model = _quantisable()
     accelerate(model)
     quantise, count = QUANTISE[name]

@@ -45,7 +45,7 @@ class Functions(nn.Module):
         self.fc1, self.fc2, self.activation = nn.Linear(M, H), nn.Linear(H, M), activation
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Its docstring and assignments have to be parsed."""
+        """A forward with a docstring and assignments, which `accelerate` has to support."""
         hidden_states = self.fc1(hidden_states)
         hidden_states = self.activation(hidden_states)
         return self.fc2(hidden_states)
@@ -409,7 +409,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_networks_are_replaced(name: str, calls: list[Any]) -> None:
-    """The control for the next test, and a change of what such a forward reads."""
+    """The control for the next test. Attributes that such a forward reads may change later."""
     kind = _written(PLAIN[name])
     theirs = kind(nn.ReLU())
     theirs.with_act = name == "by an attribute"
@@ -534,7 +534,7 @@ STALE = {
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", STALE)
 def test_changed_classes(name: str, first: bool) -> None:
-    """Holds whether the class changes before or after `accelerate`."""
+    """Results are right whether the class changes before or after `accelerate`."""
     kind = _written(_READ)
     theirs = kind(nn.GELU())
     theirs.fc1, theirs.fc2, theirs.activation = theirs.w_in, nn.Linear(H, M), _silu

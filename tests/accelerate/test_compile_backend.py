@@ -445,7 +445,7 @@ def _attends_over_queries_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("attend", [_attends_over_queries, _attends_over_queries_by_hand])
 def test_a_softmax_over_another_dimension_stays_as_written(attend: Any) -> None:
-    """Inductor computes it over the last one, see `inner.why_not`."""
+    """Inductor would compute it over the last dimension, see `inner.why_not`."""
     compile_reports(clear=True)
     qkv = [torch.randn(2, 7, 32) for _ in range(3)]
     ours = torch.compile(attend, backend=compile_backend, options=COMPILE_REST)
@@ -455,7 +455,7 @@ def test_a_softmax_over_another_dimension_stays_as_written(attend: Any) -> None:
 
 @torch.no_grad()
 def test_inductor_still_needs_the_limit_of_softmax() -> None:
-    """Skipped once PyTorch is mended: then the limit can go."""
+    """Skipped once PyTorch is fixed: then the limit can be removed."""
     qkv = [torch.randn(2, 7, 32) for _ in range(3)]
     found = torch.compile(_attends_over_queries)(*qkv)
     if torch.allclose(found, _attends_over_queries(*qkv), atol=1e-2):
@@ -546,7 +546,7 @@ def test_overlapping_first_calls_write_their_caches_once(monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_running_statistics_are_updated_once() -> None:
-    """Batch norm writes them without a change of their version."""
+    """Batch norm writes its statistics without incrementing their version counters."""
     torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).train()
     compiled = torch.compile(copy.deepcopy(model), backend=compile_backend, options=COMPILE_REST)
@@ -576,7 +576,7 @@ def _repeated(x: Tensor, n: int) -> Tensor:
 
 
 def _tiled(x: Tensor, n: int) -> Tensor:
-    """Another order of heads."""
+    """Repeats the heads as a whole, so that copies of a head are not adjacent."""
     b, h, s, d = x.shape
     return x[:, None].expand(b, n, h, s, d).reshape(b, h * n, s, d)
 
@@ -590,7 +590,7 @@ def _flipped(x: Tensor, n: int) -> Tensor:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("repeat", [_repeated, _tiled, _flipped])
 def test_repeated_heads_are_shared(repeat: Any, dynamic: bool) -> None:
-    """Attention gets keys and values as they are before each head is repeated."""
+    """Attention gets the keys and values without the repetition of each head."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         k, v = (

@@ -391,7 +391,7 @@ def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[An
 
 @torch.no_grad()
 def test_programs_with_constants_find_the_parameters_of_views() -> None:
-    """Also after another program ran within theirs."""
+    """The parameters are found also after a nested program has run."""
     graph, seen = torch.fx.Graph(), []
     weight, other = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3, 2))
     given = graph.placeholder("weight")

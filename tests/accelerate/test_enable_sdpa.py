@@ -202,7 +202,7 @@ def test_unsupported_calls_run_on_pytorch(
 
 
 def test_calls_of_three_dimensions(calls: list[Any]) -> None:
-    """They reach PyTorch's fused operator for CPUs, which `enable_sdpa` overrides, from 2.14 on."""
+    """From PyTorch 2.14 on they reach its fused CPU operator, which `enable_sdpa` overrides."""
     args = tuple(x[0] for x in _qkv())
     ours = _run(args, {})
     assert len(calls) == (TORCH_VERSION >= FUSES_3D)

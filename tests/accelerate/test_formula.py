@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from test_packing import MIXED, Real, build, inputs_of, stack_of
 from transformers.models.bert import modeling_bert as bert
 
 from transformer_fast import accelerate, restore
-from transformer_fast.accelerate import packing
+from transformer_fast.accelerate import formula, packing
 from transformer_fast.measure.calls import record
 
 pytestmark = [
@@ -53,9 +54,10 @@ ONE_CALL = "in inference each layer is one call"
 
 
 def calls_of(name: str, batch: str) -> int:
-    """Returns how many layers are one call: ModernBERT's one layer with windows needs whole sequences.
+    """Returns how many layers run as one call each.
 
-    Batches with padding at a first place run padded, module by module.
+    With padding between tokens, ModernBERT's layer with windows does not. Batches with padding on
+    the left run padded, module by module.
     """
     if batch == "left":
         return 0
@@ -252,7 +254,7 @@ def test_parameters_besides_those_of_the_formula() -> None:
 
 
 def test_code_of_others_gets_padded_batches() -> None:
-    """What it computes for a few tokens when `accelerate` runs proves nothing of later calls."""
+    """A trial on a few tokens cannot show what users' code computes in later calls."""
 
     class Gated(bert.BertLayer):
         gate = 0.0
@@ -371,7 +373,7 @@ def test_filter_fn_excludes_layers() -> None:
 
 def test_other_layers_keep_their_modules() -> None:
     for name, reason in (
-        ("EuroBertModel", "it is not four to seven linear maps"),
+        ("EuroBertModel", "it is not attention and a network"),
         ("T5EncoderModel", "its attention has a bias"),
     ):
         theirs = Real(build(name))
@@ -380,14 +382,21 @@ def test_other_layers_keep_their_modules() -> None:
         check(ours, theirs, inputs_of(*MIXED), 0)
     half = build("BertModel").half()
     assert "not all float32, or all bfloat16" in stack_of(accelerate(half)).reason
-    equal = build("BertModel")
-    for layer in equal.encoder.layer:  # it cannot be said which of them is which
+
+
+def test_equal_weights() -> None:
+    theirs = Real(build("BertModel"))
+    for layer in theirs.model.encoder.layer:
         attention_of(layer).key.load_state_dict(attention_of(layer).query.state_dict())
-    assert "are not linear maps" in stack_of(accelerate(equal)).reason
+    ours = copy.deepcopy(theirs)
+    assert ONE_CALL in stack_of(accelerate(ours)).reason
+    for model in (ours, theirs):  # they may differ again
+        _in_place(first(model))
+    check(ours, theirs, inputs_of(*MIXED))
 
 
 class _Rotation(torch.nn.Module):
-    """The rotary embeddings of a model, of which a parameter, or another form, is wanted."""
+    """A model's rotary embeddings with a trainable factor; ``stacked``: joined in one tensor."""
 
     def __init__(self, theirs: Any, stacked: bool = False) -> None:
         super().__init__()
@@ -444,7 +453,38 @@ def test_modules_under_two_names_keep_their_weights() -> None:
         theirs = Real(model)
         ours = copy.deepcopy(theirs)
         accelerate(ours)
-        check(ours, theirs, inputs_of(*MIXED), 0)
+        check(ours, theirs, inputs_of(*MIXED))
+
+
+def test_a_trial_judges_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[Any] = []
+    judge, layer_of = formula._judge, formula.layer_of
+    monkeypatch.setattr(formula, "_judge", lambda *given: trials.append(given) or judge(*given))
+    assert ONE_CALL in stack_of(accelerate(build("BertModel"))).reason
+    assert len(trials) == 1  # of three layers that differ in their weights only
+
+    def wrong(*given: Any) -> Any:
+        found = layer_of(*given)
+        return found._replace(layer=replace(found.layer, activation="relu"))
+
+    monkeypatch.setattr(formula, "layer_of", wrong)
+    assert "something else than its graph" in stack_of(accelerate(build("BertModel"))).reason
+
+
+def test_captures_of_layers_have_no_side_effects() -> None:
+    model = build("BertModel", 0.5).train()
+    before, state = [dict(vars(module)) for module in model.modules()], torch.get_rng_state()
+    seen: list[Any] = []
+    for module in model.encoder.layer.modules():
+        module.register_forward_hook(lambda *given: seen.append(given))
+    with_hooks = copy.deepcopy(model)
+    accelerate(with_hooks)
+    restore(with_hooks)
+    assert not seen
+    assert torch.equal(torch.get_rng_state(), state)
+    names = [set(attributes) for attributes in before]
+    assert [set(vars(module)) for module in with_hooks.modules()] == names
+    assert all(module.training for module in with_hooks.modules())
 
 
 def test_models_are_freed() -> None:

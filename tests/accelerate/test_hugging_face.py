@@ -530,7 +530,7 @@ def test_calls_with_unknown_arguments_fall_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_softcap_of_gemma_2() -> None:
-    """Transformers has no fused attention for it: its 'sdpa' raises."""
+    """The 'sdpa' attention of transformers does not support a soft cap: it raises."""
     model = build("Gemma2ForCausalLM", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
     inputs = inputs_of("Gemma2ForCausalLM", padding="left")
     hugging_face.register()
@@ -678,7 +678,7 @@ def test_overriding_layers_are_left(name: str, place: str, kind: type, reason: s
 
 
 def test_overriding_attention_gets_the_same_masks() -> None:
-    """It still gets the masks in the form it had before."""
+    """A user's attention still gets masks in the form that transformers passes."""
     theirs = _with("marian", f"{LAYER}.self_attn", OwnAttention)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
@@ -762,7 +762,7 @@ def test_gelu_formulas_become_one_op(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "t5, gated"])
 def test_t5_with_a_float32_projection(name: str) -> None:
-    """With the dtypes of `from_pretrained` in low precision."""
+    """In low precision, `from_pretrained` keeps this projection in float32."""
     theirs = build(name, 0.0).bfloat16().encoder.block[0].layer[1].DenseReluDense
     theirs.wo.float()
     ours = copy.deepcopy(theirs)

@@ -215,7 +215,7 @@ def own() -> nn.Module:
 
 @pytest.mark.parametrize("make", [stack, own])
 def test_models_without_float_weights(make):
-    """They give the same results, copied, pickled and from their state_dict; restore says why not."""
+    """Copies, pickles and models from the state_dict have the same results; restore raises."""
     model = make()
     floats = {name: value.clone() for name, value in model.state_dict().items()}
     accelerate(model, quantize="int8")
@@ -414,7 +414,7 @@ def test_compiled_models_run_on_8_bits():
 
 
 def test_inductor_compiles_layers_with_8_bits(monkeypatch):
-    """Its results differ from the eager graph's, whose attention may be in bfloat16."""
+    """Results differ from those of the eager graph, whose attention may be in bfloat16."""
     warnings: list[Any] = []
     monkeypatch.setattr(inner._log, "warning", lambda *args: warnings.append(args))
     torch.manual_seed(0)
@@ -471,7 +471,7 @@ class TestCalibration:
 
     @pytest.mark.parametrize("norm_first", [True, False])
     def test_no_value_that_a_module_returns_changes(self, norm_first):
-        """Of a decoder, whose memory is read beside the second norm; also of its copy."""
+        """Covers a decoder, which reads the memory beside the second norm, and the decoder's copy."""
         layer = nn.TransformerDecoderLayer(64, 4, 48, batch_first=True, norm_first=norm_first)
         model = self.of_outliers(nn.TransformerDecoder(layer, 2))
         inputs = tuple(torch.randn(2, 3, 9, 64))
@@ -618,7 +618,7 @@ class TestFreedWeights:
 
     @staticmethod
     def freed(layer: nn.Module | None = None) -> tuple[Any, Any]:
-        """Returns a layer, and the same before."""
+        """Returns a layer with freed weights, and a copy from before."""
         torch.manual_seed(0)
         layer = nn.Linear(64, 32) if layer is None else layer
         before = copy.deepcopy(layer)

@@ -352,7 +352,7 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout])
 def test_hooks_see_the_shapes_of_transformers(name: str, kind: type) -> None:
-    """Also hooks on projections of DeBERTa that content and positions share."""
+    """This includes DeBERTa's projections, which content and positions share."""
     theirs = build(name)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -374,7 +374,7 @@ def test_hooks_see_the_shapes_of_transformers(name: str, kind: type) -> None:
 
 
 def test_mpnet_refuses_masks_that_hide_nothing() -> None:
-    """Its own code adds a bool mask to the scores."""
+    """MPNet's own code would add a bool mask to the scores."""
     theirs = build("MPNetModel")
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -414,7 +414,7 @@ def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
 
 
 def test_attention_outside_the_registry(rows: list[int]) -> None:
-    """Only attention of ours reads rows, and masks tell the padding by their values."""
+    """Only our attention reads rows; the values of the mask show where padding is."""
     theirs, layers = Real(build("MPNetModel")), "model.encoder.layer"
     inputs = inputs_of(*MIXED)
     excluded = copy.deepcopy(theirs)
@@ -597,7 +597,7 @@ class Watched(bert.BertEncoder):
 
 
 def test_models_may_share_layers(rows: list[int]) -> None:
-    """The attention of a shared layer is looked up in the config of the model that it was built for."""
+    """A shared layer looks its attention up in the config of the model that it was built for."""
     one, two = (Real(build("BertModel")) for _ in range(2))
     two.model.encoder.layer[0] = one.model.encoder.layer[0]
     expected = copy.deepcopy(two)

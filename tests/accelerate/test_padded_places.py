@@ -136,7 +136,7 @@ def test_labels_at_padded_places_count(
 def test_labels_of_decoders(
     name: str, padding: int, real: tuple[str, ...], rows: list[int]
 ) -> None:
-    """The last padded place at the left has a label as well: the first real token."""
+    """With padding on the left, the last padded place has a label too: the first real token."""
     check(build_decoder(name), labels_of(inputs_of(*real), padding), "loss")
     assert bool(rows) == (padding == -100 and real is RIGHT)
 
@@ -152,7 +152,7 @@ def test_labels_of_tokens_of_decoders(name: str, real: tuple[str, ...], rows: li
     "name", ["GPT2ForSequenceClassification", "LlamaForSequenceClassification"]
 )
 def test_classifiers_of_decoders(name: str, rows: list[int]) -> None:
-    """They look for the last token that is not padding by its id, not by the mask."""
+    """Classifiers find the last real token by the id of padding, not by the mask."""
     model = build_decoder(name, num_labels=3)
     for real in (RIGHT, LEFT):
         inputs = inputs_of(*real)
@@ -228,7 +228,7 @@ def test_siglip_pools_the_last_place(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
 def test_encoders_of_translators(name: str, rows: list[int]) -> None:
-    """Labels are of the decoder's places, which may be as many."""
+    """Labels belong to the decoder's places, even if the encoder has equally many."""
     inputs = labels_of(inputs_of(*RIGHT), 7)
     model = head(name)
     model.config.decoder_start_token_id = 0

@@ -87,7 +87,7 @@ def test_cross_encoders_predict_the_same(made: Path, tmp_path: Path, options: An
 
 
 class Encoder(library.SentenceTransformer):  # type: ignore[misc, name-defined]
-    """As docs/guides/accelerate.md recommends for processes of a pool."""
+    """Accelerates itself when unpickled, as docs/guides/accelerate.md recommends for pools."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)

@@ -489,7 +489,7 @@ def test_forward_replaced_on_a_torch_nn_class_runs(
 ) -> None:
     """The replacement has the original's name and signature.
 
-    This library may call it for more modules than PyTorch does: for out_proj.
+    Unlike PyTorch, this library may call it for out_proj as well.
     """
     kind, calls = getattr(torch.nn, name), 0
     original = kind.forward
@@ -545,7 +545,7 @@ def test_a_function_mode_sees_the_functions_that_torch_calls(rows: int) -> None:
 
 
 def test_modes_of_pytorchs_own_leave_calls_with_the_kernels() -> None:
-    """That of the default device is active as long as the process."""
+    """The mode of the default device may be active for the whole process."""
     with torch.device("cpu"), Operators() as found:
         functional.linear(torch.randn(300, 512), torch.randn(512, 512))
     assert found.ours == ["linear.cpu"]

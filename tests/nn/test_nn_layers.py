@@ -674,7 +674,7 @@ def test_training_applies_every_dropout(probabilities: list[tuple[str, float]]) 
 def test_each_dropout_module_has_its_own_training_flag(
     probabilities: list[tuple[str, float]],
 ) -> None:
-    """Monte Carlo dropout relies on it."""
+    """Monte Carlo dropout sets the flags of dropout modules alone."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.5, batch_first=True).eval()
     layer.dropout.train()
     x = torch.randn(2, 3, M)

@@ -378,7 +378,7 @@ def test_separate_projections_give_the_bits_of_joined_ones(
 
 
 def unfactored(scales: list[Any]) -> list[Any]:
-    """Returns the scales of weights, two of each sub-layer, beside those of unscaled inputs."""
+    """Returns each sub-layer's two scales, followed by None for the factors of its two inputs."""
     pairs = zip(scales[0::2], scales[1::2], strict=True)
     return [each for pair in pairs for each in (*pair, None, None)]
 

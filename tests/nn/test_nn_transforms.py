@@ -104,7 +104,7 @@ def test_padding_under_autocast(name: str) -> None:
 def test_without_kernels_autocast_casts_parameters_once(
     monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """Same as on a GPU for which no kernel is validated.
+    """Without kernels, calls run as on a GPU for which no kernel is validated.
 
     PyTorch caches casts until the autocast region ends.
     """

@@ -29,13 +29,20 @@ from ..nn.drop_in import (
 from ..nn.int8 import INT8
 from ..nn.transformer_layers import may_have_fast_path
 
-#: Attributes that do not describe what a module computes: those of any module, and ours.
+#: Attributes that do not affect what a module computes: those of every module, and our records.
 OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized", INT8, RECORD})
 #: Types of attributes that are compared by value.
 PLAIN_VALUES = (
     bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType,
     functools.partial,
 )  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """True for an attribute that is compared by value."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, (*PLAIN_VALUES, torch.dtype, torch.device))
 
 
 class Change(Protocol):
@@ -129,7 +136,7 @@ def class_of_ours(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-#: Classes of `transformer_fast.nn` that `accelerate` does not use as a replacement; see there.
+#: Names in `transformer_fast.nn` that `accelerate` does not use as replacements.
 #: Linear layers whose weights a replaced layer reads are not replaced either; see `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
 #: Methods of PyTorch's class, besides ``forward``, that our class does not call.
@@ -150,7 +157,7 @@ def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     """Returns the replacement class, the reason not to, or None if the class is not PyTorch's."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return None  # torch.nn.MultiheadAttention reads its weights
+        return None  # an output projection: its torch.nn.MultiheadAttention reads the weights
     if base is None or is_ours(module):
         return None
     ours, replaced = _CLASSES[base]
@@ -240,7 +247,7 @@ class State(NamedTuple):
     attributes: tuple[tuple[str, Any], ...]
     #: (function, name, value) of each constant outside the class that the class's functions read.
     constants: tuple[tuple[Any, str, Any], ...] = ()
-    #: The reason why a graph may miss a part of what a call does.
+    #: The reason why a graph may not contain all that a call does; None: it does.
     why_not: str | None = None
 
     @staticmethod
@@ -248,10 +255,11 @@ class State(NamedTuple):
         attributes = tuple(
             (name, value)
             for name, value in vars(module).items()
-            if name not in OF_ANY_MODULE and name != "training" and isinstance(value, PLAIN_VALUES)
+            if name not in OF_ANY_MODULE and name != "training" and is_plain(value)
         )
+        own = [value for _, value in attributes if isinstance(value, types.FunctionType)]
         try:
-            return State(attributes, _constants_of(original_class(module)))
+            return State(attributes, _constants_of(original_class(module), *own))
         except _Outside as reason:
             return State(attributes, (), str(reason))
 
@@ -284,10 +292,10 @@ _IMPURE_BUILTINS = frozenset({
 
 
 @functools.cache
-def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
-    """Returns the constants that a class's functions read, without those read in `KNOWN_PACKAGES`.
+def _constants_of(kind: type, *functions: types.FunctionType) -> tuple[tuple[Any, str, Any], ...]:
+    """Returns the constants that the methods of ``kind`` and the ``functions`` read, as in `State`.
 
-    Raises `_Outside`.
+    Code of `KNOWN_PACKAGES` is not searched. Raises `_Outside`.
     """
     todo = [
         function
@@ -296,6 +304,7 @@ def _constants_of(kind: type) -> tuple[tuple[Any, str, Any], ...]:
         if name != "__init__"
         for function in functions_of(value)
     ]
+    todo += [inner for function in functions for inner in functions_of(function)]
     found: list[tuple[Any, str, Any]] = []
     seen: set[Any] = set()
     while todo:
@@ -381,7 +390,7 @@ def _output_projection(module: torch.nn.Module) -> str | None:
 
 
 def _skipped_in_inference(layer: Any) -> str | None:
-    """Returns the reason if PyTorch's inference path of encoder layers skips a user's part."""
+    """Returns the reason if PyTorch's inference path ignores a user's module or activation."""
     if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_fast_path(layer):
         return None
     for name, plain in (

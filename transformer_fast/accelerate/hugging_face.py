@@ -28,11 +28,12 @@ from .hugging_face_layers import CLASSES, METHODS, Attention, attention
 from .parts import NAME, FusedLayer, is_model
 from .private_names import NAME_OF_ATTENTION, arguments, load, sdpa_attention, sdpa_mask
 
-#: Supported versions of transformers, [low, high); models of others are left unchanged.
+#: Supported versions of transformers, [low, high); with others, models are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
 #: Model families whose layers can be replaced.
 MODELS = ("bart", "bert", "deberta_v2", "llama", "marian", "mpnet", "t5")
-#: Ending of the names of norms. They are replaced in all families if their code is of `_COPIED`.
+#: Ending of the class names of norms, which are replaced in all families if their code equals that
+#: of one of `_COPIED`.
 _NORM = "Norm"
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
@@ -68,7 +69,7 @@ class AttentionChange:
     name: str
     module: Any
     before: str
-    #: The attention that `apply` sets: ours, or the one that `undo` found.
+    #: Name that `apply` sets: ours. After `undo`: the name set at that time, possibly by the user.
     after: str = NAME
 
     @property
@@ -82,7 +83,7 @@ class AttentionChange:
 
     def undo(self) -> None:
         self.after = getattr(self.module.config, NAME_OF_ATTENTION)
-        if self.after == NAME:  # else set later, by the user or through a shared config
+        if self.after == NAME:  # else the user, or another model with this config, has set it
             setattr(self.module.config, NAME_OF_ATTENTION, self.before)
         self.module.__dict__.pop(_RECORD, None)
 
@@ -121,7 +122,7 @@ def version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the module's class in transformers if shared, a norm, or from one of `MODELS`."""
+    """Returns the module's class in transformers if it is a shared one, a norm, or of `MODELS`."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):

@@ -1,4 +1,4 @@
-"""Attention for the registry of transformers, and the classes that its layers get.
+"""Our attention for the registry of transformers, and our classes for its layers.
 
 Our class sits between a class of transformers and its methods, as `transformer_fast.nn` does for
 torch.nn. Inner modules that are hooked, replaced or parametrised are called as usual.
@@ -349,7 +349,7 @@ class DisentangledSelfAttention(Attention):
         return output.flatten(2), None
 
     def _of_places(self) -> list[torch.nn.Module]:
-        """Returns the modules that get fewer places here than transformers' (1, 2 * span, M)."""
+        """Returns the modules whose input here has fewer positions than transformers' 2 * span."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]
@@ -490,7 +490,7 @@ def _residual_norm(layer: Any) -> Op:
 
 
 class _InTwoModules(FusedLayer):
-    """A layer with its feed-forward network in two modules. Hooked or replaced ones are called."""
+    """A layer with its FFN in two modules, which are called if they are hooked or replaced."""
 
     #: Names of the classes of these modules.
     _inner: str

@@ -37,7 +37,7 @@ class Network(NamedTuple):
 
     starts: tuple[str, ...]
     first: str
-    #: Name of a child or of a function attribute, or "." and the kernels' name of a PyTorch function.
+    #: Name of the child or function attribute; for a PyTorch function, "." and the kernels' name.
     activation: str
     dropouts: tuple[str, ...]
     second: str
@@ -249,7 +249,7 @@ def _steps(module: torch.nn.Module, attributes: dict[str, Any] | None = None) ->
     dropouts = [name for name, child in module.named_modules() if type(child) in fusion.DROPOUT]
     found = []
     for training in (False, True):
-        # Code that depends on these modes and probabilities has other steps in one of the captures.
+        # If the code depends on the mode or on these probabilities, the captures differ.
         changed = {f"{name}.p".removeprefix("."): 0.5 * training for name in dropouts}
         with torch.set_grad_enabled(training), torch.autocast(x.device.type, enabled=not training):
             try:

@@ -6,7 +6,7 @@ back, with zeros at padded places. Batches whose padded places may be read run a
 `padded_places`. The layers are called as they are, with `Rows` in place of the mask: only our attention
 function reads it. No state outlives the loop, so that threads, exceptions and
 activation checkpointing need no care. In inference, with or without padding, an encoder layer with a
-proven `formula.Formula` runs as one kernel call.
+`formula.Formula` runs as one kernel call.
 
 Decoders run on real tokens in inference if their cache is empty: that is the prefill of a batch of
 prompts of several lengths. `_Cache` puts keys and values back into the cache's padded layout.
@@ -30,12 +30,15 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 from torch.nn.parameter import is_lazy
 
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
+from ..compile.capture import NotCapturedError
+from ..compile.layer import NotALayerError
 from ..functional.attention import attend
 from ..nn.drop_in import RECORD, DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
@@ -59,11 +62,11 @@ class Padding:
         self.real = real  #: (B, T) bool
         #: True if every token attends to all real tokens of its sequence, or is_causal: up to itself.
         self.is_full, self.is_causal, self._windows = scope
-        # Inference tensors do not count changes.
+        # Inference tensors have no version counter.
         self._version = None if mask.is_inference() else mask._version
 
     def is_stale(self, mask: Tensor) -> bool:
-        """True if the mask was changed since."""
+        """True if the mask was changed after this object was made."""
         return self._version is not None and mask._version != self._version
 
     @functools.cached_property
@@ -85,7 +88,7 @@ class Padding:
 
     @functools.cached_property
     def band(self) -> Tensor | None:
-        """Returns the mask (1, 1, T, T) by place if each token attends to a window around itself.
+        """Returns the mask (1, 1, T, T) of a sequence in which tokens attend to a window.
 
         T: length of the longest sequence. None: no window (all tokens, causal, other rules).
         """
@@ -97,7 +100,7 @@ class Padding:
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the first place and the length of each sequence; empty if one has padding within."""
+        """Returns first place and length of each sequence; empty if padding is between tokens."""
         real = self.real.int()
         lengths, first = real.sum(1), real.argmax(1)
         end = real.shape[1] - real.flip(1).argmax(1)
@@ -107,10 +110,10 @@ class Padding:
 
 
 def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
-    """Returns the mask with a note of the padding that it was made from.
+    """Attaches to the mask the `Padding` that it was made from, and returns the mask.
 
-    given: the arguments of the mask function. Queries and keys are the same tokens only if they are as
-    many, and the cache is empty.
+    given: the arguments of the mask function. Nothing is attached unless queries and keys are the
+    same tokens: equally many, with an empty cache.
     """
     real = given.get("attention_mask")
     if mask is None or real is None or is_traced() or not mask.is_cpu:
@@ -125,10 +128,10 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
 
 
 def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-    """Returns a mask (B, 1, T, T) of attention outside the registry, with a note of its padding.
+    """Attaches its `Padding` to a mask (B, 1, T, T) of attention outside the registry.
 
     visible: returns True where a token may attend, or None if the mask has other meanings. Returns
-    None if real tokens do not attend to all real tokens of their sequence, or to others.
+    the mask, or None unless each real token attends to exactly the real tokens of its sequence.
     """
     if not isinstance(mask, Tensor) or not mask.is_cpu or mask.dim() != 4:
         return None
@@ -145,16 +148,16 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
 
 
 class _Scope(NamedTuple):
-    """Which real tokens a token attends to."""
+    """The real tokens that a token attends to: all, itself and earlier ones, or a window."""
 
     is_full: bool
     is_causal: bool
-    #: Mask functions of windows around each token; empty: all, or unknown.
+    #: Mask functions that restrict a token to a window around it; empty: none, or unknown ones.
     windows: tuple[Callable[..., Any], ...] = ()
 
 
 def _scope(function: Any, length: int) -> _Scope:
-    """Returns which tokens a mask function lets each token attend to, for this length."""
+    """Returns the scope of a mask function for sequences of this length."""
     functions = [function]
     if _name(function) == "and_masks":
         (functions,) = (cell.cell_contents for cell in function.__closure__)
@@ -182,7 +185,7 @@ class Rows:
         self.batch, self.length = padding.real.shape
 
     def has_places_of(self, other: Any) -> bool:
-        """True if ``other`` has rows of the same tokens."""
+        """True if the rows of ``other`` are at the same places of the batch."""
         mine, theirs = self.padding.places, other.padding.places
         return mine is theirs or torch.equal(mine, theirs)
 
@@ -199,7 +202,7 @@ class Rows:
         return flat.index_select(0, self.padding.places)[None]
 
     def put_back(self, rows: Tensor, trial: padded_places.Trial | None = None) -> Tensor:
-        """Returns (B, T, ...) with zeros, or a trial's numbers, at padded places."""
+        """Returns (B, T, ...) with zeros, or the random numbers of ``trial``, at padded places."""
         flat = rows.new_zeros((self.batch * self.length, *rows.shape[2:]))
         flat.index_copy_(0, self.padding.places, rows[0])
         padded = flat.view(self.batch, self.length, *rows.shape[2:])
@@ -236,18 +239,17 @@ class Rows:
         return self.gather(output), None
 
     def runs_one_by_one(self) -> bool:
-        """True in inference if no sequence has padding within."""
+        """True in inference if no sequence has padding between its tokens."""
         return not torch.is_grad_enabled() and bool(self.padding.runs)
 
     def _one_by_one(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None,
         dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None, **kwargs: Any,
     ) -> Tensor | None:  # fmt: skip
-        """Returns the attention of one sequence after the other, each with its part of bias or mask.
+        """Computes attention one sequence at a time, each with its part of the bias or mask.
 
-        bias: (B or 1, H, T, T), or a function of a sequence's rows and places that returns its part. None
-        if `runs_one_by_one` is false, with dropout, and if the call has a bias and a mask that hides more
-        than the padding.
+        bias: see `Bias`. Returns None if `runs_one_by_one` is false, with dropout, and for a bias
+        together with a mask that hides more than the padding.
         """
         hides_more = not self.padding.is_full or self.padding.is_causal
         if dropout or not self.runs_one_by_one() or (bias is not None and hides_more):
@@ -313,9 +315,9 @@ class _Loop:
         self.is_plain: bool | None = None
         #: (id(positions), id(padding)) -> (positions, kept alive by this; positions of the rows).
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
-        #: id(padding) -> True if its places are computed. The mask keeps the padding alive.
+        #: id(padding) -> True if padded places are computed. The mask keeps the padding alive.
         self.computed: dict[int, bool] = {}
-        #: The reason why a layer ran on a padded batch instead of rows; the last such layer's.
+        #: The reason why the last layer that ran on a padded batch did not run on rows.
         self.why_padded = ""
         self.trial = padded_places.trial()
 
@@ -448,7 +450,7 @@ class _Loop:
     def _packed(
         self, layer: torch.nn.Module, given: dict[str, Any], rows: Rows
     ) -> dict[str, Any] | None:
-        """Returns the arguments for rows, hidden states as given; None if one has no such form."""
+        """Returns the arguments for rows, hidden states as given; None if that is not possible."""
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
@@ -510,7 +512,7 @@ def _is_changed(
     """True if a call in the layer is observed, or runs other code or attention than `find` tested.
 
     The observer, or the other code, gets padded batches. kinds: the tested classes. methods: the names
-    of their methods. is_own: attention is one of ``kinds``, and its config may name any.
+    of their methods. is_own: attention is one of ``kinds``, so its config may name any function.
     """
     if module._forward_hooks and any(map(_is_active, module._forward_hooks.values())):
         return True
@@ -532,7 +534,7 @@ def _is_changed(
 
 
 def _is_of_peft(kind: type) -> bool:
-    """True for a class that wraps linear layers."""
+    """True for a class of peft, whose modules wrap linear layers."""
     return kind.__module__.partition(".")[0] == "peft"
 
 
@@ -557,8 +559,8 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: notes the padding; its ``visible`` is the argument of `_note_padding_of`.
     _own_attention: Any
     _parameters_of_layers: tuple[str, ...]
-    #: Classes in the layers before `accelerate`, others that treat each token alike, and the names of
-    #: their methods.
+    #: Classes that modules in the layers may have: those before `accelerate`, and `_TOKENWISE`.
+    #: ``_methods``: the names of their methods.
     _kinds: frozenset[type]
     _methods: frozenset[str]
     #: Each layer's formula, or the reason why it has none.
@@ -583,7 +585,7 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
 
 
 _SEVERAL = inspect.Parameter.VAR_POSITIONAL
-#: Classes of PyTorch that layers may get after `accelerate`.
+#: Classes of PyTorch that treat each token alike, which layers may get after `accelerate`.
 _TOKENWISE = frozenset({
     *LINEAR, *LAYER_NORM, *DROPOUT, torch.nn.Identity, torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU,
     torch.nn.Tanh, torch.nn.ModuleDict, torch.nn.ParameterDict, torch.nn.Sequential,
@@ -600,9 +602,9 @@ def find(
     is_wanted: Callable[[str], bool],
     skip_padding: bool,
 ) -> ClassChange | str | None:
-    """Returns the change of a stack of layers, the reason not to, or None if it is none.
+    """Returns the change of a stack of layers, the reason not to, or None if it is no such stack.
 
-    with_our_attention: makes the config name our attention; None: the model's attention is another.
+    with_our_attention: makes the config name our attention; None: the model does not use it.
     own: the changes of the layers' attention if it is not looked up in the registry.
     is_wanted: False for the name of a module in the stack that the user excludes.
     """
@@ -647,10 +649,11 @@ def find(
     )
     if reason is not None:
         return reason
+    judged: formula.Judged = {}
     formulas = tuple(
         "its attention is not in the registry, and may have terms that no kernel for layers supports"
         if own
-        else _formula_of(layer, config, with_our_attention)
+        else _formula_of(layer, config, with_our_attention, judged)
         if all(is_wanted(f"{index}.{inner}".rstrip(".")) for inner, _ in layer.named_modules())
         else "filter_fn excludes a part of it"
         for index, layer in enumerate([] if is_decoder else layers)
@@ -672,7 +675,7 @@ def find(
 
 @dataclass
 class PolicyChange:
-    """Sets whether an already replaced stack skips padding. `undo` is a second `apply`."""
+    """Sets whether an already replaced stack skips padding; `apply` exchanges old and new value."""
 
     name: str
     module: torch.nn.Module
@@ -705,7 +708,7 @@ def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChang
 
 
 def applied(changes: Sequence[ClassChange]) -> Callable[[Any], AbstractContextManager[None]]:
-    """Returns a function like `hugging_face.with_our_attention` that makes the changes instead."""
+    """Returns a substitute for `hugging_face.with_our_attention` that applies the changes."""
 
     @contextmanager
     def with_ours(config: Any) -> Iterator[None]:
@@ -785,7 +788,7 @@ def _is_chain(loop: ast.For) -> bool:
 
 
 class _Probe(Rows):
-    """Stands in for the mask in a run that tests the layer: attention returns its values."""
+    """Stands in for the mask in a run that tests the layer: attention returns its ``value``."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -805,12 +808,24 @@ class _Probe(Rows):
         self.seen += [query, key, value]
         self.bias, self.module, self.options = position_bias, module, kwargs
         self.is_known = self.is_known and is_known
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+        return self._attended(query, key, value).transpose(1, 2).contiguous(), None
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+class _Attending(_Probe):
+    """Attends without a mask, by PyTorch's function."""
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=self.options.get("scaling"),
+            enable_gqa=key.shape[1] < query.shape[1],
+        )  # fmt: skip
 
 
 def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
-    """Returns the first index of each kind of layer: of the same classes and attributes."""
+    """Returns the first index of each kind of layer; equal classes and attributes are one kind."""
     first: dict[tuple[Any, ...], int] = {}
     for index, layer in enumerate(layers):
         first.setdefault(formula.content(layer, without="layer_idx"), index)
@@ -874,7 +889,7 @@ def _rotated(config: Any) -> int:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     rotary = getattr(config, "rope_parameters", None) or {}
-    return int(size * (rotary.get("partial_rotary_factor") or 1.0))  # a part in Phi
+    return int(size * (rotary.get("partial_rotary_factor") or 1.0))  # Phi rotates only a part
 
 
 def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
@@ -909,50 +924,52 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
 
 
 def _formula_of(
-    layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]]
-) -> formula.Formula | str:
-    """Returns the layer's formula without a bias, or the reason why it has none."""
+    layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]],
+    judged: formula.Judged,
+) -> formula.Formula | str:  # fmt: skip
+    """Returns the layer's formula, or the reason why it has none, such as a position bias."""
     parameters = inspect.signature(layer.forward).parameters
     rotation: tuple[Tensor, ...] = ()
     if ROTATION in parameters:
         generator = torch.Generator().manual_seed(2)
         shape = 2, 1, formula.TOKENS, _rotated(config)
         rotation = (*torch.randn(shape, generator=generator, dtype=torch.float64),)
-    of_places = {ROTATION: rotation} if rotation else {}
 
-    def call(function: Callable[..., Any], x: Tensor, **others: Any) -> formula.Trial | str:
-        probe = _Probe()
-        output = function(x, attention_mask=probe, **of_places, **others)
+    def call(copied: Any, x: Tensor, rotation: tuple[Tensor, ...], **others: Any) -> formula.Trial:
+        probe = _Attending()
+        if rotation:
+            others[ROTATION] = rotation
+        output = copied(x, attention_mask=probe, **others)
         module, options = probe.module, probe.options
         if module is None or len(probe.seen) != 3 or probe.bias is not None or not probe.is_known:
-            return "its attention has a bias, or arguments that no kernel for layers supports"
+            raise NotALayerError(
+                "its attention has a bias, or arguments that no kernel for layers supports"
+            )
         if options.get("softcap") is not None:
-            return "its scores are capped, which no kernel for layers supports"
+            raise NotALayerError("its scores are capped, which no kernel for layers supports")
         is_causal = options.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-            return "its attention is causal without a mask"
+            raise NotALayerError("its attention is causal without a mask")
         if not is_ours(getattr(module, "config", None)):
-            return "its attention module has no config"
-        query, key, value = probe.seen
-        return formula.Trial(output, module, (query, key, value), options.get("scaling"))
+            raise NotALayerError("its attention module has no config")
+        return formula.Trial(output, module)
 
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    with with_our_attention(config), _evaluating(layer):
+    with with_our_attention(config), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
-            found = formula.prove(layer, config.hidden_size, call, others, rotation)
-            if isinstance(found, str):
-                return found
+            found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
+        except (NotALayerError, NotCapturedError) as reason:
+            return str(reason)
+        with _evaluating(layer):
             # One token: for more, weights would be packed.
             x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
             y = found.run(
                 layer, x, None, None, tuple(table[:, :1].to(x.dtype) for table in rotation)
             )
-            return "no kernel for layers supports its sizes" if y is None else found
-        except Exception as error:  # the layer requires other arguments
-            return f"a trial call failed ({type(error).__name__}: {error})"
+    return "no kernel for layers supports its sizes" if y is None else found
 
 
 def _bias_of(layer: torch.nn.Module) -> Any:

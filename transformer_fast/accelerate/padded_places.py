@@ -29,7 +29,7 @@ from .private_names import IGNORED_LABEL, MASK, NO_LABELS
 
 
 class Findings(NamedTuple):
-    """What a trial found out about the code of a model around its stacks of layers."""
+    """A trial's result about the model's own code around its stacks of layers."""
 
     #: Why padded places are always computed in calls of this model; empty: they are not.
     reason: str = ""
@@ -109,7 +109,7 @@ class Trial:
         self._generator = torch.Generator().manual_seed(seed)
         #: First layer of a stack -> why its layers did not run on real tokens alone, or "".
         self.stacks: dict[torch.nn.Module, str] = {}
-        #: The real places (B, T) in the first stack.
+        #: (B, T) bool, True at the real tokens of the first stack's batch.
         self.real: Tensor | None = None
 
     def note(self, first: torch.nn.Module, real: Tensor, reason: str) -> None:
@@ -222,7 +222,7 @@ def describe(
 
 
 def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -> str:
-    """Returns a stack's remark; why_padded: the trial's reason, None if it saw no padding there."""
+    """Returns a stack's remark; why_padded: the trial's reason, None if it had no padding there."""
     if found.reason or why_padded:
         reason = f"{kind}: {found.reason}" if found.reason else why_padded
         return f"padded places are computed: {reason}"
@@ -332,7 +332,7 @@ def _put_back(hooks: dict[int, Any], others: dict[int, Any]) -> None:
 
 
 def _is_seq2seq(model: Any) -> bool:
-    """True if the labels belong to a decoder, whose tokens are not those of the encoder."""
+    """True if the labels belong to a decoder with tokens of its own."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 

@@ -81,6 +81,9 @@ class FusedLayer(DropIn):
     def _fused(self) -> list[Op]:
         return []
 
+    def _in_parts(self) -> dict[str, str]:
+        return _why_not(self._fused())
+
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         return [op.example(x, training) for op in self._fused() if op.why_not() is None]
 
@@ -90,7 +93,11 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 def in_parts(module: torch.nn.Module) -> dict[str, str]:
     """Returns the reason for each op that the module cannot fuse."""
-    return {op.name: reason for op in _fused(module) if (reason := op.why_not()) is not None}
+    return module._in_parts() if isinstance(module, FusedLayer) else _why_not(_fused(module))
+
+
+def _why_not(ops: list[Op]) -> dict[str, str]:
+    return {op.name: reason for op in ops if (reason := op.why_not()) is not None}
 
 
 def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:

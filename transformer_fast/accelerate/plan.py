@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._cgroup import thread_advice
 from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
-from . import classes, hugging_face, mlp, packing, padded_places, quantize
+from . import classes, hugging_face, mlp, packing, padded_places, quantize, written_layers
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
@@ -42,7 +42,7 @@ def _find(
             return classes.replaced_forward(module) or found
     target = target or classes.class_for(module) or why_not_converted(module)
     if target is None:
-        return mlp.find(name, module, cache)
+        return mlp.find(name, module, cache) or written_layers.find(name, module)
     if isinstance(target, str):
         return target
     reason = classes.replaced_forward(module)
@@ -57,7 +57,7 @@ def _find_stack(
     filter_fn: Filter | None,
     skip_padding: bool,
 ) -> ClassChange | str | None:
-    """Returns the replacement of a stack of transformers' encoder layers; see `packing`."""
+    """Returns the result of `packing.find` for a stack of transformers' layers."""
     if not name or not isinstance(module, torch.nn.ModuleList):
         return None
     path, owners = name.split("."), []
@@ -142,7 +142,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     if change is not None and not isinstance(change, ClassChange):
         return set()
     kind = type(module) if change is None else change.after
-    if issubclass(kind, mlp.FeedForward):
+    if issubclass(kind, (mlp.FeedForward, written_layers.WrittenLayer)):
         return set()  # it calls these layers where it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
@@ -252,7 +252,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    # For these the report already gives the reason, and the advice would not apply.
+    # The report already gives these reasons, and the advice would not help.
     is_explained = report.verified is False or any(
         classes.quantised(model.get_submodule(entry.name)) for entry in report.left
     )

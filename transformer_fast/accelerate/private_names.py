@@ -1,4 +1,4 @@
-"""The names of transformers that are not public and that this package uses; a test looks each one up.
+"""The private names of transformers that this package uses; a test looks each one up.
 
 A new version of transformers may rename them. Layers that pass a tensor under a name missing here are
 called on padded batches, or are left unchanged, and the report says so.
@@ -41,14 +41,14 @@ NAME_OF_ATTENTION = "_attn_implementation_internal"
 MASK = "attention_mask"
 #: Cosines and sines of rotary position embeddings.
 ROTATION = "position_embeddings"
-#: Keys and values of earlier calls; the first from transformers 5.24 on.
+#: Keys and values of earlier calls; "cache" from transformers 5.24 on.
 CACHES = ("cache", "past_key_values", "layer_past")
 #: Arguments that depend on the positions of tokens and that only attention reads.
 OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
 
 # Arguments of models.
 
-#: Integer arguments (B, T) that are no labels.
+#: Integer arguments (B, T) that are not labels.
 NO_LABELS = frozenset({
     MASK, "bbox", "cache_position", "input_ids", "position_ids", "token_type_ids",
 })  # fmt: skip
@@ -62,7 +62,7 @@ def load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# Dynamo traces these, and not `load`.
+# Plain imports, because Dynamo traces these functions and cannot trace `load`.
 
 
 def sdpa_mask() -> Any:

@@ -82,7 +82,7 @@ def make_plan(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     report: Report,
 ) -> list[Change]:
-    """Returns the changes for the whole model, whose modules were replaced before.
+    """Returns the changes for the whole model, after its modules were replaced.
 
     Updates the report's entries.
     """
@@ -125,7 +125,7 @@ def _read_by_torch(name: str, module: torch.nn.Module) -> dict[torch.nn.Module, 
 
 
 def _find(name: str, module: Any) -> QuantizeChange | str | None:
-    """Returns the change, the reason not to quantise the module, or None if it has no such weight."""
+    """Returns the change, the reason not to, or None if the module has no weight to quantise."""
     swap, transposed = None, False
     names: tuple[str, ...] = ("weight",)
     if isinstance(module, nn.MultiheadAttention):

@@ -33,14 +33,14 @@ class Int8Report:
     count: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
-    #: False: the weights before were freed.
+    #: False: the float weights were freed.
     keeps_weights: bool = True
     #: Bytes of the other weights of two or more dimensions, by class.
     float_bytes: Counter[str] = field(default_factory=Counter)
     #: Names of the modules whose inputs are multiplied by factors, see ``calibration``.
     smoothed: list[str] = field(default_factory=list)
-    #: Norm of the outputs' error relative to that of the outputs, and the least cosine of a row of
-    #: outputs with the float model's; None: not measured.
+    #: |error| / |outputs|, and the lowest cosine of a row of outputs with the float model's; None:
+    #: not measured.
     error: float | None = None
     cosine: float | None = None
     #: The module with the largest relative error on the inputs that it had in the float model.
@@ -91,7 +91,7 @@ class Entry:
     outcome: Outcome
     #: Class after the replacement; empty if the module was left unchanged.
     now: str = ""
-    #: Reason why the module was left unchanged; a remark, or empty, if it was not.
+    #: Reason why the module was left unchanged. For a replaced module a remark, or empty.
     reason: str = ""
     #: Op -> backend, without and with gradients, for calls of 8 sequences of 512 tokens. For ops
     #: that are missing in ``training``, the original forward runs there. `transformer_fast.explain`

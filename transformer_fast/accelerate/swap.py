@@ -57,10 +57,9 @@ def accelerate(
 
     A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
     the original model, so that it loads without this library; accelerate it again after loading.
-    Quantise the model first and then call `accelerate`, for the modules that are not quantised:
-    `torch.ao.quantization` does not convert replaced modules, and they warn of it. Call it before
-    ``fully_shard`` and ``parametrize``; DistributedDataParallel and ``torch.compile`` may come
-    before or after.
+    `torch.ao.quantization` does not convert replaced modules, and they warn of it. So quantise
+    first; `accelerate` then replaces the other modules. Call it before ``fully_shard`` and
+    ``parametrize``; DistributedDataParallel and ``torch.compile`` may come before or after.
 
     Args:
         model: any module, on any device.
@@ -69,8 +68,8 @@ def accelerate(
             8-bit products in inference, on CPUs: each weight in 8 bits with a scale for each output, each
             row of the input in 254 steps found at run time, the sums exact. Norms, softmax and residual
             connections keep their dtype. Changed weights are quantised again. Calls that need gradients
-            raise NotImplementedError. Modules that no kernel can multiply in 8 bits are as without it: on
-            other devices, in float64, with NaN or infinity. None: products in the weights' dtype.
+            raise NotImplementedError. Weights stay in their dtype if no kernel supports them in 8 bits:
+            on other devices, in float64, with NaN or infinity. None: products in the weights' dtype.
         keep_weights: False: the float weights of quantised modules are freed. ``state_dict`` and pickles
             then hold the int8 values (under the weight's name) and their scales (``..._scale``); a model
             accelerated in the same way loads them, or a state_dict with float weights. ``module.weight``
@@ -88,9 +87,9 @@ def accelerate(
         verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
             tensor. The original and the accelerated model are run on them (eval and train mode,
             forward and gradients; layers also with padding). If results differ by more than
-            rounding, the model is restored, with a warning. With quantize, that is judged first, without
-            quantised weights; the error of 8 bits is measured and reported, and the model is restored
-            only if its outputs are no longer finite. None: not verified.
+            rounding, the model is restored, with a warning. With quantize, this comparison is made
+            before the weights are quantised. Then the error of 8 bits is measured and reported, and the
+            model is restored only if its outputs are no longer finite. None: not verified.
 
     Returns:
         A `Report`; print it.

@@ -141,7 +141,7 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     """Implements `dispatch.lookup`."""
     if is_compiling() or not no_active_modes():
         return None, None
-    for one in others:  # the value of a number given as a tensor may change
+    for one in others:  # a number given as a tensor, whose value may change
         if one.__class__ in PLAIN:
             return None, None  # type: ignore[unreachable]
     now = settings.current
@@ -178,7 +178,7 @@ def _replay(
     needs_grad: bool,
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
-    """Returns the call as a function of its tensors, or None if its arguments depend on more."""
+    """Returns the call as a function of ``tensors``; None if it uses others, besides a seed."""
     places: list[int | None] = []
     drawn: list[int] = []
     for at, value in enumerate(arguments):

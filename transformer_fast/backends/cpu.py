@@ -66,7 +66,7 @@ def _refuse_int8_depth(call: Call) -> str | None:
 
 
 def _int8_remark(call: Call) -> str | None:
-    assert _native.module is not None  # explained calls of an available kernel
+    assert _native.module is not None  # the kernel is available
     if "int8" in _native.module.dot_types():
         return None
     return f"products run in 16 bits, since {_native.module.isa()} has no dot products of 8 bits"
@@ -75,10 +75,10 @@ def _int8_remark(call: Call) -> str | None:
 def _few(
     dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
 ) -> PreferLater:
-    """Training with few rows and at least ``weights`` weights, where PyTorch's product is faster.
+    """Returns the preference of PyTorch's product in training, from ``weights`` weights on.
 
-    A step changes the weights that it multiplies by, so the kernels pack them each time, which few
-    rows do not pay for. Calls without gradients find copies that are kept.
+    Each training step changes the weights, so the kernels would pack them again, which does not pay
+    for few rows. Calls without gradients use cached copies.
     """
 
     def when(call: Call) -> bool:

@@ -105,7 +105,7 @@ def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _drop_all(snapshots: Sequence[Snapshot]) -> None:
-    """Makes all snapshots stale after a check found a change: the next one reads other parts."""
+    """Makes all snapshots stale after a check found a change: the next check reads other parts."""
     for one in snapshots:
         one.alive = False
 
@@ -160,7 +160,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def is_read_in_place(weight: Tensor, rows: int) -> bool:
-    """True if, for this few rows, reading the unpacked weight is as fast as reading a packed copy."""
+    """True if ``rows`` is so small that the unpacked weight is read as fast as a packed copy."""
     assert _native.module is not None
     name = _NAMES.get(weight.dtype)  # int8 is always packed
     return (
@@ -234,9 +234,9 @@ def _int8_feed_forward(
 
 
 def implement_packed() -> None:
-    """Implements the operators without the argument ``packed`` by a look-up of the packed copies.
+    """Implements the operators without the argument ``packed``: they look up the packed copies.
 
-    So compiled programs use them, too. Calls that are not recorded skip the operator.
+    So compiled programs use the copies, too. Calls that are not recorded skip the operator.
     """
     for operator, function in (
         (LINEAR, _linear),
@@ -251,7 +251,7 @@ def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable
     torch.library.impl(operator.name(), "cpu", function)
 
     def run(*arguments: Any) -> Tensor:
-        # If recorded, the packed copy would become a constant of the program.
+        # A recorded look-up would make the packed copy a constant of the program.
         return operator(*arguments) if is_recorded() else function(*arguments)  # type: ignore[no-any-return]
 
     return run
@@ -375,7 +375,7 @@ class PackedWeights:
                 packed.append(entry.packed)
                 if entry.fingerprint is not None:
                     states.append(entry.fingerprint)
-                if not entry.alive or entry.state != (  # `is_of`: a call takes longer
+                if not entry.alive or entry.state != (  # `is_of`, inlined to save a call
                     owner._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
                 ):  # fmt: skip
                     break

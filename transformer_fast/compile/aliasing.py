@@ -40,8 +40,8 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 class AliasAnalysis:
     """The writes in place of a graph, found once: calls inserted later write to new memory only.
 
-    ``inputs``: the values that the graph was captured with. Those in separate storages share no
-    memory then, which a later call must check; None: any two inputs may.
+    ``inputs``: the values that the graph was captured with. Inputs in separate storages are assumed
+    to share no memory, which later calls must check. None: any two inputs may share memory.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any] | None = None) -> None:

@@ -523,8 +523,11 @@ class Masks(NamedTuple):
     is_causal: bool
 
 
-def heads_and_masks(node: Any) -> tuple[list[Node], Masks] | None:
-    """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None."""
+def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
+    """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None.
+
+    The number is the factor of the scores, relative to 1 / sqrt(D).
+    """
     op = read(node)
     call = op["input"] if op is not None and op.name == "getitem" and op["index"] == 0 else node
     if not isinstance(call, Node):
@@ -560,13 +563,13 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks] | None:
     size = query[3]  # type: ignore[index]
     if not isinstance(size, int) or not is_same(key, values) or not is_same(key[:2], query[:2]):  # type: ignore[index]
         return None
-    if scale is not None and (not isinstance(scale, float) or abs(scale * size**0.5 - 1.0) > 1e-6):
+    if scale is not None and not isinstance(scale, float):
         return None
-    return heads, masks  # type: ignore[return-value]
+    return heads, masks, 1.0 if scale is None else scale * size**0.5  # type: ignore[return-value]
 
 
 def share_heads(editor: Editor) -> None:
-    """Reads keys and values of attention without the repetition of their heads, with ``enable_gqa``."""
+    """Passes keys and values to attention with ``enable_gqa`` instead of repeating their heads."""
     for node, op in calls(editor.graph, "attention"):
         query, mask = op["query"], op["attn_mask"]
         key, value = (_before_repeat(op[name]) for name in ("key", "value"))
@@ -736,7 +739,7 @@ def _masks(
 
 
 def _any_hides(scores: Scores, spread: Callable[[Mask], Node], shared: Callable[..., Node]) -> Node:
-    """Inserts the condition under which any of several fills masks out."""
+    """Inserts the disjunction of all fills' conditions: True where any of them masks out."""
     total: Node | None = None
     for mask, hides, _ in scores.fills:
         term = spread(mask)

@@ -85,7 +85,10 @@ def compile_backend(
     reason: str | None = None
 
     def stack(editor: Editor) -> None:
-        """Replaces `rewrite_sublayers`: a compiler fuses nodes of sub-layers with other nodes."""
+        """Takes the place of `rewrite_sublayers`, and joins sub-layers only if no compiler runs.
+
+        A compiler could no longer fuse the joined nodes with others.
+        """
         nonlocal inner, reason
         chooses = inner is compile_rest and editor.graph is module.graph
         if inner is not None and not chooses:
@@ -146,7 +149,7 @@ def rewrite(
 
     ``module`` is a graph as torch.compile passes it to a backend: ``meta["example_value"]`` of each
     node holds the value from the capture. ``start``: the modes in which the graph runs; None: the
-    current modes. ``stack``: the step that joins sub-layers; None: none does. ``last``: further steps.
+    current modes. ``stack``: the step that joins sub-layers; None: no step. ``last``: further steps.
     """
     report = GraphReport()
     modes = GraphModes(module.graph, start)

@@ -68,7 +68,7 @@ def _fills_where_true(op: Any) -> bool:
 
 
 def make_out_of_place(graph: Graph, modes: GraphModes, aliases: AliasAnalysis) -> None:
-    """Replaces ``y += x`` with ``y = y + x``, in equal modes and if nothing shares y's memory."""
+    """Replaces ``y += x`` with ``y = y + x`` if nothing shares y's memory and modes are equal."""
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
         out_of_place = _OUT_OF_PLACE.get(node.target)
@@ -108,7 +108,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 def scalarize_constants(graph: Graph, aliases: AliasAnalysis) -> None:
-    """Makes ``torch.full_like(scores, c)`` in a `where` one element, independent of the scores."""
+    """Replaces ``torch.full_like(scores, c)`` in a `where` with a scalar, which needs no scores."""
     for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
             choice, number = op[name], constant(op[name])

@@ -1,17 +1,18 @@
 """Captures what a module computes as a graph, by one call on fake tensors.
 
-A `torch.overrides.TorchFunctionMode` sees each function of PyTorch that the module calls, and writes it
-as Dynamo does, so that the same rewrites and matchers read the graph. That takes 2 to 10 ms; Dynamo
-takes 500 to 2000 ms for a layer, and its caches stay in the process.
+A `torch.overrides.TorchFunctionMode` records each function of PyTorch that the module calls, in Dynamo's
+form, so that the same rewrites and matchers apply. That takes 2 to 10 ms; Dynamo takes 500 to 2000 ms
+for a layer, and its caches stay in the process.
 
 The call runs on `shadow`, a copy of the module without hooks, so that it changes no attribute and no
-buffer. It draws no random number: dropout is written down, and any other random function is refused.
-A graph holds for the modules' classes and attributes at the time of the capture, as `Captured` says.
+buffer. It draws no random number: dropout is recorded without being run, and other random functions
+raise. A graph is valid only while the modules' classes and attributes are those of the capture.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,8 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
@@ -53,7 +61,7 @@ class Captured(NamedTuple):
     calls: list[Call]
     #: The nodes outside of these calls.
     own: list[Node]
-    #: The modes in which all of it ran.
+    #: The autograd and autocast modes of the whole call.
     modes: Modes
 
 
@@ -61,7 +69,7 @@ def shadow(
     module: torch.nn.Module, convert: Callable[[Tensor], Tensor], class_of: Callable[[Any], type] = type,
     training: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a copy of the module and of those in it, without hooks, with converted tensors.
+    """Returns a copy of the module and its submodules, without hooks, with converted tensors.
 
     convert: is called once for each parameter and buffer. class_of: the class of each copy. training:
     the mode of all copies; None: as it is.
@@ -114,7 +122,8 @@ def _is_container(value: Any) -> bool:
 def capture(
     module: torch.nn.Module, call: Callable[..., Any], arguments: dict[str, Tensor],
     class_of: Callable[[Any], type] = type, training: bool = False,
-    attributes: dict[str, Any] | None = None,
+    attributes: dict[str, Any] | None = None, dtype: torch.dtype | None = None,
+    width: int | None = None,
 ) -> Captured:  # fmt: skip
     """Returns the graph of ``call(copy of the module, **arguments)``.
 
@@ -123,49 +132,73 @@ def capture(
     Args:
         call, arguments: what is called, and its tensors.
         class_of, training: as in `shadow`.
+        dtype: of all floating-point tensors of the call; None: as they are.
         attributes: by name, joined by dots, attributes of the copy that replace the module's.
+        width: None: sizes are numbers. Else the sizes of the arguments are symbols, except 0, 1 and a
+            floating-point tensor's last dimension of this size. Equal sizes are one symbol, so the
+            graph holds for all sizes among which the same ones are equal.
 
     Raises:
-        NotCapturedError: values of tensors decide what runs, an attribute is assigned, random numbers
+        NotCapturedError: values or symbols decide what runs, an attribute is assigned, random numbers
             are drawn, a tensor is read that is no argument, parameter or buffer, or the call fails.
     """
     state = torch.get_rng_state()
     try:
-        with FakeTensorMode() as fake:
-            copied = shadow(module, lambda x: _faked(fake, x), class_of, training)
+        shapes = None if width is None else ShapeEnv()
+        with FakeTensorMode(shape_env=shapes) as fake:
+            copied = shadow(module, lambda x: _faked(fake, x, dtype), class_of, training)
             for name, value in (attributes or {}).items():
                 parent, _, last = name.rpartition(".")
                 copied.get_submodule(parent).__dict__[last] = value
             recorder = _Recorder()
-            given = {name: _faked(fake, x) for name, x in arguments.items()}
+            given = {name: _faked(fake, x, dtype, name, width) for name, x in arguments.items()}
             for name, x in (*given.items(), *tensors_of(copied).items()):
                 recorder.add_input(name, x)
-            for name, child in copied.named_children():  # a shared one under its first name
+            for name, child in copied.named_children():  # a shared child has its first name
                 recorder.note_calls(name, child)
             before = _attributes(copied)
             with recorder:
                 output = call(copied, **given)
             if not _are_equal(before, _attributes(copied)):
                 raise NotCapturedError("it assigns attributes")
-        if not torch.equal(state, torch.get_rng_state()):
-            raise NotCapturedError("it draws random numbers")
+        if shapes is not None and shapes.guards:
+            raise NotCapturedError("sizes of its arguments decide what it computes")
     except NotCapturedError:
         raise
+    except GuardOnDataDependentSymNode as error:
+        raise NotCapturedError("values of tensors decide what it computes") from error
     except Exception as error:
         raise NotCapturedError(f"a trial call failed ({type(error).__name__}: {error})") from error
     finally:
-        torch.set_rng_state(state)
+        draws = not torch.equal(state, torch.get_rng_state())
+        if draws:
+            torch.set_rng_state(state)
+    if draws:
+        raise NotCapturedError("it draws random numbers")
     return recorder.finished(output)
 
 
-def _faked(fake: FakeTensorMode, x: Tensor) -> Tensor:
+def _faked(
+    fake: FakeTensorMode, x: Tensor, dtype: torch.dtype | None, name: str = "", width: int | None = None
+) -> Tensor:  # fmt: skip
     if type(x) not in PLAIN:
         raise NotCapturedError(f"a {type(x).__name__} is among its tensors")
-    return fake.from_tensor(x)
+    if width is None:
+        y = fake.from_tensor(x, static_shapes=True)
+    else:
+        y = fake.from_tensor(x, symbolic_context=_symbols(x, width), source=ConstantSource(name))
+    return y.to(dtype) if dtype is not None and y.is_floating_point() and y.dtype != dtype else y
+
+
+def _symbols(x: Tensor, width: int) -> StatelessSymbolicContext:
+    kinds = [DimDynamic.DUCK] * x.dim()
+    if x.is_floating_point() and x.shape[-1:] == (width,):
+        kinds[-1] = DimDynamic.STATIC
+    return StatelessSymbolicContext(dynamic_sizes=kinds)
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers in a module by name; a shared one under each of its names."""
+    """Returns the parameters and buffers in a module by name; a shared tensor under all its names."""
     return {
         f"{prefix}.{name}".removeprefix("."): x
         for prefix, inner in module.named_modules()
@@ -189,7 +222,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 def _are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except RuntimeError:  # an attribute is another tensor
+    except RuntimeError:  # tensors have no single truth value: the attribute was replaced
         return False
 
 
@@ -212,9 +245,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
 #: Functions that return no tensor and do not depend on values of tensors.
 _OF_METADATA = frozenset({
     "__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_inference", "is_neg", "is_nonzero_static", "is_same_size", "is_signed",
-    "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "type", "__hash__",
-    "requires_grad_", "is_tensor", "result_type", "__format__", "__repr__",
+    "is_floating_point", "is_inference", "is_neg", "is_same_size", "is_signed", "is_tensor", "ndimension",
+    "nelement", "numel", "result_type", "size", "storage_offset", "stride", "type", "__hash__",
 })  # fmt: skip
 _DROPOUT = frozenset({torch.dropout, torch.nn.functional.dropout})
 
@@ -231,15 +263,21 @@ class _Recorder(TorchFunctionMode):
         self._begun: list[list[Node | None]] = []
         self.modes = current_modes()
         self._nodes: dict[int, Node] = {}
+        #: Symbol -> argument and dimension with this size.
+        self._sizes: dict[Any, tuple[Node, int]] = {}
         #: Keeps the tensors alive, so that no other object gets the id of one.
         self._kept: list[Any] = []
 
     def add_input(self, name: str, x: Tensor) -> None:
-        if id(x) in self._nodes:  # under a second name
+        if id(x) in self._nodes:  # a shared tensor's second name
             self.inputs[name] = self._nodes[id(x)]
             return
         self.inputs[name] = self.graph.placeholder(f"input_{len(self.inputs)}")
         self._note(x, self.inputs[name])
+        sizes: tuple[Any, ...] = tuple(x.shape)
+        for dim, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt):
+                self._sizes.setdefault(size.node.expr, (self.inputs[name], dim))
 
     def _note(self, x: Tensor, node: Node) -> None:
         node.meta.setdefault("example_value", x)
@@ -266,24 +304,41 @@ class _Recorder(TorchFunctionMode):
         return Captured(self.graph, self.inputs, found, self.calls, self.own, self.modes)
 
     def _of(self, x: Any) -> Any:
+        if isinstance(x, torch.SymInt):
+            return self._number(x, x.node.expr)
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self._nodes:
             raise NotCapturedError("it reads a tensor that is no argument, parameter or buffer")
         return self._nodes[id(x)]
 
+    def _number(self, x: Any, formula: Any) -> Any:
+        """Returns a size, or a sum or product of sizes, as a number or a node."""
+        if formula.is_Integer:
+            return int(formula)
+        if formula in self._sizes:
+            node = self.graph.call_method("size", self._sizes[formula])
+        elif formula.is_Add or formula.is_Mul:
+            function = operator.add if formula.is_Add else operator.mul
+            parts = [self._number(None, part) for part in formula.args]
+            node = functools.reduce(lambda *pair: self.graph.call_function(function, pair), parts)
+        else:
+            raise NotCapturedError("it computes with its sizes")
+        node.meta["example_value"] = x
+        return node
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if function in _DROPOUT:  # it returns what it would without dropout
+        if function in _DROPOUT:  # runs as the identity, on a new tensor
             found = args[0].view_as(args[0]) if args else kwargs["input"].view_as(kwargs["input"])
         else:
             found = function(*args, **kwargs)
         if name == "__get__" and isinstance(found, Tensor):
+            args = args[0], function.__self__.__name__
             name, function = "getattr", getattr
-            args = args[0], function.__self__.__name__  # type: ignore[attr-defined]
         tensors = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(x, Tensor) for x in tensors) or len(tensors) == 0:
             if name in _OF_METADATA or not self._reads_tensors(args, kwargs):

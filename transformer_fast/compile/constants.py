@@ -26,8 +26,8 @@ from .modes import GraphModes
 from .nodes import value
 from .ops import is_view, mutates
 
-#: Pure calls, besides the calls for which `is_fresh` is True and whose name begins with none of
-#: `_IMPURE`.
+#: Pure calls, besides views and calls that return new memory (`is_fresh`). Calls whose names begin
+#: with one of `_IMPURE` are never pure.
 _PURE = frozenset({"chunk", "expand", "float", "getitem", "int", "long", "split", "to", "unbind"})
 _IMPURE = ("dropout", "empty", "rand")
 #: Maximum size of a cached value, in bytes.
@@ -136,7 +136,7 @@ def lift(
     """Returns the program with additional inputs, their computation (None: there are none), and their
     values for ``inputs``.
 
-    Products with packed or with unpacked weights call their operator without a look-up.
+    Products call the CPU operators directly: packed copies are arguments, so nothing is looked up.
     ``inputs``: the tensors that the program was captured with. Returns None if nothing is changed, if
     sizes are known only at run time, or if an input is not a plain tensor in CPU memory.
     """

@@ -149,13 +149,14 @@ def _example(node: Node, fake: FakeTensorMode) -> Any:
     """
     found = value(node)
     if not isinstance(found, Tensor):
-        return _number(found)
+        return number(found)
     with fake:
-        sizes = [_number(size) for size in found.shape]
+        sizes = [number(size) for size in found.shape]
         return torch.empty(sizes, dtype=found.dtype, device=found.device)
 
 
-def _number(x: Any) -> Any:
+def number(x: Any) -> Any:
+    """Returns a number; for a symbol, its value during the capture."""
     is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return x.node.hint if is_symbol else x
 

@@ -51,7 +51,7 @@ _BY_HAND: dict[str, Callable[[float], float]] = {
 #: Tolerance of the comparison: relative for numbers below 1, absolute above, and exact at 0.
 #: Hand-written constants have five digits or more. (The two GELUs differ by 5e-4.)
 _ROUNDING = 3e-5
-#: Maximum number of calls that are searched: those of a formula, and some of those before it.
+#: Maximum number of calls that are searched: the formula, and some calls before it.
 _LARGEST_FORMULA = 32
 #: Inputs at which activations are compared.
 _NUMBERS = (0.0, 0.01, -0.01, *(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)))
@@ -214,6 +214,50 @@ def network(node: Node) -> tuple[Node, list[Map], str] | None:
     return (x, maps, activation) if plain else None  # type: ignore[return-value]
 
 
+def gated_network(node: Node) -> tuple[Node, list[Map], str] | None:
+    """Returns input, linear maps and activation of ``second(activation(gate(x)) * up(x))``, or None.
+
+    The maps are [gate, up, second], or [gate and up stacked by rows, second].
+    """
+    second = linear_map(node)
+    product = None if second is None else read(second.x)
+    if second is None or product is None or product.name != "mul":
+        return None
+    for one, up in ((product["input"], product["other"]), (product["other"], product["input"])):
+        found = activation_of(one)
+        if found is None or found[0] not in CODES or not isinstance(up, Node):
+            continue
+        name, gate = found
+        first, other = linear_map(gate), linear_map(up)
+        if first is not None and other is not None and first.x is other.x:
+            return first.x, [first.map, other.map, second.map], name
+        joined = _halves(gate, up)
+        if joined is not None:
+            return joined.x, [joined.map, second.map], name
+    return None
+
+
+def _halves(first: Node, second: Node) -> LinearMap | None:
+    """Returns the linear map whose output has the halves ``first`` and ``second``, or None."""
+    base: Any = first
+    while isinstance(base, Node) and linear_map(base) is None:
+        base = base.args[0] if base.args else None
+    whole, parts = value(base), [value(first), value(second)]
+    if not all(isinstance(x, torch.Tensor) for x in (whole, *parts)):
+        return None
+    width = whole.shape[-1]
+    for index, part in enumerate(parts):
+        wanted = whole.narrow(-1, index * (width // 2), width // 2)
+        if (
+            part.untyped_storage()._cdata != whole.untyped_storage()._cdata
+            or part.storage_offset() != wanted.storage_offset()
+            or not is_same(part.shape, wanted.shape)
+            or not is_same(part.stride(), wanted.stride())
+        ):
+            return None
+    return linear_map(base)
+
+
 def int8_weights(node: Node) -> list[Any]:
     """Returns the weights that the node reads in 8 bits."""
     return [
@@ -329,7 +373,7 @@ _INT8: dict[Any, tuple[str, tuple[Any, ...], Callable[..., Any], dict[str, Any]]
 
 
 def quantize_products(editor: Editor) -> None:
-    """Replaces linear maps and feed-forward networks with weights by those with 8-bit products."""
+    """Replaces linear maps and feed-forward networks with their variants for 8-bit products."""
     for node in editor.graph.nodes:
         if node.target not in _INT8:
             continue
@@ -395,7 +439,7 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     ):
         return None
     call = checked_call(node.target, *given, activation=activation)
-    # The check expands a bias that broadcasts, so that the tensors differ.
+    # The check expands a bias that broadcasts: then the tensors are no longer the same objects.
     same = all(one is other for one, other in zip(call.tensors, given, strict=False))
     if not same or select(call).backend != "cpu":
         return None

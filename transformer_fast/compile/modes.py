@@ -1,4 +1,4 @@
-"""Which autograd and autocast modes each call of a captured graph runs in.
+"""The autograd and autocast modes in which each call of a captured graph runs.
 
 In a captured graph, a block under ``torch.no_grad()`` or ``torch.autocast(...)`` is enclosed by two
 calls that set the mode. A rewrite may merge or move only calls that run in the same modes.
@@ -119,7 +119,7 @@ def _sets_mode(node: Node) -> bool:
 
 #: Prefixes of the names of functions that check or log, which set no mode.
 _SET_NOTHING = ("_check", "_assert", "sym_constrain", "_log", "_record_function")
-#: By function name: the modes after a call with these arguments.
+#: Function name -> function of a call's arguments that returns the modes after the call.
 _SETTERS: dict[str, Callable[..., Modes]] = {
     "set_grad_enabled": lambda modes, grad, *_: modes._replace(grad=grad),
     "inference_mode": lambda modes, on, *_: modes._replace(grad=not on, inference=on),

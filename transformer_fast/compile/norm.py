@@ -66,7 +66,7 @@ def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
     last = _with_affine(core, norm, width)
     for name in ("weight", "bias"):
         parameter = getattr(norm, name)
-        if parameter is not None and shape(parameter) != (width,):  # one number for all features
+        if parameter is not None and shape(parameter) != (width,):  # one value for all features
             setattr(norm, name, editor.method(last, "expand", parameter, width))
     reason = editor.obstacle(last, [norm.input, norm.weight, norm.bias])
     if reason is not None:
@@ -144,7 +144,7 @@ def _with_affine(core: Node, norm: _NormPattern, width: int) -> Node:
 
 
 def _match_norm(op: Op) -> _NormPattern | None:
-    """Returns the norm of which ``op`` is the division, or the multiplication by a reciprocal."""
+    """Returns the norm with the division ``op`` (or multiplication by a reciprocal), or None."""
     one, other = op["input"], op["other"]
     if op.name == "div":
         if (sum := plus(other)) is not None and (deviation := _deviation(sum[1])) is not None:
@@ -178,7 +178,7 @@ def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
     if row is None or not isinstance(top, Node):
         return None
     if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
-        return None  # of a centred row it would be a layer norm
+        return None  # a centred row makes it a layer norm
     return _NormPattern(top, True, False, eps, "rms_norm")
 
 

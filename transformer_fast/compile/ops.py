@@ -336,7 +336,7 @@ def written(node: Node) -> list[Any] | None:
     parameters = _positions(node.target)
     if _given(node, parameters.get("inplace"), "inplace") is True:
         return first
-    # Embeddings shorten the rows of their weight.
+    # With max_norm, embeddings rescale rows of their weight in place.
     if _given(node, parameters.get("max_norm"), "max_norm") is not None and "weight" in parameters:
         return [_given(node, parameters["weight"], "weight"), *node.args[:1]]
     return None
@@ -351,7 +351,7 @@ def _given(node: Node, index: int | None, name: str) -> Any:
 
 def _schemas(target: Any) -> list[Any]:
     """Returns the schemas of an operator; none for other functions."""
-    target = getattr(target, "_opoverload", target)  # of a definition by torch.library.custom_op
+    target = getattr(target, "_opoverload", target)  # torch.library.custom_op wraps the operator
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -371,7 +371,7 @@ def _positions(target: Any) -> Mapping[str, int]:
 def _body_writes(node: Node) -> bool:
     """True if the node may be the body of a branch or a checkpoint that writes to its arguments."""
     owner = node.graph.owning_module
-    if owner is None:  # the graph is a copy
+    if owner is None:  # the graph is a copy without its bodies
         return not isinstance(value(node), torch.Tensor)
     body = operator.attrgetter(str(node.target))(owner)
     return isinstance(body, GraphModule) and any(mutates(each) for each in body.graph.nodes)
@@ -383,5 +383,5 @@ _IN_PLACE = frozenset(
      operator.imod, operator.ixor, operator.ilshift, operator.irshift}
 )  # fmt: skip
 _IN_PLACE_METHODS = frozenset({f"__{each.__name__}__" for each in _IN_PLACE})
-#: Their names end with "_" because Python has a keyword of the same name.
+#: Functions whose names end with "_" only because the name without it is a keyword of Python.
 _NOT_IN_PLACE = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})

@@ -251,7 +251,7 @@ def encoder_layer(
         int8,
     )  # fmt: skip
     if mask is not None and mask_type != 1 and mask.dim() == 4:
-        # A mask that broadcasts over batches and heads is not materialized for each.
+        # A mask that is the same for all batches and heads stays two-dimensional.
         is_one = mask.stride()[:2] == (0, 0) and mask.shape[0] > 0
         mask = mask[0, 0] if is_one else mask.flatten(0, 1)
     hidden = None if mask is None else mask.to(torch.bool)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from .. import _native
 from .._context import is_traced
@@ -26,8 +27,8 @@ from ..recipe import Kind, Layer, Linear, Norm, NormKind, Sublayer
 from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import Masks, heads_and_masks
-from .editor import Editor
-from .feed_forward import PARAMETER, Map, int8_weights, linear_map, network
+from .editor import Editor, number
+from .feed_forward import PARAMETER, Map, gated_network, int8_weights, linear_map, network
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
 from .ops import calls, is_view, mutates, permutation, read, viewed
@@ -46,10 +47,12 @@ class _Block(NamedTuple):
     heads: int = 0
     masks: Masks = Masks(None, None, False)
     memory: Node | None = None
+    #: Cosines and sines by which queries and keys are rotated.
+    rotation: tuple[Node, ...] = ()
 
 
 @dataclass
-class _Sublayer:
+class SublayerNodes:
     block: _Block
     norm: NormCall
     norm_first: bool
@@ -63,7 +66,7 @@ class _Sublayer:
         parameters = [p for pair in self.block.maps for p in pair]
         hidden, added, _ = self.block.masks
         norm = self.norm.weight, self.norm.bias
-        return {self.block.memory, hidden, added, *norm, *parameters}
+        return {self.block.memory, hidden, added, *norm, *parameters, *self.block.rotation}
 
 
 def rewrite_sublayers(editor: Editor) -> None:
@@ -71,15 +74,15 @@ def rewrite_sublayers(editor: Editor) -> None:
     replace_stacks(editor, find_stacks(editor))
 
 
-def find_stacks(editor: Editor) -> list[list[_Sublayer]]:
+def find_stacks(editor: Editor) -> list[list[SublayerNodes]]:
     """Returns the stacks of sub-layers that one call can run and that contain attention."""
     if _native.module is None or _native.why_unproven() is not None:
         return []
     _share_sizes(editor.graph)
-    stacks: list[list[_Sublayer]] = []
-    ends: dict[Node, list[_Sublayer]] = {}
+    stacks: list[list[SublayerNodes]] = []
+    ends: dict[Node, list[SublayerNodes]] = {}
     for node, _ in calls(editor.graph, "add"):
-        one = None if mutates(node) else _match(editor, node)
+        one = None if mutates(node) else match_sublayer(editor, node)
         if one is None:
             continue
         stack = ends.get(one.x)
@@ -93,11 +96,11 @@ def find_stacks(editor: Editor) -> list[list[_Sublayer]]:
     ]
 
 
-def nodes_of(stacks: Iterable[list[_Sublayer]]) -> set[Node]:
+def nodes_of(stacks: Iterable[list[SublayerNodes]]) -> set[Node]:
     return {node for stack in stacks for one in stack for node in one.nodes}
 
 
-def replace_stacks(editor: Editor, stacks: Iterable[list[_Sublayer]]) -> None:
+def replace_stacks(editor: Editor, stacks: Iterable[list[SublayerNodes]]) -> None:
     for stack in stacks:
         _replace(editor, stack)
 
@@ -133,22 +136,31 @@ def _expressions(node: Any) -> tuple[Any, ...] | None:
     return tuple(n if isinstance(n, int) else getattr(n.node, "expr", n.node) for n in sizes)
 
 
-def _match(editor: Editor, total: Node) -> _Sublayer | None:
-    """Returns the sub-layer with the residual sum ``total``, or None."""
+def match_sublayer(
+    editor: Editor, total: Node, rotation: tuple[Node, ...] | None = None
+) -> SublayerNodes | None:
+    """Returns the sub-layer with the residual sum ``total``, or None.
+
+    rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
+    Then sub-layers without a norm and gated networks match, too.
+    """
     op = read(total)
     assert op is not None
+    is_whole = rotation is not None
     for x, f in ((op["input"], op["other"]), (op["other"], op["input"])):
         if not all(isinstance(n, Node) and _is_like(n, total) for n in (x, f)) or rank(x) != 3:
             continue
-        block = _network_block(f) or _attention(f)
+        block = _network_block(f, is_whole) or _attention(f, rotation)
         if block is None or not _is_like(block.input, x):
             continue
         last = only_user(total)
         before, after = norm_of(block.input), None if last is None else norm_of(last)
         if before is not None and before.x is x:
-            one = _Sublayer(block, before, True, x, total)
+            one = SublayerNodes(block, before, True, x, total)
         elif block.input is x and last is not None and after is not None and after.x is total:
-            one = _Sublayer(block, after, False, x, last)
+            one = SublayerNodes(block, after, False, x, last)
+        elif block.input is x and is_whole:
+            one = SublayerNodes(block, NormCall(x, None, None, 0.0, NormKind.NONE), True, x, total)
         else:
             continue
         if _is_contiguous(one.y) and _set_nodes(one) and _is_inference(editor, one):
@@ -175,13 +187,19 @@ def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
     )
 
 
-def _network_block(node: Node) -> _Block | None:
+def _network_block(node: Node, or_gated: bool = False) -> _Block | None:
     found = network(node)
-    return None if found is None else _Block(Kind.FEED_FORWARD, *found)
+    if found is not None:
+        return _Block(Kind.FEED_FORWARD, *found)
+    found = gated_network(node) if or_gated else None
+    return None if found is None else _Block(Kind.GATED_FEED_FORWARD, *found)
 
 
-def _attention(node: Node) -> _Block | None:
-    """Returns the attention with this node as its output projection, or None."""
+def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block | None:
+    """Returns the attention with this node as its output projection, or None.
+
+    rotation: as in `match_sublayer`.
+    """
     out = linear_map(node)
     if out is None:
         return None
@@ -197,11 +215,19 @@ def _attention(node: Node) -> _Block | None:
     found = heads_and_masks(attended)
     if found is None:
         return None
-    heads, masks = found
+    heads, masks, factor = found
     each = [_projection(one) for one in heads]
+    if rotation is not None and None in each:
+        each = [one or _computed(head, rotation) for one, head in zip(each, heads, strict=True)]
     if None in each:
         return None
     q, k, v = each
+    factors = [one.factor for one in each]  # type: ignore[union-attr]
+    if max(abs(factor * factors[0] * factors[1] - 1.0), abs(factors[2] - 1.0)) > 1e-5:
+        return None
+    turned = [one.is_rotated for one in each]  # type: ignore[union-attr]
+    if turned[0] != turned[1] or turned[2] or turned[0] != bool(rotation):
+        return None
     width, number = shape(out.x)[-1], shape(heads[0])[1]  # type: ignore[index]
     sources = [one.input for one in each]  # type: ignore[union-attr]
     starts, weights = [one.start for one in each], [one.map[0] for one in each]  # type: ignore[union-attr]
@@ -215,7 +241,10 @@ def _attention(node: Node) -> _Block | None:
         return None
     maps.append(out.map)
     if sources[0] is sources[1]:
-        return _Block(Kind.SELF_ATTENTION, sources[0], maps, None, number, masks)
+        given = rotation or ()
+        return _Block(Kind.SELF_ATTENTION, sources[0], maps, None, number, masks, None, given)
+    if rotation:
+        return None
     of_x, of_memory = (shape(each) or () for each in sources[:2])
     if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
         return None
@@ -244,6 +273,9 @@ class _Projection(NamedTuple):
     map: Map
     #: First column of the heads in the output of the linear map.
     start: Any
+    #: The heads are these columns, rotated or not, times this number.
+    factor: float = 1.0
+    is_rotated: bool = False
 
 
 def _projection(node: Any) -> _Projection | None:
@@ -258,7 +290,7 @@ def _projection(node: Any) -> _Projection | None:
         return None
     if found is None or y.dim() != 3 or heads.dim() != 4 or y.dtype != heads.dtype:
         return None
-    # They share memory, so the strides show which elements the heads are.
+    # In shared memory, the strides show which elements of the output the heads are.
     if y.untyped_storage()._cdata != heads.untyped_storage()._cdata:
         return None
     batch, _, length, size = heads.shape
@@ -271,7 +303,67 @@ def _projection(node: Any) -> _Projection | None:
     return _Projection(base, found.x, found.map, heads.storage_offset())
 
 
-def _set_nodes(one: _Sublayer) -> bool:
+def _computed(head: Node, rotation: tuple[Node, ...]) -> _Projection | None:
+    """Returns the linear map whose columns, scaled or rotated, are heads (B, H, T, D), or None.
+
+    Models write rotations in many ways, so they are recognised by their results on random numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    base: Any = None
+    values: dict[Node, Any] = {}
+
+    def of(node: Node) -> Any:
+        nonlocal base
+        if node in values:
+            return values[node]
+        if node in rotation or (linear_map(node) is not None and base is None):
+            base = base if node in rotation else node
+            sizes = [number(size) for size in value(node).shape]
+            values[node] = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        elif isinstance(value(node), torch.SymInt):
+            values[node] = number(value(node))
+        elif node.op not in ("call_function", "call_method") or mutates(node):
+            raise LookupError
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), of)
+            name = node.target
+            run = getattr(torch.Tensor, name) if isinstance(name, str) else name
+            values[node] = run(*args, **kwargs)
+        return values[node]
+
+    try:
+        found = of(head)
+    except (LookupError, RuntimeError):
+        return None
+    source = None if base is None else linear_map(base)
+    if source is None or found.dim() != 4 or values[base].dim() != 3:
+        return None
+    heads, size = found.shape[1], found.shape[3]
+    width, y = heads * size, values[base]
+    for start in range(0, y.shape[2] - width + 1, width):
+        part = y[:, :, start : start + width].unflatten(2, (heads, size)).transpose(1, 2)
+        for turned in (part, rotated(part, *(of(each)[:, None] for each in rotation))):
+            if turned.shape != found.shape:
+                continue
+            factor = float((turned * found).sum() / (turned * turned).sum())
+            error = (found.double() - factor * turned).abs().max()
+            if error <= 1e-5 * abs(factor) * turned.abs().max():  # models rotate in float32
+                return _Projection(base, source.x, source.map, start, factor, turned is not part)
+    return None
+
+
+def rotated(heads: Tensor, *tables: Tensor) -> Tensor:
+    """Returns heads (B, H, T, D) rotated by cosines and sines (1 or B, 1, T, channels)."""
+    if not tables:
+        return heads
+    cos, sin = tables
+    turned, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], -1)
+    one, other = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-other, one], -1) * sin
+    return torch.cat([turned, rest], -1)
+
+
+def _set_nodes(one: SublayerNodes) -> bool:
     """Finds the nodes of a sub-layer; False if other nodes use any of them except the last."""
     outside = {one.x, *one.given()}
     todo = [one.y]
@@ -287,7 +379,7 @@ def _set_nodes(one: _Sublayer) -> bool:
     return all(user in one.nodes for n in one.nodes if n is not one.y for user in n.users)
 
 
-def _is_inference(editor: Editor, one: _Sublayer) -> bool:
+def _is_inference(editor: Editor, one: SublayerNodes) -> bool:
     modes = editor.modes.at(one.y)
     inputs = _inputs(one.nodes)
     if modes.has_autocast or editor.obstacle(one.y, inputs) is not None:
@@ -306,7 +398,7 @@ def _inputs(nodes: Iterable[Node]) -> list[Node]:
     return sorted(found, key=order.__getitem__)
 
 
-def _continues(editor: Editor, stack: list[_Sublayer], one: _Sublayer) -> bool:
+def _continues(editor: Editor, stack: list[SublayerNodes], one: SublayerNodes) -> bool:
     """True if one call can run the sub-layer after those of the stack."""
     first = stack[0]
     if (one.norm_first, one.norm.kind) != (first.norm_first, first.norm.kind):
@@ -331,7 +423,7 @@ def _fits(one: _Block, other: _Block) -> bool:
     return own == (other.activation, other.heads, other.masks, other.memory)
 
 
-def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
+def _replace(editor: Editor, stack: list[SublayerNodes]) -> None:
     nodes = nodes_of([stack])
     last, inputs = stack[-1].y, _inputs(nodes)
     body = Graph()
@@ -347,7 +439,7 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
     places = {node: i for i, node in enumerate(inputs)}
     name = next(name for i in itertools.count() if not hasattr(root, name := f"sublayers_{i}"))
     root.add_module(name, Sublayers(GraphModule({}, body), _plan(stack, places)))
-    # Other stacks refer to the node.
+    # Changed in place, because other stacks refer to the node.
     last.op, last.target, last.args, last.kwargs = "call_module", name, tuple(inputs), {}
     for node in reversed(in_order[:-1]):
         editor.graph.erase_node(node)
@@ -355,7 +447,7 @@ def _replace(editor: Editor, stack: list[_Sublayer]) -> None:
 
 
 class _Plan(NamedTuple):
-    """A stack of sub-layers, with places among the inputs."""
+    """A stack of sub-layers; its tensors are indices of the inputs."""
 
     #: All sub-layers as one layer.
     layer: Layer[int]
@@ -367,7 +459,7 @@ class _Plan(NamedTuple):
     cross: tuple[int, int, bool]
 
 
-def _plan(stack: list[_Sublayer], places: dict[Any, int]) -> _Plan:
+def _plan(stack: list[SublayerNodes], places: dict[Any, int]) -> _Plan:
     def at(*nodes: Node | None) -> tuple[int, ...]:
         return tuple(-1 if node is None else places[node] for node in nodes)
 
@@ -410,12 +502,13 @@ class Sublayers(torch.nn.Module):
 
     def _in_one_call(self, given: tuple[Any, ...]) -> Tensor | None:
         plan = self.plan
-        own, cross = (_mask(given, *masks) for masks in (plan.own, plan.cross))
-        if own is None or cross is None:
-            return None
         inputs = (*given, None)  # place -1
         x: Tensor = inputs[plan.x]
-        if any(m is not None and m.dtype not in (torch.bool, x.dtype) for m in (own[0], cross[0])):
+        own, cross = (
+            mask_of(x, inputs[hidden], inputs[added], is_causal)
+            for hidden, added, is_causal in (plan.own, plan.cross)
+        )
+        if own is None or cross is None:
             return None
         bound = self._bind(given)
         if bound is None:
@@ -453,18 +546,23 @@ class Sublayers(torch.nn.Module):
         return frozenset(i for i, node in enumerate(inputs) if node in found)
 
 
-def _mask(
-    given: tuple[Any, ...], hidden: int, added: int, is_causal: bool
+def mask_of(
+    x: Tensor, hidden: Any, added: Any, is_causal: bool
 ) -> tuple[Tensor | None, bool] | None:
-    """Returns a mask as kernels for layers take it; None: it must be applied to the scores."""
-    fill = None if hidden < 0 else given[hidden]
-    bias = None if added < 0 else given[added]
-    if isinstance(bias, run_time.Mask):
-        if fill is not None:
+    """Returns a mask as kernels for layers take it; None: it must be applied to the scores.
+
+    x: the input of the layers. The other arguments are values of `attention.Masks`.
+    """
+    if isinstance(added, run_time.Mask):
+        if hidden is not None:
             return None
-        fill, bias = bias, None
-    if fill is None:
-        return (None if bias is None else run_time.to_four(bias, 4)), is_causal
-    if bias is not None or fill.fully_masked is not None:
+        hidden, added = added, None
+    if hidden is None:
+        mask = None if added is None else run_time.to_four(added, 4)
+    elif added is not None or hidden.fully_masked is not None:
         return None
-    return fill.visible, fill.is_causal
+    else:
+        mask, is_causal = hidden.visible, hidden.is_causal
+    if mask is not None and mask.dtype not in (torch.bool, x.dtype):
+        return None
+    return mask, is_causal

@@ -45,7 +45,7 @@ class Positions(torch.nn.Module):
         """Sets the table of the two subclasses below; other subclasses set ``table`` themselves."""
 
     def reset_parameters(self) -> None:
-        """Initialise the table; for subclasses that compute or draw it."""
+        """Initialises the table, in subclasses that compute it or draw it at random."""
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > self.max_len:
@@ -279,7 +279,7 @@ class OutputProjection(DropIn):
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), target,
                 reduction="none", ignore_index=ignore_index, label_smoothing=smoothing,
             )  # fmt: skip
-        return losses.view(expected.shape).clone()  # FSDP2 warns of a view
+        return losses.view(expected.shape).clone()  # FSDP2 warns if a module returns a view
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, tied={self.tied}"

@@ -134,7 +134,7 @@ def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Containe
 
 
 def _short(found: re.Match[str]) -> str:
-    """'.*.' stands for the number of a layer, '' for the end of a name."""
+    """Replaces a matched part of a name: '.*.' for the number of a layer, '' for its ending."""
     return ".*." if found[0].endswith(".") else ""
 
 
@@ -178,7 +178,7 @@ def load_weights(
             "torch.load(path) or module.state_dict() first"
         )
     wanted = model.state_dict(keep_vars=True)
-    # For each parameter its parts, by their order: (0, 1, 2 for q, k, v; head).
+    # Parameter -> (0, 1 or 2 for q, k or v, head) -> part. Parts are joined in this order.
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     unknown: dict[str, str] = {}
     for name, value in state_dict.items():

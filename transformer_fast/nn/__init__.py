@@ -1,8 +1,8 @@
-"""`torch.nn` with fused classes in place of those that have kernels.
+"""`torch.nn`, with fused classes in place of PyTorch's where this library has kernels.
 
-These, from `LayerNorm` and `Linear` to `Transformer`, are subclasses of PyTorch's; `functional` is
-`transformer_fast.functional`. Every other name, submodules included (``transformer_fast.nn.utils.rnn``),
-is `torch.nn`'s own.
+The fused classes, from `LayerNorm` and `Linear` to `Transformer`, are subclasses of PyTorch's;
+`functional` is `transformer_fast.functional`. Every other name, submodules included
+(``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 
 Without the native kernels, for example on macOS, Windows and ARM, the classes run `torch.nn`'s own
 forward on CPU tensors.
@@ -52,7 +52,7 @@ __all__ = sorted({*_OURS, *_THEIRS})
 class _Finder(MetaPathFinder):
     """Import hook: submodules that exist only in `torch.nn` resolve to those of `torch.nn`.
 
-    Without this ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
+    Without it, ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
     """
 
     def find_spec(

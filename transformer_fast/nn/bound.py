@@ -32,19 +32,19 @@ class Parameters:
         self.guard = guard
         #: All tensors that are parameters of the modules.
         self.tensors: list[Tensor] = []
-        #: Of quantised weights the function that returns them, and what it returned.
+        #: For each quantised weight, the function that returns it, and its last result.
         self.quantized: list[tuple[Callable[..., Weight], Weight]] = []
         #: Freed weights, whose values and scales are written in place, and their factors.
         self.freed: list[tuple[FreedWeight, Tensor | None]] = []
-        #: Parameters of which views are used, and their addresses.
+        #: Parameters that kernels read through views, and their addresses.
         self.viewed: list[tuple[Tensor, int]] = []
         #: False if the tensors must be looked up in each call.
         self.is_reusable = True
 
     def __call__(self, place: Place) -> Any:
-        """Returns the tensor at a place, None if it is None; the module if ``place.name`` is empty.
+        """Returns the tensor at a place, or None; the module if ``place.name`` is empty.
 
-        Raises `Unreadable` if a module on the way must be called.
+        Raises `Unreadable` if the module, or one around it, must be called.
         """
         module, guard = self.owner, self.guard
         names = place.module.split(".") if place.module else []
@@ -53,7 +53,7 @@ class Parameters:
             if place.name:
                 guard.unhooked(module, ".".join(names[: index + 1]))
         if not place.name:
-            self.is_reusable = False  # the guard does not see when the module need not be called
+            self.is_reusable = False  # the guard would miss that the module can be fused again
             return module
         found = guard.entry(module, "_parameters", place.name)
         if found is ABSENT:  # torch.nn.utils has replaced it
@@ -75,14 +75,14 @@ class Parameters:
         if type(parameter) is FreedWeight:
             self.freed.append((parameter, parameter.factors))
         elif module is self.owner or not isinstance(weight, Int8Weight) or weight.scale is None:
-            # It may become another with the weight's dtype, device or mode.
+            # The result depends on the weight's dtype, device and mode, which no guard checks.
             self.is_reusable = False
         else:
             self.quantized.append((read, weight))
         return weight
 
     def are_current(self) -> bool:
-        """True if quantised weights, factors and views are still those that were returned."""
+        """True if the quantised weights, factors and views that were returned are still valid."""
         for tensor, address in self.viewed:
             if tensor.data_ptr() != address:
                 return False
@@ -169,7 +169,7 @@ class Bound:
 
     Args:
         layers: with the tensors in place of the parameters.
-        parameters: that looked the tensors up; None: the caller checks whether they are current.
+        parameters: the look-up of the tensors; None: the caller checks whether they are current.
         dropouts: for each layer the probabilities of `Layer.dropouts`; 0: it is not active.
     """
 
@@ -200,7 +200,7 @@ class Bound:
         return wants_grad(*self.groups[0].floats)
 
 
-#: Module -> key -> what was read of it.
+#: Module -> key -> the module's layers, bound to their tensors.
 _kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Bound]] = WeakKeyDictionary()
 
 
@@ -211,13 +211,13 @@ def bound_to(
 
     Args:
         owner: a layer, or a module that contains layers.
-        key: of ``read``.
+        key: identifies ``read``, whose results are cached.
         read: returns the recipes of the owner's layers; the guard records what they depend on.
 
     Raises:
         Unreadable: a module must be called.
     """
-    # Under a dispatch mode tensors may be fake.
+    # Not cached under a dispatch mode, where tensors may be fake.
     kept = {} if dispatch_modes() else _kept.get(owner)
     if kept is None:
         kept = _kept[owner] = {}

@@ -116,13 +116,13 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: Class -> (class, name, method): the methods that calls of its modules run, as first defined. Of the
-#: classes of PyTorch and of this package that is ``forward``; None: it was replaced before.
+#: Class -> (class, name, method) of the methods that calls of its modules run, as first seen. Classes
+#: of PyTorch and of this package have only ``forward``; None: it had been replaced already.
 _METHODS: dict[type, tuple[tuple[type, str, Any], ...]] = {}
 
 
 def note_methods(kind: type) -> tuple[tuple[type, str, Any], ...]:
-    """Returns the methods of a class and its bases, up to the one of torch.nn, for `is_patched`."""
+    """Returns the entry of `_METHODS`: methods of the class and its bases, up to torch.nn's."""
     if kind in _METHODS:
         return _METHODS[kind]
     found: list[tuple[type, str, Any]] = []

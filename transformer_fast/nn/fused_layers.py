@@ -155,8 +155,8 @@ _dtype = attrgetter("dtype")
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
-    """Returns the output of an encoder layer that is trained, composed of ops; None if its modules must
-    be called."""
+    """Returns the output of an encoder layer in training, composed of ops; None if its modules must be
+    called."""
     if is_plain_eager(x) is None or x.dim() != 3:
         return None
     try:

@@ -50,9 +50,9 @@ def affine(
     bias: str = "bias",
     later: list[Any] | None = None,
 ) -> tuple[Any, Tensor | None]:
-    """Returns these parameters, a quantised weight as `Int8Weight`; ``later``: see `int8.quantized`.
+    """Returns (weight, bias), a quantised weight as `Int8Weight`. ``later``: see `int8.quantized`.
 
-    Module.__getattr__ takes ten times as long.
+    Module.__getattr__ would take ten times as long.
     """
     parameters = module._parameters
     record = module.__dict__.get(INT8)
@@ -95,7 +95,7 @@ def activation_name(activation: Any) -> str | None:
 
 
 def read_norm(module: Any, path: str, width: int, guard: Guard) -> Norm[Place]:
-    """Returns the recipe of a norm over ``width`` features; of no layer norm one that must be called."""
+    """Returns the recipe of a norm over ``width`` features; other classes are to be called."""
     if module is None:
         raise Unreadable("norm is no module")
     if is_unhooked(module, LAYER_NORM):
@@ -176,7 +176,7 @@ def read_layer(
             activation = found
         maps = map_of("linear1"), map_of("linear2")
         sublayers.append(Sublayer(Kind.FEED_FORWARD, maps, norm(norms[-1])))
-    # Within the sub-layer and behind it: the network's first is ``dropout``.
+    # Each sub-layer has an inner and an outer dropout. The inner one of the network is ``dropout``.
     inner, outer = (*names, *dropouts[:1]) if network else names, dropouts[int(network) :]
     places = tuple(path + name for both in zip(inner, outer, strict=True) for name in both)
     return Layer(tuple(sublayers), bool(read(layer, "norm_first")), activation, places)
@@ -237,8 +237,8 @@ def compose(
 ) -> Tensor:
     """Returns the output of an encoder or decoder layer, composed of ops.
 
-    ``attentions``: the last ones of the layer, for input x of the first. Each returns its output, and the
-    dropout that must still be applied to it.
+    ``attentions``: the layer's last attentions; x is the input of their first. Each returns its output,
+    and the dropout that must still be applied to it.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, _, names, dropouts, _ = _DECODER if crossed else _ENCODER

@@ -1,4 +1,4 @@
-"""Whether calls of modules may be skipped: single modules now, and many as long as a `Guard` holds."""
+"""Checks whether calls of modules may be skipped: of one module now, of many while a `Guard` holds."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def a_kind(module: Any) -> str:
 
 
 class Guard:
-    """What a reading of modules depends on; the result may be used again while the guard holds.
+    """The state that a recipe was read from; the recipe is valid as long as the guard holds.
 
-    The checks are data, which native code can verify as well: objects that must be where they were.
-    Values of tensors are not part of it, nor are their dtypes and devices.
+    The checks are data that native code can verify, too: objects that must be where they were. They
+    do not include values, dtypes and devices of tensors.
     """
 
     __slots__ = ("classes", "empty", "equal", "kind", "methods", "owner", "seen", "values")
@@ -98,7 +98,7 @@ class Guard:
         self.equal: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         #: (class, name of a method, the method)
         self.methods: list[tuple[type, str, Any]] = []
-        #: What is among the checks already.
+        #: Modules and classes whose checks are already recorded.
         self.seen: set[Any] = set()
 
     def holds(self, owner: torch.nn.Module) -> bool:
@@ -191,7 +191,7 @@ class Guard:
             self.methods += note_methods(kind)
 
     def method(self, owner: torch.nn.Module, name: str, base: type) -> None:
-        """Records that the owner has a method of ``base``, or raises `Unreadable`."""
+        """Records that the method ``name`` is that of ``base``, or raises `Unreadable`."""
         found, kind = getattr(base, name), type(owner)
         if self.value(owner.__dict__, name) is not ABSENT or getattr(kind, name) is not found:
             raise Unreadable(f"{name} is replaced")

@@ -37,7 +37,7 @@ from ..functional._check import autocast
 
 #: Name of the attribute of a quantised module that holds its record.
 INT8 = "_int8_of_accelerate"
-#: In a state_dict, the names of the scales and of the factors of a weight whose floats were freed.
+#: Formats: name of a weight with freed floats -> names of its scales and factors in a state_dict.
 SCALE_OF = "{}_scale"
 FACTORS_OF = "{}_factors"
 
@@ -97,8 +97,8 @@ def quantized(
 
     Args:
         weight: (out_features, in_features).
-        later: what the caller passes to `unchanged` before it uses the values, to read many weights
-            at once; None: they are checked now.
+        later: list for checks of many weights at once; the caller must pass it to `unchanged`
+            before it uses the values. None: the weight is checked now.
         factors: see `Int8Weight`; they are never changed in place.
 
     Raises:
@@ -155,8 +155,8 @@ class Int8Weights:
         """Returns the weight, (out_features, in_features), as products read it. ``later``: see
         `quantized`.
 
-        That is the float weight itself where no kernel multiplies in 8 bits (on other devices, in
-        float64), and where it is no parameter: torch.nn.utils has pruned or parametrised it.
+        Returns the float weight if no kernel multiplies it in 8 bits (on other devices, in
+        float64), and if it is not a parameter: torch.nn.utils has pruned or parametrised it.
 
         Raises:
             NotImplementedError: the weight needs a gradient.
@@ -203,7 +203,7 @@ class Int8Weights:
         return before, after
 
     def free(self, module: torch.nn.Module, done: dict[Any, FreedWeight]) -> None:
-        """Replaces float weights by `FreedWeight`s; ``done``: those made for shared weights."""
+        """Replaces float weights by `FreedWeight`s; ``done``: collects them, for shared weights."""
         for name in self.names:
             weight, factors = module._parameters[name], self.factors.pop(name, None)
             if weight is None or type(weight) is FreedWeight:
@@ -271,7 +271,7 @@ class FreedWeight(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             found = quantized(turned, None, factors)
             assert isinstance(found, Int8Weight)
-            _kept.pop(_key(turned, factors), None)  # a write would change the values for others
+            _kept.pop(_key(turned, factors), None)  # writes will change the values in place
             values = found.values.t().contiguous() if transposed else found.values
             return FreedWeight._made(values, found.scale, factors, weight.dtype, transposed)
 
@@ -297,7 +297,7 @@ class FreedWeight(Tensor):
         return (wide.t().contiguous() if self.transposed else wide).to(self.dtype)
 
     def write(self, new: Tensor) -> None:
-        """Quantises new floats; the 8-bit values of another such weight are copied."""
+        """Quantises new floats; from another `FreedWeight` it copies the 8-bit values."""
         held = self.held
         assert held.scale is not None
         if isinstance(new, FreedWeight) and new.transposed == self.transposed:
@@ -544,7 +544,7 @@ def run_feed_forward(
     )  # fmt: skip
 
 
-# The same with float weights, which the operators quantise when they run.
+# Operators that take float weights and quantise them when they run, for compiled programs.
 
 
 @torch.library.custom_op(

@@ -82,7 +82,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             or key.is_nested
             or value.is_nested
         )
-        # True for batched self-attention without masks whose sizes all fit.
+        # True for batched self-attention without masks, if all sizes fit.
         plain = (
             not nested
             and query is key
@@ -264,7 +264,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
     def _saved(self, x: Tensor) -> Tensor:
         """Returns the tensor that a projection of x saves for backward: a copy if PyTorch saves one.
 
-        Code that changes x in place after the call relies on that.
+        With a copy, users may change x in place after the call.
         """
         weight = self._parameters.get("in_proj_weight")
         if (

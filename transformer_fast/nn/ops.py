@@ -112,7 +112,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        if differentiates_again():  # PyTorch's operator supports that
+        if differentiates_again():  # only PyTorch's operator is differentiable
             found = torch.ops.aten.embedding_dense_backward(
                 grad, tokens, ctx.rows, ctx.padding, False
             )

@@ -72,7 +72,7 @@ def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
 def _bound_for_ops(
     kind: type[torch.nn.Module], layers: torch.nn.ModuleList, x: Tensor
 ) -> Bound | None:
-    """Returns encoder layers that may be composed on rows: calling them would do nothing else."""
+    """Returns encoder layers that may be composed on rows; None if their modules must be called."""
     if is_traced() or not are_plain_on_cpu((x,)):
         return None
     try:
@@ -170,7 +170,7 @@ def run_stack(
     Args:
         kind: `TransformerEncoderLayer` or `TransformerDecoderLayer`; layers may be of other classes.
         own, cross: masks of self-attention and of attention to the memory.
-        padding: of x, places at which the output is zero; None: no such places.
+        padding: (B, L), True at places of x where the output is zero; None: no such places.
     """
     output = _run_unpadded(kind, layers, x, own, padding, memory, cross)
     if output is not None:

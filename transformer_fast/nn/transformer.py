@@ -39,8 +39,7 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
 def _nested_padding(
     encoder: TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None
 ) -> Tensor | None:
-    """Returns the places that are zeros because PyTorch would run its encoder on nested tensors, or
-    None.
+    """Returns the places that are 0 because PyTorch's encoder would use nested tensors, or None.
 
     Conditions on values are evaluated on the values' device, so that the host does not wait for it.
     """

@@ -89,7 +89,7 @@ def _defers_attention(attention: Any, x: Tensor) -> bool:
 def may_have_fast_path(layer: Any) -> bool:
     """True if torch.nn runs the encoder layer as one operator for some inputs.
 
-    The conditions are torch.nn's: attributes, whatever the classes of the layer's modules.
+    Like torch.nn it checks attributes only, not the classes of the layer's modules.
     """
     attention = layer.self_attn
     return bool(
@@ -117,10 +117,10 @@ def has_fast_path(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
 
 
 def _in_fast_path_dtype(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    """Returns x in the dtype of the CPU's autocast if torch.nn's fast path gives results of that dtype.
+    """Returns x in the dtype of the CPU's autocast if torch.nn would run its fast path on it.
 
-    torch.nn's composed layer has the dtype of the residual. On the CPU, too, the fast path is off only
-    under autocast for CUDA.
+    The fast path returns that dtype, torch.nn's composed layer the dtype of the residual. Only autocast
+    for CUDA disables the fast path, even on the CPU.
     """
     if (
         torch.is_autocast_enabled("cuda")

@@ -217,7 +217,10 @@ class Position:
         return {"epoch": self.epoch, "batch": self.batch, "order": self.order}
 
     def random_states(self) -> dict[str, Any]:
-        """Returns this process's generator states: at the epoch's start (None between two), and now."""
+        """Returns this process's generator states at the epoch's start (or None) and now.
+
+        None: the process is between two epochs.
+        """
         return {"epoch": self._random_at_start, "now": self._random_after or random_state()}
 
     def load_state_dict(self, state: dict[str, Any], random_states: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ _LONGEST_TOKEN = 16
 
 Vocabulary = Sequence[str] | Mapping[int, str]
 
-#: By class of model and kind of attention: the attention's name in a layer, and the figure's title.
+#: Class of model -> kind of attention -> (the attention's name in a layer, the figure's title).
 _KINDS: dict[type[torch.nn.Module], dict[str, tuple[str, str]]] = {
     Transformer: {
         "encoder": ("encoder.stack.layers.{}.self_attn", "Encoder self-attention"),

@@ -114,7 +114,7 @@ class CachingAllocator {
   }
 
   static CachedBlock map(size_t bytes) {
-    // What has no whole huge page need not be aligned to one.
+    // Blocks smaller than a huge page need not be aligned to one.
     const size_t spare = bytes < kHugePage ? 0 : kHugePage;
     void* all =
         mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

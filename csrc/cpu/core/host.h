@@ -247,7 +247,7 @@ inline int checked_activation(const char* op, int64_t activation) {
 inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor>& seed) {
   STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": dropout_p must be between 0 and 1, not ", p);
   if (p == 0.0) return {};
-  if (p == 1.0) return {true, 0, 0, 0.0f};  // all are kept, times 0
+  if (p == 1.0) return {true, 0, 0, 0.0f};  // keeps every element, multiplied by 0
   STD_TORCH_CHECK(seed.has_value(), op, ": dropout needs a seed");
   STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
                   op, ": seed must be an int64 scalar on the CPU");

@@ -28,7 +28,7 @@ namespace tf {
   TF_IN(TF_HAVE_NEON_DOT, X(neon_dot, neon, __VA_ARGS__))         \
   TF_IN(TF_HAVE_NEON_I8MM, X(neon_i8mm, neon_dot, __VA_ARGS__))   \
   TF_ISA_TABLE_UNITS(X, __VA_ARGS__)
-// Those with bfloat16 units: vdpbf16ps or AMX.
+// The sets with bfloat16 units: vdpbf16ps or AMX.
 #define TF_ISA_TABLE_UNITS(X, ...)                                     \
   TF_IN(TF_HAVE_AVX512_BF16, X(avx512_bf16, avx512_vnni, __VA_ARGS__)) \
   TF_IN(TF_HAVE_AMX, X(amx, avx512_bf16, __VA_ARGS__))

@@ -5,8 +5,8 @@
 //   Operand, kBytes       type in which A and B are packed; bytes per value
 //   kIsBf16x3             a value takes three operands, and infinity becomes NaN in a product:
 //                         fp32_row recomputes such a row of C
-//   kQuantizes            products of 8 bits, int8.h: only some of the functions below, and
-//                         multiply() takes the place of the results in place of `columns`
+//   kQuantizes            products of 8 bits (int8.h) have only some of the functions below, and
+//                         multiply() takes the destination of the results instead of `columns`
 //   block_size, fill      a packed block of rows of A, from a tensor
 //   chunk, put            the same from computed values, kPanel at a time
 //   add, kRounds          sums of values as rounded by put(); whether put() rounds fp32
@@ -72,7 +72,7 @@ class FloatProduct {
     return panel[k * kPanel + column];
   }
 
-  // Columns of a tensor side by side are Form::packed already.
+  // Adjacent columns of a tensor, taken as rows of A, are in the layout Form::packed already.
   static void fill_transposed(const T* from, long from_stride, long depth, long rows,
                               Operand* block, long k) {
     for (long u = 0; u < depth; ++u, from += from_stride) {

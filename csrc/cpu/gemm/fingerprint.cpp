@@ -55,7 +55,7 @@ bool all_hold(const std::vector<Fingerprint*>& fingerprints, int64_t rows) {
     for (int64_t i = begin; i < end && all.load(std::memory_order_relaxed); ++i)
       if (!fingerprints[static_cast<size_t>(i)]->holds(rows)) all = false;
   };
-  // Where everything is read, each fingerprint is divided.
+  // holds() reads everything then, and divides each matrix among the threads.
   if (rows >= Fingerprint::kReadAllRows)
     check(0, count);
   else

@@ -164,7 +164,7 @@ TF_INLINE int32_t split_column_sum(int32_t sum) {
 }
 #endif
 
-// SDOT multiplies signed values: A and its zero point are stored less this.
+// Subtracted from A and its zero point where SDOT multiplies signed values.
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int32_t kSignedShift = 128;
 #else
@@ -295,7 +295,7 @@ template <class T>
 class Int8Product {
  public:
   using Destination = tf::TF_ISA::Destination;
-  using Operand = char;  // bytes: a block and a panel also hold what belongs to their rows
+  using Operand = char;  // bytes: also scales and zero points of a block, column sums of a panel
   static constexpr bool kIsBf16x3 = false, kQuantizes = true;
   static constexpr long kBytes = kHasDot8 ? 1 : 2;  // of a value
 

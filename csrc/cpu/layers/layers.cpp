@@ -1,8 +1,8 @@
 // Transformer layers in one call, for inference: a whole stack, one layer, or a single sub-layer
-// with its projections, residual connection and norm; and one decoding step through a whole stack,
-// whose new tokens attend to themselves and to all previous ones, of which keys and values are
-// cached, and to the encoder output, if any. Intermediate results are in this thread's scratch, so
-// a call costs one dispatch and only the result's memory.
+// with its projections, residual connection and norm. Also one decoding step through a whole stack:
+// new tokens attend to themselves, to previous tokens by cached keys and values, and to the encoder
+// output, if any. Intermediate results are in this thread's scratch, so a call costs one dispatch
+// and only the result's memory.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -118,7 +118,7 @@ class PackedLinear {
     if (panels_.data == nullptr) return run_direct_linear(args, linear_.weight, from);
     run_linear(args, panels_.from(from, args.k));
   }
-  // Rows [begin, end) of the same with the first n rows of an 8-bit W, on this thread.
+  // Like run() for rows [begin, end) and the first n rows of an 8-bit W, on this thread.
   void run_rows(LinearArgs args, int64_t begin, int64_t end) const {
     set_parameters(args, 0);
     args.packed = panels_.data;
@@ -389,7 +389,7 @@ class LayerRunner {
     enum { project, output, network } what;
     const Sublayer& layer;
     const void* x;  // before the sub-layer
-    void* y;        // after it; of `project` queries, keys and values, or queries
+    void* y;        // after it; for `project`: queries, keys and values, or only queries
   };
 
   int64_t row_unit() const {

@@ -18,7 +18,7 @@ struct Sigmoid {
   Vec value, slope;
 
   TF_INLINE explicit Sigmoid(Vec x) {
-    // min's order lets NaN through; e^-87 is a normal number.
+    // This operand order propagates NaN; e^-87 is a normal number.
     const Vec e = exp(min(set1(87.0f), zero() - x));
     const Vec s = set1(1.0f) / (set1(1.0f) + e);
     value = zero_below(-87.0f, x, s);
@@ -48,7 +48,7 @@ struct Normal {
   TF_INLINE explicit Normal(Vec x) {
     const Vec bounded = min(set1(12.75f), absolute(x));
     const Vec square = bounded * bounded;
-    // e to the square's rounding error is that much more than 1.
+    // Corrects for the rounding error r of the square: e^(-r / 2) is 1 - r / 2.
     const Vec rest = fma(bounded, bounded, zero() - square);
     const Vec power = exp(set1(-0.5f) * square);
     const Vec e = fma(power, set1(-0.5f) * rest, power);
@@ -84,8 +84,8 @@ TF_INLINE Vec coarse_reciprocal(Vec x) {
 #endif
 }
 
-// Sigmoid with a relative error of 2e-4: a shorter polynomial for e^x. 125.5 is a little less than
-// 87 log2 e; powers are normal numbers.
+// Sigmoid with a relative error of 2e-4: a shorter polynomial for e^x. The bound 125.5, a little
+// less than 87 log2 e, keeps the powers of 2 normal.
 TF_INLINE Vec coarse_sigmoid(Vec x) {
   const Vec power = max(set1(-125.5f), min(set1(125.5f), set1(-1.44269504089f) * x));
   return zero_below(-87.0f, x, coarse_reciprocal(set1(1.0f) + exp2(power, BFloat16{})));

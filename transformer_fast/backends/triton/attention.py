@@ -139,7 +139,8 @@ def attention_forward_kernel(
     rows = p.query_end if C.PACKED else queries
     store_rows(out_base, query, out_heads.stride_t, column_v, accumulator, rows, C.DV)
 
-    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can mask out NaN and inf.
+    # Keys beyond ``end`` were loaded as 0. So a product of NaN or inf with a weight of 0 comes only
+    # from keys that a mask or causality hides. Such sums are computed again without these keys.
     if C.CAUSAL or C.MASK != 0:
         if any_not_finite(accumulator):
             tl.debug_barrier()  # other threads stored the first result
@@ -306,7 +307,7 @@ class Problem(NamedTuple):
 
     def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists:
         """Returns the lists of visible tiles, or none if there is no mask or searching it is slower."""
-        if self.packed:  # no lists; their strides are the numbers of rows
+        if self.packed:  # no lists: the fields for their strides hold the numbers of rows
             return TileLists(None, None, self.query.shape[2], self.key.shape[2], 0)
         if self.mask.data is None:
             return NO_LISTS

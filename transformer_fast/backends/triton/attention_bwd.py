@@ -309,7 +309,7 @@ def attention_backward_key_kernel(
                     )  # fmt: skip
                     dv = dot(narrow(kept, do), do, dv, C.PRECISION)
                     dk = dot(narrow(dscores, q), q, dk, C.PRECISION)
-    # Padding keys of this tile may have any values; they affect their own rows only, set to 0 here.
+    # Padding keys of this tile may have any values. They affect only their own rows, set to 0 here.
     seen = (key < end)[:, None]
     dk_base = rows_of(dk_heads, b, hk, key_begin)
     dv_base = rows_of(dv_heads, b, hk, key_begin)
@@ -318,7 +318,7 @@ def attention_backward_key_kernel(
     store_rows(dk_base, key, dk_heads.stride_t, column, dk, rows, C.D)
     store_rows(dv_base, key, dv_heads.stride_t, column_v, dv, rows, C.DV)
 
-    # Only with a mask there are fully masked queries.
+    # Queries are fully masked only if there is a mask.
     if C.MASK != 0:
         if any_not_finite(dk) | any_not_finite(dv):
             tl.debug_barrier()  # other threads stored the first result
@@ -339,7 +339,7 @@ def attention_backward_key_kernel(
                     statistics = query_statistics(
                         row_max_ptr, row_sum_ptr, delta_ptr, row, inside, C
                     )
-                    # Compared with 0, because a query that is not fully masked may have the sum NaN.
+                    # Not > 0: a query that is not fully masked may have the sum NaN.
                     sees = (tl.load(row_sum_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
                     place = query.to(tl.int64)[:, None]
                     q_at = rows_of(q_heads, b, h, 0) + place * q_heads.stride_t

@@ -44,7 +44,7 @@ from .runtime import INTERPRETED, Launch, instead_of_launching
 
 HEADS = (64, 128, 256)
 COLUMNS = (512, 1024, 4096, 8192)
-#: Short rows, long rows, and rows that do not start at multiples of 16 bytes.
+#: Numbers of classes: short rows, long rows, rows that do not start at multiples of 16 bytes.
 CLASSES = (1000, 32000, 50257)
 DTYPES = (torch.bfloat16, torch.float32)
 #: Architecture -> shared memory limit of a block in bytes (CUDA programming guide).

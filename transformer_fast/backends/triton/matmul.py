@@ -133,7 +133,7 @@ def matmul_kernel(
     m = tile_m * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     n = tile_n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     k = tl.arange(0, C.BLOCK_K)
-    # Beyond the border row or column 0 is read; products of those are not stored.
+    # Beyond the border, row or column 0 is read instead, and its products are not stored.
     row = tl.where(m < rows, m, 0).to(tl.int64)
     column = tl.where(n < columns, n, 0).to(tl.int64)
     a = a_ptr + row[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak

@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
             name = self._bound("r", Live(func, *args), kwargs)
             self._unpack(name, result)
         else:
-            self.complete = False  # a value, on which later steps may depend
+            self.complete = False  # a Python value, on which later steps may depend
         return result
 
     @staticmethod

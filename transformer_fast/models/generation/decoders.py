@@ -1,6 +1,6 @@
-"""Decoders that searches step: `CachedDecoder` with a key-value cache, so that each new token costs the
-work of one token; and `RecomputedDecoder`, which computes all tokens again, for any stack and to check
-the cache.
+"""The decoders behind generation, one step at a time: `CachedDecoder` has a key-value cache, so that each
+new token costs the work of one token. `RecomputedDecoder` computes all tokens again, for any stack and
+to check the cache.
 
 `CachedDecoder` reads the parts of a stack from its modules and chooses kernels once for each shape of
 step: thousands of equal calls are not checked again. Under autocast matrix products run in its dtype, as
@@ -59,7 +59,7 @@ class Stack(NamedTuple):
     layers: Sequence[Layer[Any]]
     #: The norm after the last layer; None: none.
     final_norm: Norm[Any] | None
-    #: The layers as steps read them: keys and values of the memory are computed before the first one.
+    #: The layers without the memory's projections: its keys and values are computed before the steps.
     steps: Bound
 
 
@@ -107,7 +107,7 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
 
 
 def _without_memory(recipe: Layer[Place], width: int) -> Layer[Place]:
-    """Returns the recipe of steps, whose attention to the memory projects queries only."""
+    """Returns the recipe for steps, in which attention to the memory projects only the queries."""
     sublayers = []
     for one in recipe.sublayers:
         if one.kind is Kind.CROSS_ATTENTION:
@@ -465,7 +465,7 @@ class Reordering:
             self.writers = self.rows[:, None].repeat(1, cache.shape[4])
 
     def wrote(self, place: int) -> None:
-        """Records that each sequence has its own token at ``place``."""
+        """Records that each sequence wrote its own token at position ``place``."""
         if self.writers is not None:
             self.writers.select(1, place).copy_(self.rows)
 
@@ -650,7 +650,7 @@ class CachedDecoder(StepDecoder):
         return torch.arange(self.cache.shape[2], device=self.cache.device)
 
     def _select(self, rows: Tensor) -> None:
-        """Replaces the cache by one of these rows; copies only the written positions."""
+        """Replaces the cache by one with only these rows; copies only the written positions."""
         shape = list(self.cache.shape)
         shape[2] = rows.shape[0]
         new = empty_cache(self.cache, tuple(shape), self.cache.dtype)

@@ -182,7 +182,7 @@ def sampler(method: Sampling, vocab_size: int) -> Callable[[Tensor, Tensor], Ten
         found = tokens.gather(1, place[:, None]).squeeze(1)
         flat = (values.sum(dim=-1, keepdim=True) < top_p * total).squeeze(1).nonzero().squeeze(1)
         if flat.numel():
-            # Rows whose first tokens do not reach top_p: sort all their tokens.
+            # In these rows the first tokens do not reach top_p: sort all tokens.
             scores, tokens = logits[flat].sort(dim=-1, descending=True)
             values = values_of(scores, scores[:, :1])
             place = _pick_nucleus(values, total[flat], top_p, draws[flat])

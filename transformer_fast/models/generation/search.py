@@ -198,7 +198,7 @@ class _History:
 
 
 class _Finished:
-    """The best finished hypotheses (b, beams) of each source: score, index, and whether they ended."""
+    """The best finished hypotheses of each source: scores, indices and end flags, all (b, beams)."""
 
     def __init__(self, like: Tensor, sources: int, beams: int) -> None:
         shape = (sources, beams)

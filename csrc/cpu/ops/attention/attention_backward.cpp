@@ -52,10 +52,10 @@ bool all_items(int64_t items, const F& f) {
 }
 
 // How the work is divided into items. Depends on the shape only, and so does the order of
-// summation. An owner is the batch elements and key heads that add to the same part of the mask's
-// gradient, one of each without such a gradient. Its items divide these, its pairs, into chunks,
-// and the keys of a pair into parts. Each part has its own sum for grad_query, each chunk for the
-// mask's gradient.
+// summation. An owner is a set of pairs (batch element, key head) that add to the same part of the
+// mask's gradient, or a single pair without such a gradient. Items divide the pairs of an owner
+// into chunks, and the keys of a pair into parts. Each part has its own sum for grad_query, each
+// chunk for the mask's gradient.
 struct Division {
   int64_t step, tiles, owners_across, owners, pairs_across, pairs, parts, chunks, mask_sums = 0;
 

@@ -29,8 +29,8 @@ struct BackwardWorkspace {
   // Strides in floats: of a block's rows as read; of the sums for keys, one column per key.
   long tile_keys, wide, sum_stride, query_stride;
   long key_panel, value_panel, column_panel;
-  // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
-  // transposed; of a panel: P and dS as right operands; of the block: dS as left operand.
+  // Tile: keys and values as columns, keys as rows. Block: queries and dO, and both transposed.
+  // Panel: P and dS as right operands. Block: dS as left operand.
   Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
       *ds_rows;
   float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
@@ -437,7 +437,7 @@ class BackwardBlock : Scores {
   const MaskSums* sums_ = nullptr;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
   Panel pending_{};                            // scores are computed, P and dS are not
-  long done_ = pairs_;                         // pairs of rows of it that are done
+  long done_ = pairs_;                         // pairs of rows of pending_ that are done
   long start_ = 0;                             // of the tile
   long covered_ = 0;                           // keys of the tile whose dS are stored
   alignas(64) float block_sums_[kPanel] = {};  // of dS of the pending panel over the rows

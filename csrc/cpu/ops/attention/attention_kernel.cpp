@@ -246,8 +246,8 @@ struct Block {
     Keys keys = tile;
     keys.count = mask.unmasked(tile.start, max(0, min(tile.count, mask.limit - tile.start)));
     if (keys.count > 0) {
-      // Padding on the left. Where sums along k are divided, by whole divisions: the order of
-      // additions must not depend on which rows form a strip.
+      // Skips masked keys on the left. If sums along k are divided into blocks, whole blocks are
+      // skipped: the order of additions must not depend on which rows form a strip.
       constexpr long kStep = kKBlock < kKeyTile ? kKBlock : kPanel;
       while (mask.fully_masked(keys.start, kStep)) keys.skip(kStep);
     }
@@ -333,7 +333,8 @@ struct Block {
     }
   }
 
-  // Writes the probabilities of a row. Those of a tile refer to the row max up to there.
+  // Writes the probabilities of a row. Those of a tile were computed with the row max up to that
+  // tile.
   void write_weights(const Strip& strip, long i, float row_sum) const {
     const float* from = work.scores + i * work.score_stride;
     float* to = static_cast<float*>(args.weights) + row(strip.first + i) * args.keys;

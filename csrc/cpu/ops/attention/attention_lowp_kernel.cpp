@@ -19,9 +19,9 @@ namespace {
 template <class T>
 constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
 // Whether a block is one tile of gemm.h against a group of keys at a time. A block computes all
-// scores that one of its rows needs, so with masks that differ by row small ones save work; and
-// each row reads its mask, and its returned weights fit in cache. Other blocks compute one panel of
-// scores while the vector unit works on the other.
+// scores that any of its rows needs, so small blocks save work if masks differ by row. Each row
+// then reads its own mask, and returned weights fit in cache. Other blocks compute one panel of
+// scores while the vector unit works on the previous one.
 template <class T>
 bool one_tile(const AttentionArgs& args) {
   const bool rows_differ = args.causal || (args.mask != nullptr && args.mask_stride[2] != 0);
@@ -651,7 +651,7 @@ class Block : Scores {
   HeadPrefetcher<T>& next_;
   bool exact_max_ = false;     // row maxima are exact
   Panel pending_{};            // scores are computed, probabilities are not
-  long done_ = 0;              // rows of it that are done
+  long done_ = 0;              // rows of pending_ that are done
   long rows_without_max_ = 0;  // rows without a row max
   bool low_scores_ = false;    // a row had scores below kMinRowMax only
 };

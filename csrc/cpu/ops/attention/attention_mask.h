@@ -161,8 +161,8 @@ struct BlockMask {
     return shape.mask != nullptr && shape.mask_stride[2] == 0 ? mask_row(0, start, count) : nullptr;
   }
 
-  // A row of scores of the tile [start, start + count), with the scale if there is a mask or
-  // `scaled`; -inf where masked, and up to `padded` places.
+  // Masks a row of scores of the tile [start, start + count): -inf where masked, and behind the
+  // visible keys up to `padded`. Applies the scale if there is a mask tensor or `scaled`.
   void mask_scores(float* scores, long row, long start, long count, long padded,
                    const float* shared, bool scaled) const {
     const long n = visible(row, start, count);

@@ -1,4 +1,4 @@
-// What an attention kernel reads next. For kernel files only.
+// Prefetching of the next key head's operands in attention kernels. For kernel files only.
 #pragma once
 
 #include "cpu/gemm/gemm.h"
@@ -13,8 +13,8 @@ namespace {
 template <class T>
 class HeadPrefetcher {
  public:
-  // After those of the given head. `strips` times the panels of `keys` calls are expected, with
-  // causal masking half of them.
+  // For the key head that follows the given one. Its rows are divided among the expected number of
+  // calls: `strips` times the panels of `keys`, with causal masking half as many.
   HeadPrefetcher(const AttentionArgs& args, long b, long key_head, long strips, long keys)
       : args_(args) {
     // More would evict the current working set.

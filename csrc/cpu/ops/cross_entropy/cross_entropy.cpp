@@ -94,13 +94,13 @@ LogitsRows logits_rows(const char* op, const Tensor& input) {
     found.owner = torch::stable::contiguous(input);
     found.layout = {classes, 1, in_group * classes};
   }
-  // Rows at one distance are one group.
+  // Equidistant rows are one group.
   if (!found.planes && found.layout.group == in_group * found.layout.row)
     found.group_rows = found.rows;
   return found;
 }
 
-// Gradients of losses that are added up are one value, expanded.
+// True for one expanded value, as autograd passes for losses that are summed.
 bool is_expanded(const Tensor& grad) {
   for (const int64_t stride : grad.strides())
     if (stride != 0) return false;

@@ -271,8 +271,8 @@ void gradient_of_tiles(const CrossEntropyGradientArgs& args, long row, long coun
       const auto log_p = [&](Vec x) __attribute__((always_inline)) {
         return (x - load(row_max + i)) - load(log + i);
       };
-      // p - 1 by itself: if the target is almost certain, the difference has few digits. With much
-      // smoothing a small p is almost what is subtracted from it, so that p - 1 would have few.
+      // For p near 1, expm1 avoids the cancellation in p - 1. Below 1/2 p itself is used: with much
+      // smoothing the difference may be close to 0, and p - 1 would have rounded p.
       const Vec log_of_target = log_p(load(at_target + i));
       const Vec off = select(less(log_of_target, set1(-0.69f)),
                              exp(log_of_target) - set1((1.0f - call.smoothing) + share),

@@ -32,7 +32,7 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
                       args.n, args.f, args.residual_stride, args.n, 0});
 }
 
-// How a network is computed.
+// The choice of kernels and of blocks for a network.
 struct FeedForwardPlan {
   // Fused: this many blocks of rows, each through both layers. nullptr: two linear layers.
   const FeedForwardKernels* fused = nullptr;
@@ -272,7 +272,7 @@ void backward_small_m(const Gradients& call) {
   run_weight_gradient_part(sums2, 0);
 }
 
-// How gradients are computed.
+// The choice of operands and of rows at a time for gradients.
 struct BackwardPlan {
   bool small_m;      // from unpacked operands
   int64_t max_rows;  // otherwise: rows at a time

@@ -17,8 +17,8 @@ namespace {
 
 // Rows summed before they are added to the block's partial sum: short sums are more accurate.
 constexpr long kRowChain = 32;
-// In standard deviations of a row: up to here, half a unit in the last place of its mean is about
-// one of the results.
+// In standard deviations of a row: up to a mean of this size, its rounding error is about a unit in
+// the last place of the results.
 constexpr float kFar = 2.0f;
 constexpr long kWide = 2 * kLanes;  // granularity of dropout_factors()
 

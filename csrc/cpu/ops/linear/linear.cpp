@@ -109,7 +109,7 @@ bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
          args.m <= kernels.row_block(args);
 }
 
-// How a product is computed.
+// The strategy of a product, and the sizes of its items.
 struct LinearPlan {
   enum Strategy {
     direct,    // from the unpacked weight, which few rows read once

@@ -1,0 +1,307 @@
+"""Hand-written encoder and decoder layers run as one call in inference after `accelerate`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import hand_written
+import pytest
+import torch
+import torch.nn.functional as F
+from hand_written import (
+    ATTENTIONS,
+    Attention,
+    Block,
+    FeedForward,
+    M,
+    Translator,
+    annotated_norm,
+    both,
+    causal,
+    divided,
+    padding,
+    sentences,
+    with_fully_masked_rows,
+)
+from module_checks import assert_same_numbers
+from torch import Tensor, nn
+
+from transformer_fast import _native, accelerate, restore
+from transformer_fast.accelerate import written_layers
+from transformer_fast.measure.calls import record
+
+pytestmark = [
+    pytest.mark.sampled(15),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+B, T = hand_written.B, hand_written.T
+
+
+@pytest.fixture(autouse=True)
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_layers, "CALLS_BEFORE", 0)
+
+
+def calls_of_layers(run: Callable[[], Any]) -> int:
+    """Returns the sub-layers that kernels for layers ran."""
+    with torch.no_grad(), record() as found:
+        run()
+    return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
+
+
+def accelerated(model: nn.Module) -> Any:
+    ours = copy.deepcopy(model).eval()
+    accelerate(ours)
+    return ours
+
+
+def check(ours: nn.Module, theirs: nn.Module, *args: Any) -> int:
+    """Asserts equal results; returns how many sub-layers ran in kernels for layers."""
+    assert_same_numbers(ours, theirs.eval(), args, {}, grad=False)
+    return calls_of_layers(lambda: ours(*args))
+
+
+def _rms(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * a
+
+
+@pytest.mark.parametrize("norm", [None, annotated_norm, _rms])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_layers_are_a_call_each(norm_first: bool, norm: Any) -> None:
+    model = Translator(norm_first, norm)
+    ours = accelerated(model)
+    assert check(ours, model, *sentences()) == 10
+
+
+def test_sizes() -> None:
+    """One graph serves all calls in which the same sizes are equal."""
+    model = Translator()
+    ours = accelerated(model)
+    source, target = sentences()
+    for each in ((source, target[:, :4]), (source, target[:, :3]), (source[:1], target[:1, :1])):
+        assert check(ours, model, *each) == 10
+    kinds = written_layers._forms[ours.decoder[0]]
+    assert len(kinds) == 2
+
+
+def test_the_third_call_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model, args = Block(False, False), (torch.randn(B, T, M), None, both(), None)
+    ours = accelerated(model)
+    assert [calls_of_layers(lambda: ours(*args)) for _ in range(4)] == [0, 0, 2, 2]
+
+
+class Attending(nn.Module):
+    """A pre-norm encoder layer with an attention function."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attention, self.network = Attention(attend), FeedForward()
+        self.norm1, self.norm2 = nn.LayerNorm(M), nn.LayerNorm(M)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.norm1(x)
+        y = self.attention(y, y, mask)
+        x = x + (y[0] if isinstance(y, tuple) else y)
+        return x + self.network(self.norm2(x))
+
+
+#: Attention that no kernel for layers computes: other factors, biases and numbers of key heads, several
+#: masks, and code that depends on the batch's sizes.
+OTHERS = frozenset({
+    "added, infinite", "baddbmm", "bmm", "einsum", "learned bias", "multiplied", "one head",
+    "one key head", "repeated key heads", "rows of a matrix", "softmax by hand", "temperatures",
+    "two fills", "two infinite masks", "weights before dropout",
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name: str) -> None:
+    attend, mask = ATTENTIONS[name]
+    model, x = Attending(attend()), torch.randn(B, T, M)
+    ours, masks = accelerated(model), [mask()]
+    if "permuted" not in name:
+        masks.append(both())
+    assert [check(ours, model, x, each) for each in masks][-1] == (0 if name in OTHERS else 2)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("mask", [None, padding(), causal(), both()])
+def test_masks(mask: Tensor | None, norm_first: bool) -> None:
+    x, memory = torch.randn(B, T, M), torch.randn(B, 5, M)
+    own, crossed = Block(False, norm_first), Block(True, norm_first)
+    assert check(accelerated(own), own, x, None, mask, None) == 2
+    of_memory = None if mask is None else mask[..., -1:, :5]
+    assert check(accelerated(crossed), crossed, x, memory, mask, of_memory) == 3
+
+
+def test_queries_whose_keys_are_all_masked_run_the_layers_own_code() -> None:
+    model, x = Block(False, False), torch.randn(B, T, M)
+    ours = accelerated(model)
+    for mask, expected in ((with_fully_masked_rows(), 0), (both(), 2)):
+        assert check(ours, model, x, None, mask, None) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    model = Block(False, True).to(dtype)
+    x = torch.randn(B, T, M, dtype=dtype)
+    assert check(accelerated(model), model, x, None, padding(), None) == 2
+
+
+def test_training_and_gradients_run_the_layers_own_code() -> None:
+    model, args = (
+        Block(True, False),
+        (torch.randn(B, T, M), torch.randn(B, T, M), both(), padding()),
+    )
+    ours = accelerated(model)
+    ours(*args)
+    for training in (False, True):
+        assert_same_numbers(ours.train(training), model.train(training), args, {}, grad=True)
+    model.eval()
+    ours.eval()
+    assert check(ours, model, *args) == 3
+    assert ours(*args).requires_grad
+
+
+def _assign(name: str, value: Any) -> Callable[[nn.Module], None]:
+    def change(model: Any) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, value)
+
+    return change
+
+
+def _doubled(q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Any) -> Any:
+    y, weights = divided(q, k, v, mask, drop)
+    return 2.0 * y, weights
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_assign("norm_first", True), 2),
+        (_assign("feed_forward.activation", F.silu), 2),
+        (_assign("feed_forward.activation", torch.tanh), 0),
+        (_assign("attentions.0.attend", _doubled), 0),
+        (_assign("feed_forward", nn.Identity()), 0),
+        (lambda model: model.norms[0].weight.data.mul_(3.0), 2),
+        (lambda model: model.attentions[0].query.weight.data.mul_(3.0), 2),
+        (_assign("feed_forward.w_1", nn.Linear(M, 2 * M)), 2),
+        (lambda model: model.norms[1].register_forward_hook(lambda *_: torch.zeros(B, T, M)), 0),
+        (lambda model: model.register_forward_pre_hook(lambda _, given: (given[0] + 1, *given[1:])), 2),
+    ],
+)  # fmt: skip
+def test_changes_of_a_layer_are_seen(change: Callable[[nn.Module], Any], expected: int) -> None:
+    torch.manual_seed(1)
+    model, args = Block(False, False), (torch.randn(B, T, M), None, both(), None)
+    ours = accelerated(model)
+    assert check(ours, model, *args) == 2
+    for each in (model, ours):
+        torch.manual_seed(2)
+        change(each)
+    assert check(ours, model, *args) == expected
+
+
+def test_changes_of_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = Block(False, False), (torch.randn(B, T, M), None, both(), None)
+    ours = accelerated(model)
+    assert check(ours, model, *args) == 2
+    monkeypatch.setattr(hand_written.Attention, "forward", lambda self, x, *_: (x, None))
+    assert check(ours, model, *args) == 0
+
+
+class Odd(nn.Module):
+    """A layer that does one thing more than a recipe has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block, self.kind = Block(False, False), kind
+        self.seen: Any = 0
+        if kind == "list":
+            self.seen = []
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        if self.kind == "values" and bool((x > 100.0).any()):
+            return x
+        if self.kind == "sizes" and x.shape[1] > T:
+            return x
+        if self.kind == "random":
+            x = x + torch.randn(()) * 0.0
+        if self.kind == "counts":
+            self.seen += 1
+        y = self.block(x, None, mask, None)
+        return (y, mask) if self.kind == "mask" else y * 0.5 if self.kind == "halved" else y
+
+
+class Printing(Odd):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        print(end="")
+        return super().forward(x, mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("values", "values of tensors decide"),
+        ("sizes", "sizes of its arguments decide"),
+        ("random", "not attention and a network"),
+        ("counts", "assigns attributes"),
+        ("prints", "may do more than compute"),
+        ("list", "changes of its attribute seen, a list"),
+        ("mask", "returns more than its hidden states"),
+        ("halved", "not attention and a network"),
+    ],
+)
+def test_other_layers_run_their_own_code(kind: str, reason: str) -> None:
+    model = Printing(kind) if kind == "prints" else Odd(kind)
+    ours = copy.deepcopy(model).eval()
+    accelerate(ours, filter_fn=lambda _, name: name == "")
+    for length in (T, T + 2):
+        mask = torch.ones(B, 1, 1, length, dtype=torch.bool)
+        x = torch.randn(B, length, M)
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            found = ours(x, mask)
+            torch.set_rng_state(state)
+            torch.testing.assert_close(found, model.eval()(x, mask))
+        assert calls_of_layers(functools.partial(ours, x, mask)) == 0
+    (entry,) = [each for each in accelerate(ours).entries if each.name == ""]
+    assert reason in entry.in_parts["the layer"]
+
+
+def test_the_report_and_restore() -> None:
+    model = Translator()
+    ours = copy.deepcopy(model).eval()
+    assert "if its third call shows that" in str(accelerate(ours))
+    entry = next(e for e in accelerate(ours).entries if e.name == "encoder.0")
+    assert entry.now.endswith("WrittenLayer")
+    assert not entry.in_parts
+    assert check(copy.deepcopy(ours), model, *sentences()) == 10
+    pickled = pickle.loads(pickle.dumps(ours))  # it has the original classes
+    assert check(pickled, model, *sentences()) == 0
+    restore(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
+
+
+def test_the_capture_has_no_side_effects() -> None:
+    model = Translator().eval()
+    ours = accelerated(model)
+    state, names = torch.get_rng_state(), [{*vars(module)} for module in ours.modules()]
+    args = sentences()
+    torch.set_rng_state(state)
+    assert calls_of_layers(lambda: ours(*args)) == 10
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [{*vars(module)} for module in ours.modules()] == names
+
+
+def test_networks_and_attention_alone_are_not_layers() -> None:
+    model = nn.Sequential(
+        nn.Linear(M, M), nn.LayerNorm(M), nn.Linear(M, M), nn.Linear(M, M), nn.Linear(M, M)
+    )
+    assert "WrittenLayer" not in str(accelerate(model))
+    assert "WrittenLayer" not in str(accelerate(hand_written.Attention(divided)))

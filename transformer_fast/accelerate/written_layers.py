@@ -1,0 +1,245 @@
+"""Hand-written encoder and decoder layers, which run as one call in inference.
+
+Only a call shows which of a layer's arguments are masks. A call in inference is captured with symbols in
+place of its sizes (`compile.capture`) and matched with the matchers of the compile backend
+(`compile.layer`). A trial in float64 on its arguments judges the match (`formula.judge`). The layer's own
+forward runs in training, where the match fails, and after a change of the layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .._context import are_plain_on_cpu, in_torch_func, is_recorded
+from ..compile.capture import NotCapturedError, capture
+from ..compile.layer import Found, layer_of, masks_of
+from ..compile.sublayers import mask_of
+from ..nn import fused_layers
+from ..nn.bound import bound_to
+from ..nn.drop_in import is_of_others, original_class, runs_torch_forward
+from ..nn.guard import Guard, Unreadable
+from ..recipe import Layer, Place
+from . import classes, formula
+from .classes import OF_ANY_MODULE, ClassChange, State, is_plain
+from .parts import FusedLayer, is_model
+
+#: Numbers of linear layers in a module that may be an encoder or a decoder layer.
+_LINEAR = range(4, 12)
+#: This many calls with arguments of one kind run unchanged. The next is captured, which takes up to
+#: a second.
+CALLS_BEFORE = 2
+NOTE = "in inference one call, if its third call shows that it is an encoder or decoder layer"
+
+
+class _Form(NamedTuple):
+    """The computation of calls with arguments of one kind."""
+
+    found: Found
+    #: Tensor arguments -> hidden and added masks of self-attention, then of attention to the memory.
+    masks: Callable[..., tuple[Any, Any, Any, Any]]
+    #: Name of the first argument.
+    x: str
+    content: tuple[Any, ...]
+    #: Constants that the code reads; see `State.constants`.
+    constants: tuple[tuple[Any, str, Any], ...]
+
+
+#: Layer -> kind of its arguments -> form, the reason why it has none, or the number of calls so far.
+_forms: WeakKeyDictionary[torch.nn.Module, dict[Any, _Form | str | int]] = WeakKeyDictionary()
+#: Content of a layer and kind of its arguments -> judged form.
+_judged: dict[Any, _Form] = {}
+
+
+class WrittenLayer(FusedLayer):
+    """A hand-written layer; its own forward runs where one kernel call cannot."""
+
+    _theirs: type[torch.nn.Module]
+    _names: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = None if self.training else self._in_one_call(args, kwargs)
+        return super().forward(*args, **kwargs) if y is None else y
+
+    def _in_one_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        if (
+            len(args) > len(self._names)
+            or not are_plain_on_cpu(tensors.values())
+            or is_recorded()
+            or in_torch_func()
+            or runs_torch_forward(args[0] if args else None, self._theirs)
+        ):
+            return None
+        kind = _kind(given)
+        if kind is None:
+            return None
+        forms = _forms.setdefault(self, {})
+        form = forms.get(kind, 0)
+        if isinstance(form, int):
+            if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+                return None
+            if form < CALLS_BEFORE:
+                forms[kind] = form + 1
+                return None
+            form = forms[kind] = _recognised(self, self._theirs, given, tensors, kind)
+        if isinstance(form, str):
+            return None
+        try:
+            bound = bound_to(self, kind, functools.partial(_read, self, form))
+        except Unreadable as reason:
+            if reason.args == (_CHANGED,):
+                forms[kind] = CALLS_BEFORE
+            return None
+        found, x = form.found, tensors[form.x]
+        hidden, added, of_memory, added_to = form.masks(*tensors.values())
+        own = mask_of(x, hidden, added, found.own.is_causal)
+        cross = mask_of(x, of_memory, added_to, found.cross.is_causal)
+        if own is None or cross is None:
+            return None
+        memory = None if found.memory is None else tensors[found.memory]
+        y = fused_layers.try_run_bound(bound, x, None, own, memory, cross)
+        if y is None or not found.returned:
+            return y
+        return (y, *[None] * (found.returned - 1))
+
+    def _in_parts(self) -> dict[str, str]:
+        reasons = [form for form in _forms.get(self, {}).values() if isinstance(form, str)]
+        return {"the layer": reasons[-1]} if reasons else {}
+
+
+_CHANGED = "layer was changed"
+
+
+def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Returns the key of a form: names, dtypes, which sizes are equal, and other plain values."""
+    found: list[Any] = []
+    width, seen = None, {0: 0, 1: 1}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            sizes = [*value.shape]
+            if width is None:
+                if value.dim() != 3 or not (value.is_floating_point() and value.is_contiguous()):
+                    return None
+                width = sizes[-1]
+            # `capture`, too, keeps such last dimensions as numbers.
+            last = sizes.pop() if value.is_floating_point() and sizes[-1:] == [width] else None
+            places = [seen.setdefault(size, len(seen)) for size in sizes]
+            found.append((name, value.dtype, last, *places))
+        elif type(value) in (bool, int, float, str, type(None)) and width is not None:
+            found.append((name, value))
+        else:
+            return None
+    return tuple(found)
+
+
+def _read(layer: torch.nn.Module, form: _Form, guard: Guard) -> list[Layer[Place]]:
+    for path, module in layer.named_modules():
+        if module is not layer:
+            guard.unhooked(module, path)
+    guard.whole(layer)
+    if formula.content(layer) != form.content:
+        raise Unreadable(_CHANGED)
+    for function, name, value in form.constants:
+        if guard.value(function.__globals__, name) is not value:
+            raise Unreadable("code reads a variable that was changed")
+    return [form.found.layer]
+
+
+def _recognised(
+    layer: torch.nn.Module, theirs: Any, given: dict[str, Any], tensors: dict[str, Tensor], kind: Any
+) -> _Form | str:  # fmt: skip
+    states = [State.of(module) for module in layer.modules()]
+    reason = next(filter(None, (state.why_not for state in states)), None) or _unseen(layer)
+    if reason is not None:
+        return reason
+    content = formula.content(layer)
+    if (content, kind) in _judged:
+        return _judged[content, kind]
+    x, others = next(iter(tensors)), {n: v for n, v in given.items() if n not in tensors}
+
+    def call(copied: Any, **tensors: Tensor) -> Any:
+        return theirs.forward(copied, **others, **tensors)
+
+    try:
+        width = tensors[x].shape[2]
+        dense = {name: t.contiguous() for name, t in tensors.items()}
+        captured = capture(layer, call, dense, original_class, width=width)
+        found = layer_of(captured, x)
+        masks = masks_of(captured, found, [*tensors])
+        wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+        hidden, added, of_memory, added_to = masks(*wide.values())
+        formula.judge(
+            layer, found, lambda copied: call(copied, **wide), wide[x],
+            memory=None if found.memory is None else wide[found.memory],
+            own=found.own._replace(hidden=hidden, added=added),
+            cross=found.cross._replace(hidden=of_memory, added=added_to),
+        )  # fmt: skip
+    except NotCapturedError as error:
+        return str(error)
+    constants = tuple(constant for state in states for constant in state.constants)
+    _judged[content, kind] = _Form(found, masks, x, content, constants)
+    return _judged[content, kind]
+
+
+def _unseen(layer: torch.nn.Module) -> str | None:
+    """Returns the reason if an attribute may change without an assignment, or during a capture."""
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if not (is_plain(value) or name in OF_ANY_MODULE):
+                return (
+                    f"changes of its attribute {name}, a {type(value).__name__}, would not be seen"
+                )
+    return None
+
+
+def find(name: str, module: torch.nn.Module) -> ClassChange | str | None:
+    """Returns the change of a hand-written layer, the reason not to, or None if it cannot be one."""
+    kind = type(module)
+    if not is_of_others(kind.forward) or not _may_be_layer(module):
+        return None
+    parameters = [*inspect.signature(kind.forward).parameters.values()][1:]  # without self
+    if {p.kind for p in parameters} != {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+        return None
+    reason = classes.sharded(module) or classes.parametrised(module)
+    reason = reason or classes.replaced_forward(module)
+    if reason is not None:
+        return reason
+    made = classes.subclass(
+        kind, (WrittenLayer, kind), _theirs=kind, _names=tuple(p.name for p in parameters),
+        __signature__=inspect.signature(kind),
+    )  # fmt: skip
+    return made if isinstance(made, str) else ClassChange(name, module, kind, made, NOTE)
+
+
+def _may_be_layer(module: torch.nn.Module) -> bool:
+    """True if the module has the linear layers and norms of one layer, and is not a list of layers."""
+    if sum(isinstance(inner, torch.nn.Linear) for inner in module.modules()) not in _LINEAR:
+        return False
+    if not any(map(_is_norm, module.modules())):
+        return False
+    return not any(
+        isinstance(inner, torch.nn.Embedding) or is_model(inner) or _has_layers(inner)
+        for inner in module.modules()
+    )
+
+
+def _has_layers(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and any(
+        any(map(_is_norm, child.modules()))
+        and any(isinstance(inner, torch.nn.Linear) for inner in child.modules())
+        for child in module.children()
+    )
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    """True if the module has parameters, all of one dimension."""
+    parameters: Iterator[Any] = iter(module.parameters(recurse=True))
+    return {parameter.dim() for parameter in parameters} == {1}
