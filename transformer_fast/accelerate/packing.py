@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import functional
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
@@ -51,8 +52,8 @@ from .private_names import CACHES, MASK, NAME_OF_ATTENTION, OF_PLACES, ROTATION
 #: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and places that returns
 #: its part.
 Bias = Tensor | Callable[[slice, slice], Tensor]
-#: Attribute of a mask (B, 1, T, T) with the `Padding` from which our mask function has made it.
-_PADDING = "_padding_of_transformer_fast"
+#: Mask (B, 1, T, T) -> the `Padding` from which it was made.
+_paddings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Padding:
@@ -123,7 +124,7 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
     batch, _, queries, keys = mask.shape
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if real.shape == (batch, keys) and queries == keys > 0 and offsets == (0, 0):
-        setattr(mask, _PADDING, Padding(real, _scope(given.get("mask_function"), keys), mask))
+        _paddings[mask] = Padding(real, _scope(given.get("mask_function"), keys), mask)
     return mask
 
 
@@ -143,7 +144,7 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
     real = seen.diagonal(dim1=2, dim2=3)  # (B, 1, T)
     if not torch.equal(seen & real[..., None], real[..., None] & real[:, :, None]):
         return None
-    setattr(mask, _PADDING, Padding(real[:, 0], _Scope(True, False), mask))
+    _paddings[mask] = Padding(real[:, 0], _Scope(True, False), mask)
     return mask
 
 
@@ -315,7 +316,7 @@ class _Loop:
         self.is_plain: bool | None = None
         #: (id(positions), id(padding)) -> (positions, kept alive by this; positions of the rows).
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
-        #: id(padding) -> True if padded places are computed. The mask keeps the padding alive.
+        #: id(padding) -> True if padded places are computed. The mask's entry keeps the padding alive.
         self.computed: dict[int, bool] = {}
         #: The reason why the last layer that ran on a padded batch did not run on rows.
         self.why_padded = ""
@@ -338,7 +339,7 @@ class _Loop:
     ) -> Any:  # fmt: skip
         """Calls the layer, if possible on rows; ``found``: its formula, or the reason if it has none."""
         values = (*args, *kwargs.values())
-        mask = next((x for x in values if getattr(x, _PADDING, None) is not None), None)
+        mask = next((x for x in values if isinstance(x, Tensor) and x in _paddings), None)
         names = self.stack._parameters_of_layers
         given = dict(zip(names, args, strict=False)) | kwargs
         own = self.stack._own_attention
@@ -353,7 +354,7 @@ class _Loop:
         packed = None if rows is None else self._packed(layer, given, rows)
         if self.trial is not None and mask is not None:
             why_padded = self.why_padded if packed is None else ""
-            self.trial.note(self.layers[0], getattr(mask, _PADDING).real, why_padded)
+            self.trial.note(self.layers[0], _paddings[mask].real, why_padded)
         is_packed = old is not None and packed is not None and old.has_places_of(rows)
         if old is not None and not is_packed:
             hidden = old.put_back(hidden)
@@ -382,7 +383,7 @@ class _Loop:
             return None
         band = starts = None
         if mask is not None:
-            padding: Padding = mask.padding if isinstance(mask, Rows) else getattr(mask, _PADDING)
+            padding: Padding = mask.padding if isinstance(mask, Rows) else _paddings[mask]
             band = None if padding.is_full else padding.band
             if padding.is_causal or (band is None and not padding.is_full):
                 return None
@@ -423,7 +424,7 @@ class _Loop:
 
     def _rows_of(self, mask: Tensor, hidden: Any, old: Rows | None) -> Rows | None:
         """Returns the rows that the mask describes; None if the call is not packed."""
-        padding: Padding = getattr(mask, _PADDING)
+        padding: Padding = _paddings[mask]
         if not self._is_plain() or padding.is_stale(mask):
             self.why_padded = "calls in its layers are observed or replaced"
             return None

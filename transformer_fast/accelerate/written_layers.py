@@ -203,7 +203,9 @@ def _unseen(layer: torch.nn.Module) -> str | None:
 def find(name: str, module: torch.nn.Module) -> ClassChange | str | None:
     """Returns the change of a hand-written layer, the reason not to, or None if it cannot be one."""
     kind = type(module)
-    if not is_of_others(kind.forward) or not _may_be_layer(module):
+    if isinstance(module, torch.jit.ScriptModule) or not is_of_others(kind.forward):
+        return None
+    if not _may_be_layer(module):
         return None
     parameters = [*inspect.signature(kind.forward).parameters.values()][1:]  # without self
     if {p.kind for p in parameters} != {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
