@@ -14,15 +14,19 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _native
-from ._context import changed, settings, values_are_known
-from .dispatch import Call, PreferLater, mixes_dtypes, registry, why_prefers_later
+from ._context import changed, own_settings, settings, values_are_known
+from ._on_import import when_imported
+from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry, why_prefers_later
+from .ops import attention, feed_forward, layer_norm, linear
 from .ops.arguments import RECORDS, LayerArguments
+from .reference.dropout import draw_seed
 
 _is_autocast_enabled = torch.is_autocast_enabled
 _STRIDED = torch.strided
@@ -256,6 +260,77 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         )
         if below > 0
     )
+
+
+#: Op -> size below which its entry runs the kernels itself, without the cache of packed weights and
+#: without memory kept for large results: elements of norms, else multiply-adds. Then its limit, if it may
+#: run PyTorch's op, and its formula for second derivatives.
+_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
+    "layer_norm": (1 << 18, None, layer_norm.gradients_again),
+    "add_layer_norm": (1 << 18, None, layer_norm.gradients_again),
+    "rms_norm": (1 << 18, None, layer_norm.gradients_again),
+    "add_rms_norm": (1 << 18, None, layer_norm.gradients_again),
+    "linear": (1 << 22, LINEAR, linear.products),
+    "feed_forward": (1 << 22, FEED_FORWARD, feed_forward.gradients_again),
+    "attention": (1 << 22, None, attention.gradients_again),
+}
+#: The dtypes of kernels, numbered as Element in csrc/types.h.
+_ELEMENTS = {FLOAT: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def _decline(*_: Any) -> None:
+    """Stands for an entry where there is none, and while Dynamo traces."""
+
+
+def entry(op: str) -> Callable[..., Any]:
+    """Returns the op's entry in C++ (``csrc/autograd``), a function of the public function's arguments.
+
+    It checks a call and runs it with autograd nodes in C++, or returns None: the call must be dispatched.
+    That is so if the call is traced, transformed or observed, if a backend is named, or if an argument is
+    no plain CPU tensor, or wrong. Calls too large for the entry run on the dispatcher's kernel.
+    """
+    return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
+
+
+def bind(op: str) -> None:
+    """Sets what the op's entry calls, after a change of the op's kernels."""
+    if _native.autograd is None or op not in _ENTRIES:
+        return
+    kernel = registry.usable[op][1]["cpu"][0]
+    # A validation record decides about kernels that were not timed.
+    direct = kernel.function if kernel.backend == "cpu" and kernel.proven is None else None
+    own, limit, formula = _ENTRIES[op]
+    limits = (0, 0, 0, 0) if limit is None else (*limit.below, limit.weights, limit.any_weights)
+    limited = sum(1 << _ELEMENTS[dtype] for dtype in LIMITED.get(op, ()))
+    _native.autograd.bind(op, RECORDS[op], direct, formula, own, *limits, limited)
+
+
+at_change.append(bind)
+
+
+def _is_looked_at(mask: torch.Tensor) -> bool:
+    from .functional.masks import is_looked_at  # functions import this module
+
+    return is_looked_at(mask)
+
+
+def _trace_entries(dynamo: Any) -> None:
+    from torch._dynamo.decorators import substitute_in_graph
+
+    for op in _ENTRIES:
+        substitute_in_graph(entry(op), skip_signature_check=True)(_decline)
+
+
+if _native.autograd is not None:
+    assert _native.module is not None
+    _native.autograd.connect(
+        _native.module.kernel_table,
+        own_settings,
+        settings,
+        partial(draw_seed, torch.device("cpu")),
+        _is_looked_at,
+    )
+    when_imported("torch._dynamo", _trace_entries)
 
 
 def small_size_fallback(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -207,3 +207,22 @@ class AttentionFunction(Function):
             *_rest(query_lengths, longest),
         )  # fmt: skip
         return None, *mask_unwanted(wants, grads), None, None, None
+
+
+def gradients_again(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: float,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Returns the differentiable gradients of query, key and value, for csrc/autograd."""
+
+    def formula(*primals: Tensor) -> Tensor:
+        others = mask, None, bool(is_causal), scale, 0.0, None, True, False, None, None
+        return reference.attention(*primals, *others)[0]
+
+    return vjp(formula, (query, key, value), wants, (grad,))

@@ -1,0 +1,189 @@
+// attention: scaled_dot_product_attention without dropout, lengths and weights.
+#include <ATen/ExpandUtils.h>
+
+#include <cmath>
+
+#include "autograd/backward.h"
+#include "autograd/ops.h"
+
+namespace tf::autograd {
+namespace {
+
+template <int dims>
+void set_strides(long (&strides)[dims], const Tensor& tensor) {
+  for (int d = 0; d < dims; ++d) strides[d] = tensor.stride(d);
+}
+
+// Sizes, strides and mask of (B, H, length, size) tensors, for forward and backward.
+void set_shape(AttentionShape& shape, const Tensor& query, const Tensor& key, const Tensor& value,
+               const Tensor& mask, bool causal, float scale) {
+  shape.batch = query.size(0);
+  shape.heads = query.size(1);
+  shape.queries = query.size(2);
+  shape.size = query.size(3);
+  shape.key_heads = key.size(1);
+  shape.keys = key.size(2);
+  shape.value_size = value.size(3);
+  shape.scale = scale;
+  shape.causal = causal;
+  set_strides(shape.query_stride, query);
+  set_strides(shape.key_stride, key);
+  set_strides(shape.value_stride, value);
+  if (!mask.defined()) return;
+  shape.mask = data(mask);
+  shape.mask_type = element_of(mask).value_or(Element::boolean);
+  const int64_t missing = 4 - mask.dim();  // of a mask (T, S): it is one for all heads
+  for (int64_t d = missing; d < 4; ++d)
+    shape.mask_stride[d] = mask.size(d - missing) == 1 ? 0 : mask.stride(d - missing);
+}
+
+// As ops/attention/attention.cpp orders the output, which is like PyTorch's.
+Tensor output_like(const Tensor& query) {
+  if (query.is_non_overlapping_and_dense())
+    return empty_strided(query.sizes(), query.strides(), query.scalar_type());
+  return empty_strided(query.sizes(), at::infer_dense_strides(query.sizes(), query.strides()),
+                       query.scalar_type());
+}
+
+// A gradient with the tensor's order of heads and positions in memory.
+Tensor gradient_like(const Tensor& tensor) {
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  if (tensor.stride(1) < tensor.stride(2))
+    return empty_strided({b, h, t, d}, {t * h * d, d, h * d, 1}, tensor.scalar_type());
+  return empty({b, h, t, d}, tensor.scalar_type());
+}
+
+// Inputs: query, key, value.
+struct AttentionBackward final : Backward<3, 6> {
+  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
+  double scale;
+  bool causal;
+
+  variable_list apply(variable_list&& grads) override {
+    variable_list found(3);
+    if (!grads[0].defined()) return found;
+    const Tensor inputs[] = {saved_tensor(kQuery), saved_tensor(kKey), saved_tensor(kValue)};
+    const Tensor mask = saved_tensor(kMask), output = saved_tensor(kOutput),
+                 statistics = saved_tensor(kStatistics);
+    const auto& [query, key, value] = inputs;
+    if (!is_plain({&grads[0]}))
+      return by_formula({grads[0], query, key, value, mask}, {scale, static_cast<double>(causal)});
+    const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
+    AttentionBackwardArgs args{};
+    set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
+    args.type = Element::float32;
+    args.query = data(query);
+    args.key = data(key);
+    args.value = data(value);
+    args.output = data(output);
+    args.grad = data(dy);
+    args.row_max = statistics.const_data_ptr<float>();
+    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
+    args.dominant = kDominantInFloat;
+    set_strides(args.output_stride, output);
+    set_strides(args.grad_stride, dy);
+    void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
+    long(*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+                           &args.grad_value_stride};
+    for (int i = 0; i < 3; ++i) {
+      if (!wants(i)) continue;
+      found[i] = gradient_like(inputs[i]);
+      *results[i] = found[i].mutable_data_ptr();
+      set_strides(*strides[i], found[i]);
+    }
+    kernels->attention_backward(args);
+    return found;
+  }
+};
+
+Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor& value,
+              const Tensor* mask, double scale, bool causal, bool grad) {
+  RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
+  Tensor output = output_like(query);
+  AttentionArgs args{};
+  set_shape(args, query, key, value, mask ? *mask : Tensor(), causal, static_cast<float>(scale));
+  const int64_t rows = args.batch * args.heads * args.queries;
+  const Tensor statistics = grad ? empty({2, rows}) : Tensor();
+  args.type = *element_of(query);
+  args.query = data(query);
+  args.key = data(key);
+  args.value = data(value);
+  args.output = output.mutable_data_ptr();
+  args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
+  args.row_sum = grad ? args.row_max + rows : nullptr;
+  set_strides(args.output_stride, output);
+  {
+    const WithoutGil released(rows * args.keys * args.size);
+    kernels->attention(args);
+  }
+  if (!grad) return output;
+  auto node = make_node<AttentionBackward>(op, query, key, value);
+  node->scale = scale;
+  node->causal = causal;
+  torch::autograd::set_history(output, node);
+  node->save(AttentionBackward::kQuery, &query);
+  node->save(AttentionBackward::kKey, &key);
+  node->save(AttentionBackward::kValue, &value);
+  node->save(AttentionBackward::kMask, mask);
+  node->save(AttentionBackward::kOutput, output, true);
+  node->save(AttentionBackward::kStatistics, statistics);
+  return output;
+}
+
+// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or the
+// query's dtype, not learned.
+bool mask_fits(const Tensor& mask, const Tensor& query, int64_t keys) {
+  if ((mask.dim() != 2 && mask.dim() != 4) || mask.requires_grad()) return false;
+  if (mask.scalar_type() != at::kBool && !is_float(mask) && !have_one_dtype({&mask, &query}))
+    return false;
+  const int64_t sizes[] = {query.size(0), query.size(1), query.size(2), keys};
+  for (int64_t d = 0; d < mask.dim(); ++d)
+    if (mask.size(d) != 1 && mask.size(d) != sizes[4 - mask.dim() + d]) return false;
+  return true;
+}
+
+// Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa.
+PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
+  if (!op.direct || count != 8 || !is_plain_state() || !current_settings().is_direct ||
+      !PyFloat_CheckExact(given[4]) || PyFloat_AS_DOUBLE(given[4]) != 0.0 ||
+      !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
+      !(given[6] == Py_None || PyFloat_CheckExact(given[6])))
+    return dispatch();
+  const Tensor *query = plain(given[0]), *key = plain(given[1]), *value = plain(given[2]),
+               *mask = nullptr;
+  const bool causal = given[5] == Py_True, grouped = given[7] == Py_True;
+  if (!query || !key || !value || !plain_or_none(given[3], mask) || query->dim() != 4 ||
+      key->dim() != 4 || key->sizes() != value->sizes() || !element_of(*query) ||
+      !have_one_dtype({query, key, value}) || query->size(0) != key->size(0) ||
+      query->size(3) != key->size(3))
+    return dispatch();
+  const int64_t heads = query->size(1), key_heads = key->size(1);
+  if (heads != key_heads && !(grouped && key_heads > 0 && heads % key_heads == 0))
+    return dispatch();
+  if (mask && (causal || !mask_fits(*mask, *query, key->size(2)))) return dispatch();
+  if (mask && mask->scalar_type() != at::kBool && !is_looked_at(given[3])) return dispatch();
+  const bool grad = needs_grad({query, key, value});
+  const int64_t size = query->numel() * key->size(2);
+  const auto is_unit = [](const Tensor* tensor) { return tensor->stride(3) == 1; };
+  if (is_float(*query) && size > 0 && size < op.own && is_unit(query) && is_unit(key) &&
+      is_unit(value) && (!grad || are_savable({query, key, value, mask}))) {
+    const double scale = given[6] == Py_None
+                             ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
+                             : PyFloat_AS_DOUBLE(given[6]);
+    return wrap(attend(op, *query, *key, *value, mask, scale, causal, grad));
+  }
+  if (grad && op.limits(*query)) return dispatch();
+  PyObject* given_mask = given[3];
+  const Reference wide(mask && mask->dim() == 2 ? wrap(mask->unsqueeze(0).unsqueeze(0)) : nullptr);
+  if (wide.object) given_mask = wide.object;
+  const Reference both(run_direct(op, {given[0], given[1], given[2], given_mask, Py_None, given[5],
+                                       given[6], given[4], Py_None, given[7]}));
+  if (!both.object) return nullptr;
+  return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
+}
+
+}  // namespace
+
+TF_ENTRY(attention, enter_attention)
+
+}  // namespace tf::autograd
