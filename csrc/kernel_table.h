@@ -1,6 +1,6 @@
 // Kernels as plain functions: what `_C` hands to the module of the autograd nodes (csrc/autograd),
-// which runs them without dispatcher, tensors and the cache of packed weights. Both modules are built
-// from one source tree, in one go.
+// which runs them without dispatcher, tensors and the cache of packed weights. Both modules are
+// built from one source tree, in one go.
 #pragma once
 
 #include "cpu/ops/attention/attention.h"
@@ -24,11 +24,11 @@ struct LinearBackwardArgs {
 
 // Gradients of a feed-forward network, m and n positive.
 struct FeedForwardBackwardArgs {
-  Element type;                            // of all tensors
-  const void* grad;                        // dY (m, n), rows grad_stride apart
-  const void* x;                           // (m, k), rows x_stride apart
-  const void *weight1, *weight2;           // (f, k), (n, f), rows weight*_stride apart
-  const void* z;                           // (m, f), contiguous: x W1^T + b1
+  Element type;                   // of all tensors
+  const void* grad;               // dY (m, n), rows grad_stride apart
+  const void* x;                  // (m, k), rows x_stride apart
+  const void *weight1, *weight2;  // (f, k), (n, f), rows weight*_stride apart
+  const void* z;                  // (m, f), contiguous: x W1^T + b1
   long m, k, f, n, grad_stride, x_stride, weight1_stride, weight2_stride;
   int activation;
   Dropout dropout;

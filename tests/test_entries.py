@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +33,7 @@ pytestmark = [
 class Case(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def __call__(self) -> Any:
         return self.function(*self.arguments, **self.options)
@@ -112,7 +113,7 @@ def test_entries_have_the_bits_of_the_kernels(name: str) -> None:
     """Both run the same kernels, with and without autograd."""
     case = CASES[name]()
     assert enters(case, name)
-    named = case._replace(options=case.options | {"backend": "cpu"})
+    named = case._replace(options={**case.options, "backend": "cpu"})
     if name != "linear gelu":  # an activation is an operator of its own in training
         assert same_bits(case(), named())
         assert same_bits(case.gradients(), named.gradients())
@@ -152,7 +153,7 @@ def test_errors_stay_within_the_budget(op: str) -> None:
 @cases
 def test_second_derivatives_are_the_references(name: str) -> None:
     case = CASES[name]()
-    reference = case._replace(options=case.options | {"backend": "reference"})
+    reference = case._replace(options={**case.options, "backend": "reference"})
 
     def twice(call: Case) -> tuple[Tensor, ...]:
         found = call.gradients(create_graph=True)
@@ -239,7 +240,11 @@ def test_calls_that_the_guard_refuses_are_dispatched(
     op = op_of(name)
     entered: list[Any] = []
     own = case.function.__globals__
-    names = {"add_layer_norm": "_enter_add", "rms_norm": "_enter_rms", "add_rms_norm": "_enter_add_rms"}
+    names = {
+        "add_layer_norm": "_enter_add",
+        "rms_norm": "_enter_rms",
+        "add_rms_norm": "_enter_add_rms",
+    }
     enter = own[names.get(op, "_enter")]
 
     def watch(*given: Any) -> Any:
@@ -422,7 +427,12 @@ def test_wrong_arguments_raise_the_same_errors(op: str) -> None:
     x = torch.randn(3, 8)
     wrong = {
         "linear": [(x, torch.randn(5, 7)), (x, torch.randn(5, 8), torch.randn(4)), (x, None)],
-        "layer_norm": [(x, (7,)), (x, (8,), torch.randn(7)), (x, (8.0,)), (x, (8,), None, None, "1")],
+        "layer_norm": [
+            (x, (7,)),
+            (x, (8,), torch.randn(7)),
+            (x, (8.0,)),
+            (x, (8,), None, None, "1"),
+        ],
     }[op]
     function = getattr(functional, op)
     for arguments in wrong:

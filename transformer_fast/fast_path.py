@@ -1,10 +1,11 @@
 """The fast path of calls on plain CPU tensors, and the sizes below which PyTorch's op is faster.
 
-Argument checks and dispatch take as long as many kernels. `_context.is_plain_eager` is the guard of
-all ops: it establishes everything about a call except shapes and size. Calling our kernels costs some
-Python and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. So PyTorch's op
-is faster for small calls. The sizes were measured on the CPU in float32 and are here only: functions
-and modules read them, and the dispatcher gets them as `PreferLater` records (`prefers_later`).
+Argument checks and dispatch take as long as many kernels. An entry in C++ (`entry`) checks a call, and
+runs small ones with autograd nodes in C++. Without entries, PyTorch's op is faster for small calls,
+since ours need Python, and with gradients a node in Python. The sizes were measured on the CPU in
+float32 and are here only: functions and modules read them, entries get them from `bind`, and the
+dispatcher gets them as `PreferLater` records (`prefers_later`). Ops and modules without an entry use
+`_context.is_plain_eager`, which establishes everything about a call except shapes and size.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor
 from . import _native
 from ._context import changed, own_settings, settings, values_are_known
 from ._on_import import when_imported
-from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry, why_prefers_later
+from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry
 from .ops import attention, feed_forward, layer_norm, linear
-from .ops.arguments import RECORDS, LayerArguments
+from .ops.arguments import RECORDS
 from .reference.dropout import draw_seed
 
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -103,19 +104,15 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
-_NO_OPTIONS = LayerArguments()
 #: Op -> dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
-def direct_kernel(
-    op: str, tensors: tuple[Any, ...], grad: bool = False, activation: str | None = None
-) -> Callable[[Any], Any] | None:
-    """Returns the kernel's function for a call that passed `is_plain_eager` and is not small.
+def direct_kernel(op: str, tensors: tuple[Any, ...]) -> Callable[[Any], Any] | None:
+    """Returns the CPU kernel's function for a call that passed `is_plain_eager` and is not small.
 
-    That is the CPU kernel's, or in training the one that further limits select. None if the call must
-    be dispatched: there is no kernel, it needs validation, autocast is on, or the tensors are not all of
-    one floating dtype, strided and in CPU memory.
+    None if the call must be dispatched: there is no kernel, it needs validation, autocast is on, or the
+    tensors are not all of one floating dtype, strided and in CPU memory.
     """
     kernels, usable = registry.usable[op]
     found = usable["cpu"][0]
@@ -134,12 +131,6 @@ def direct_kernel(
             mixed = mixed or tensor.dtype is not dtype
     if mixed and (found.same_dtype is None or mixes_dtypes(found, tensors)):
         return None
-    if grad and dtype in LIMITED[op]:
-        options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
-        call = Call(op, tensors, True, options)
-        if why_prefers_later(found, call) is not None:
-            # PyTorch's op; it supports every call that the kernel supports
-            return usable["cpu"][1].function
     return found.function
 
 

@@ -83,8 +83,8 @@ struct AttentionBackward final : Backward<3, 6> {
     set_strides(args.output_stride, output);
     set_strides(args.grad_stride, dy);
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
-    long(*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
-                           &args.grad_value_stride};
+    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+                            &args.grad_value_stride};
     for (int i = 0; i < 3; ++i) {
       if (!wants(i)) continue;
       found[i] = gradient_like(inputs[i]);
@@ -130,8 +130,8 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   return output;
 }
 
-// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or the
-// query's dtype, not learned.
+// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
+// the query's dtype, not learned.
 bool mask_fits(const Tensor& mask, const Tensor& query, int64_t keys) {
   if ((mask.dim() != 2 && mask.dim() != 4) || mask.requires_grad()) return false;
   if (mask.scalar_type() != at::kBool && !is_float(mask) && !have_one_dtype({&mask, &query}))
@@ -167,9 +167,8 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   const auto is_unit = [](const Tensor* tensor) { return tensor->stride(3) == 1; };
   if (is_float(*query) && size > 0 && size < op.own && is_unit(query) && is_unit(key) &&
       is_unit(value) && (!grad || are_savable({query, key, value, mask}))) {
-    const double scale = given[6] == Py_None
-                             ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
-                             : PyFloat_AS_DOUBLE(given[6]);
+    const double scale = given[6] == Py_None ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
+                                             : PyFloat_AS_DOUBLE(given[6]);
     return wrap(attend(op, *query, *key, *value, mask, scale, causal, grad));
   }
   if (grad && op.limits(*query)) return dispatch();

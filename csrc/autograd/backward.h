@@ -61,7 +61,8 @@ struct Backward : torch::autograd::Node {
 
   // The gradients by the formula of the reference, which can be differentiated again:
   // formula(*arguments, wants) returns a gradient or None for each input.
-  variable_list by_formula(std::initializer_list<Tensor> given, std::initializer_list<double> numbers) {
+  variable_list by_formula(std::initializer_list<Tensor> given,
+                           std::initializer_list<double> numbers) {
     pybind11::gil_scoped_acquire gil;
     const auto count = static_cast<Py_ssize_t>(given.size() + numbers.size());
     const Reference arguments(PyTuple_New(count + 1)), wanted(PyTuple_New(inputs));
@@ -83,7 +84,6 @@ struct Backward : torch::autograd::Node {
     }
     return result;
   }
-
 };
 
 // A node; its class is counted by intrusive_ptr from PyTorch 2.13 on, by shared_ptr before.

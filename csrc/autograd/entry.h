@@ -1,4 +1,5 @@
-// What the entries of all ops share: the guard, the Python functions that they may call, and results.
+// What the entries of all ops share: the guard, the Python functions that they may call, and
+// results.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -40,7 +41,7 @@ struct Reference {
 
 // An op: what `bind` sets, from transformer_fast/fast_path.py.
 struct Op {
-  const char* name;           // in profiles
+  const char* name;            // in profiles
   PyObject* record = nullptr;  // class of the op's arguments
   // The dispatcher's kernel as a function of the record; nullptr: all calls are dispatched.
   PyObject* direct = nullptr;

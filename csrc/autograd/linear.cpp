@@ -173,8 +173,7 @@ Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const T
                           data(weight1), data(weight2));
   }
   if (!grad) return y;
-  auto node =
-      make_node<FeedForwardBackward>(op, x, weight1, maybe(bias1), weight2, maybe(bias2));
+  auto node = make_node<FeedForwardBackward>(op, x, weight1, maybe(bias1), weight2, maybe(bias2));
   node->activation = activation;
   node->save(FeedForwardBackward::kInput, &x);
   node->save(FeedForwardBackward::kWeight1, &weight1);
@@ -221,8 +220,8 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
   if (grad && op.limits(*x)) return dispatch();
   const Reference seed(draw_seed(p));
   if (!seed.object) return nullptr;
-  return run_direct(op, {given[0], given[1], given[2], given[3], given[4], given[5], given[6],
-                         seed.object});
+  return run_direct(
+      op, {given[0], given[1], given[2], given[3], given[4], given[5], given[6], seed.object});
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Python module transformer_fast._autograd: entries of small calls, with autograd nodes in C++. Unlike
+// Python module transformer_fast._autograd: entries of small calls, with autograd nodes in C++.
+// Unlike
 // `_C` it uses PyTorch's whole C++ API, so it serves only the PyTorch that it was built with.
 #include <string_view>
 #include <utility>
@@ -67,7 +68,8 @@ Tensor activate(const Tensor& input, int code) {
 }
 
 PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments) {
-  const Reference record(PyObject_Vectorcall(op.record, arguments.begin(), arguments.size(), nullptr));
+  const Reference record(
+      PyObject_Vectorcall(op.record, arguments.begin(), arguments.size(), nullptr));
   return record.object ? PyObject_CallOneArg(op.direct, record.object) : nullptr;
 }
 
@@ -106,8 +108,8 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   PyObject *record, *direct, *formula;
   long long own, inference, training, weights, any_weights;
   unsigned limited;
-  if (!PyArg_ParseTuple(arguments, "sOOOLLLLLI", &name, &record, &direct, &formula, &own, &inference,
-                        &training, &weights, &any_weights, &limited))
+  if (!PyArg_ParseTuple(arguments, "sOOOLLLLLI", &name, &record, &direct, &formula, &own,
+                        &inference, &training, &weights, &any_weights, &limited))
     return nullptr;
   Op& op = *find_op(name);
   // Old functions stay alive: nodes of earlier calls use them.
@@ -124,7 +126,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-#define TF_METHOD(op)                                                                       \
+#define TF_METHOD(op)                                                                    \
   {#op, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&op)), METH_FASTCALL, \
    "Returns the result of " #op ", or None for a call that must be dispatched."},
 PyMethodDef methods[] = {
@@ -134,8 +136,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 #undef TF_METHOD
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, methods,
-                          nullptr,               nullptr,     nullptr, nullptr};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_autograd", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace tf::autograd

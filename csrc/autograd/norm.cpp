@@ -82,7 +82,8 @@ bool fits(const Norm& norm, PyObject* shape) {
     if (each && (each->dim() != 1 || each->size(0) != n ||
                  !(each->scalar_type() == x.scalar_type() || (norm.weight && is_float(*each)))))
       return false;
-  return have_one_dtype({&x, norm.residual}) && (!norm.residual || norm.residual->sizes() == x.sizes()) &&
+  return have_one_dtype({&x, norm.residual}) &&
+         (!norm.residual || norm.residual->sizes() == x.sizes()) &&
          (!norm.weight || have_one_dtype({norm.weight, norm.bias}));
 }
 
@@ -183,8 +184,8 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
   if constexpr (adds && has_bias)
     return run_direct(op, {given[0], given[1], given[2], given[3], given[4], number.object,
                            given[6], seed.object});
-  return run_direct(
-      op, {given[0], given[1], given[2], given[3], number.object, given[5], seed.object});
+  return run_direct(op,
+                    {given[0], given[1], given[2], given[3], number.object, given[5], seed.object});
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The entries, by name of the op: (arguments of the public function) -> its result, or None for a call
-// that must be dispatched. They do not accept keywords.
+// The entries, by name of the op: (arguments of the public function) -> its result, or None for a
+// call that must be dispatched. They do not accept keywords.
 #pragma once
 
 #include "autograd/entry.h"
@@ -14,12 +14,12 @@ TF_ENTRIES(TF_DECLARE_ENTRY)
 #undef TF_DECLARE_ENTRY
 
 // Defines an entry; exceptions of C++ become those of Python.
-#define TF_ENTRY(op, function)                                           \
-  PyObject* op(PyObject*, Arguments given, Py_ssize_t count) {           \
-    HANDLE_TH_ERRORS                                                     \
-    static Op& own = *find_op(#op);                                      \
-    return function(own, given, count);                                  \
-    END_HANDLE_TH_ERRORS                                                 \
+#define TF_ENTRY(op, function)                                 \
+  PyObject* op(PyObject*, Arguments given, Py_ssize_t count) { \
+    HANDLE_TH_ERRORS                                           \
+    static Op& own = *find_op(#op);                            \
+    return function(own, given, count);                        \
+    END_HANDLE_TH_ERRORS                                       \
   }
 
 }  // namespace tf::autograd

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._context import is_plain_eager, settings
+from .._context import is_plain_eager
 from .._native import TORCH_VERSION
 from ..dispatch import Call, lookup, make_call, run
-from ..fast_path import ATTENTION, FLOAT, direct_kernel, entry
+from ..fast_path import FLOAT, direct_kernel, entry
 from ..ops.arguments import AttentionArguments
 from ..ops.autograd import wants_grad
 from ._check import (
@@ -59,20 +59,17 @@ def attend(
 
 def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None] | None:
     """`attend` without the dispatcher, or None if the call must be dispatched."""
-    query, key, value, mask, lengths, *_ = arguments
+    query, key, value, mask, lengths, is_causal, scale, p, _, grouped, weighs, *_ = arguments
+    if p != 0.0 or arguments.softcap is not None or arguments.query_lengths is not None:
+        return None
+    if lengths is None and not weighs and not arguments.contiguous:
+        output = _enter(query, key, value, mask, p, is_causal, scale, grouped)
+        if output is not None:
+            return output, None
     if (
-        arguments.dropout_p != 0.0
-        or arguments.softcap is not None
-        or arguments.query_lengths is not None
-        or (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
+        (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
         or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
-        or (grad := is_plain_eager(query, key, value, mask, lengths)) is None
-        # PyTorch's op is faster
-        or (
-            mask is None
-            and query.numel() * key.shape[-2] < ATTENTION.below[grad]
-            and settings.current.falls_back
-        )
+        or is_plain_eager(query, key, value, mask, lengths) is None
     ):
         return None
     function = direct_kernel("attention", (query, key, value))
@@ -268,9 +265,7 @@ def scaled_dot_product_attention(
         and not need_weights
         and softcap is None
     ):
-        result = _enter(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
+        result = _enter(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if result is not None:
             return result  # type: ignore[no-any-return]
     arguments = AttentionArguments(

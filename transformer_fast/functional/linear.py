@@ -158,7 +158,10 @@ def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
         tensors = (input, weight, bias, *autocast(residual))
     input, weight, bias, residual = tensors  # type: ignore[assignment]
     if residual is not None or not _fits(input, weight, bias):
-        require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+        try:
+            require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+        except RuntimeError as error:
+            same_error_as(partial(F.linear, input, weight, bias), error)
         if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
             bias = _bias_row(bias, weight.shape[0])
         if input.dim() == 0:

@@ -185,6 +185,8 @@ def gradients_again(
     activation = next(name for name, each in CODES.items() if each == code)
     bias2 = grad.new_zeros(grad.shape[-1:])  # its value has no effect
     return vjp(
-        lambda *tensors: reference.feed_forward(*tensors, activation, 0.0, None),
+        lambda x, w1, b1, w2, b2: reference.feed_forward(
+            x, w1, b1, w2, b2, activation, 0.0, None
+        ),
         (input, weight1, bias1, weight2, bias2), wants, (grad,),
     )  # fmt: skip

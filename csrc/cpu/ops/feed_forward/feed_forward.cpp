@@ -258,8 +258,7 @@ void backward_small_m(const Gradients& call) {
                    TF_DISPATCH(hidden_backward, middle, begin, end,
                                kernel_scratch().floats(f + 64));
                  });
-  if (call.results[0])
-    run_input_gradient(grad, f, call.first_weight(), m, call.results[0], 0);
+  if (call.results[0]) run_input_gradient(grad, f, call.first_weight(), m, call.results[0], 0);
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
   sums1.grad = grad;
   run_weight_gradient_part(sums1, 0);
