@@ -211,13 +211,13 @@ def run(command: list[str]) -> None:
 
 
 class Built(NamedTuple):
-    """What was built: torch's version, why there are no entries in C++ and no CUDA kernels, and for
-    what these are."""
+    """What was built: torch's version, why there are no CUDA kernels, for what they are, and why there
+    are no entries in C++."""
 
     torch_version: str = ""
-    autograd_reason: str = ""
     cuda_reason: str = ""
     cuda_architectures: tuple[str, ...] = ()
+    autograd_reason: str = ""
 
 
 def build(build_dir: Path, output_dir: Path) -> Built:
@@ -285,8 +285,8 @@ def build(build_dir: Path, output_dir: Path) -> Built:
                 raise
             # An nvcc that is too old, say; the CPU's kernels are there all the same.
             warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
-        return Built(torch_version, autograd_reason, str(error))
-    return Built(torch_version, autograd_reason, "", tuple(architectures))
+        return Built(torch_version, str(error), autograd_reason=autograd_reason)
+    return Built(torch_version, "", tuple(architectures), autograd_reason)
 
 
 class CMakeBuild(build_ext):

@@ -95,13 +95,13 @@ def _load_autograd() -> tuple[ModuleType | None, str | None]:
     built = getattr(record, "TORCH", "").partition("+")[0]
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     if not any(Path(__file__).with_name(f"_autograd{suffix}").is_file() for suffix in suffixes):
-        return None, getattr(record, "AUTOGRAD_REASON", "") or "they were not built"
+        return None, getattr(record, "AUTOGRAD_REASON", "") or "the entries in C++ were not built"
     if built != torch.__version__.partition("+")[0]:
-        return None, f"they were built for torch {built}; this is {torch.__version__}"
+        return None, f"the entries in C++ were built for torch {built}; this is {torch.__version__}"
     try:
         return importlib.import_module("transformer_fast._autograd"), None
     except ImportError as error:
-        return None, f"they could not be loaded: {error}"
+        return None, f"the entries in C++ could not be loaded: {error}"
 
 
 #: The module of `fast_path.entry`, or None and the reason why.

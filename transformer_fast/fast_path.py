@@ -299,12 +299,6 @@ def bind(op: str) -> None:
 at_change.append(bind)
 
 
-def _is_looked_at(mask: torch.Tensor) -> bool:
-    from .functional.masks import is_looked_at  # functions import this module
-
-    return is_looked_at(mask)
-
-
 def _trace_entries(dynamo: Any) -> None:
     from torch._dynamo.decorators import substitute_in_graph
 
@@ -319,7 +313,6 @@ if _native.autograd is not None:
         own_settings,
         settings,
         partial(draw_seed, torch.device("cpu")),
-        _is_looked_at,
     )
     when_imported("torch._dynamo", _trace_entries)
 

@@ -142,9 +142,10 @@ bool mask_fits(const Tensor& mask, const Tensor& query, int64_t keys) {
   return true;
 }
 
-// Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa.
+// Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, and a function:
+// true for float masks whose values were looked at (functional/masks.py).
 PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
-  if (!op.direct || count != 8 || !is_plain_state() || !current_settings().is_direct ||
+  if (!op.direct || count != 9 || !is_plain_state() || !current_settings().is_direct ||
       !PyFloat_CheckExact(given[4]) || PyFloat_AS_DOUBLE(given[4]) != 0.0 ||
       !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
       !(given[6] == Py_None || PyFloat_CheckExact(given[6])))
@@ -161,7 +162,8 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   if (heads != key_heads && !(grouped && key_heads > 0 && heads % key_heads == 0))
     return dispatch();
   if (mask && (causal || !mask_fits(*mask, *query, key->size(2)))) return dispatch();
-  if (mask && mask->scalar_type() != at::kBool && !is_looked_at(given[3])) return dispatch();
+  if (mask && mask->scalar_type() != at::kBool && !is_true(PyObject_CallOneArg(given[8], given[3])))
+    return dispatch();
   const bool grad = needs_grad({query, key, value});
   const int64_t size = query->numel() * key->size(2);
   const auto is_unit = [](const Tensor* tensor) { return tensor->stride(3) == 1; };

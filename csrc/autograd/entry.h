@@ -39,6 +39,13 @@ struct Reference {
   throw error;
 }
 
+// True if a new reference is to True; null is a Python error.
+inline bool is_true(PyObject* result) {
+  const Reference value(result);
+  if (!value.object) raise_python_error();
+  return value.object == Py_True;
+}
+
 // An op: what `bind` sets, from transformer_fast/fast_path.py.
 struct Op {
   const char* name;            // in profiles
@@ -185,8 +192,6 @@ inline PyObject* wrap(Tensor first, Tensor second) {
 PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments);
 // A new seed for dropout, or None without dropout; null after a Python error.
 PyObject* draw_seed(double dropout_p);
-// False if the mask's values must be looked at first (functional/masks.py).
-bool is_looked_at(PyObject* mask);
 
 // Releases the GIL for work of at least as much time as that takes.
 struct WithoutGil {

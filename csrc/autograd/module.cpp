@@ -19,13 +19,7 @@ Op ops[] = {TF_ENTRIES(TF_OP)};
 #undef TF_OP
 
 PyObject *settings_variable, *process_settings, *is_direct_name, *falls_back_name;
-PyObject *seed_function, *mask_function;
-
-bool is_true(PyObject* owner, PyObject* name) {
-  const Reference value(PyObject_GetAttr(owner, name));
-  if (!value.object) raise_python_error();
-  return value.object == Py_True;
-}
+PyObject* seed_function;
 
 }  // namespace
 
@@ -40,7 +34,8 @@ Settings current_settings() {
   PyObject* found = nullptr;
   if (PyContextVar_Get(settings_variable, process_settings, &found) < 0) raise_python_error();
   const Reference settings(found);
-  return {is_true(found, is_direct_name), is_true(found, falls_back_name)};
+  return {is_true(PyObject_GetAttr(settings.object, is_direct_name)),
+          is_true(PyObject_GetAttr(settings.object, falls_back_name))};
 }
 
 int activation_code(PyObject* name) {
@@ -77,25 +72,17 @@ PyObject* draw_seed(double dropout_p) {
   return dropout_p == 0.0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(seed_function);
 }
 
-bool is_looked_at(PyObject* mask) {
-  const Reference found(PyObject_CallOneArg(mask_function, mask));
-  if (!found.object) raise_python_error();
-  return found.object == Py_True;
-}
-
 namespace {
 
 PyObject* connect(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  PyObject *table, *variable, *settings, *seed, *mask;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &table, &variable, &settings, &seed, &mask))
-    return nullptr;
+  PyObject *table, *variable, *settings, *seed;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &table, &variable, &settings, &seed)) return nullptr;
   kernels = static_cast<const KernelTable*>(PyCapsule_GetPointer(table, kKernelTable));
   if (!kernels) return nullptr;
   settings_variable = Py_NewRef(variable);
   process_settings = Py_NewRef(settings);
   seed_function = Py_NewRef(seed);
-  mask_function = Py_NewRef(mask);
   is_direct_name = PyUnicode_InternFromString("is_direct");
   falls_back_name = PyUnicode_InternFromString("falls_back");
   Py_RETURN_NONE;
@@ -130,8 +117,9 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   {#op, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&op)), METH_FASTCALL, \
    "Returns the result of " #op ", or None for a call that must be dispatched."},
 PyMethodDef methods[] = {
-    TF_ENTRIES(TF_METHOD){"connect", connect, METH_VARARGS,
-                          "Takes the kernels of `_C`, the settings and two Python functions."},
+    TF_ENTRIES(TF_METHOD){
+        "connect", connect, METH_VARARGS,
+        "Takes the kernels of `_C`, the settings and the source of dropout's seeds."},
     {"bind", bind, METH_VARARGS, "Sets the functions and the limits of an op."},
     {nullptr, nullptr, 0, nullptr}};
 #undef TF_METHOD

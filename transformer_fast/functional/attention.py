@@ -35,7 +35,7 @@ from ._check import (
     require_same_device,
     require_tensor,
 )
-from .masks import warn_of_zeros_and_ones
+from .masks import is_looked_at, warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
@@ -63,7 +63,7 @@ def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | Non
     if p != 0.0 or arguments.softcap is not None or arguments.query_lengths is not None:
         return None
     if lengths is None and not weighs and not arguments.contiguous:
-        output = _enter(query, key, value, mask, p, is_causal, scale, grouped)
+        output = _enter(query, key, value, mask, p, is_causal, scale, grouped, is_looked_at)
         if output is not None:
             return output, None
     if (
@@ -265,7 +265,9 @@ def scaled_dot_product_attention(
         and not need_weights
         and softcap is None
     ):
-        result = _enter(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        result = _enter(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, is_looked_at
+        )
         if result is not None:
             return result  # type: ignore[no-any-return]
     arguments = AttentionArguments(
