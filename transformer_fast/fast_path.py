@@ -314,6 +314,7 @@ if _native.autograd is not None:
         settings,
         partial(draw_seed, torch.device("cpu")),
     )
+    _native.autograd.bind("encoder_layer", None, None, attention.joined_gradients_again, *[0] * 6)
     when_imported("torch._dynamo", _trace_entries)
 
 

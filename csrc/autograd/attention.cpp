@@ -1,10 +1,9 @@
-// attention: scaled_dot_product_attention without dropout, lengths and weights.
+// attention: scaled_dot_product_attention without lengths and weights.
 #include <ATen/ExpandUtils.h>
 
 #include <cmath>
 
-#include "autograd/backward.h"
-#include "autograd/ops.h"
+#include "autograd/steps.h"
 
 namespace tf::autograd {
 namespace {
@@ -12,6 +11,15 @@ namespace {
 template <int dims>
 void set_strides(long (&strides)[dims], const Tensor& tensor) {
   for (int d = 0; d < dims; ++d) strides[d] = tensor.stride(d);
+}
+
+void set_mask(AttentionShape& shape, const Tensor& mask) {
+  if (!mask.defined()) return;
+  shape.mask = data(mask);
+  shape.mask_type = element_of(mask).value_or(Element::boolean);
+  const int64_t missing = 4 - mask.dim();  // of a mask (T, S): it is one for all heads
+  for (int64_t d = missing; d < 4; ++d)
+    shape.mask_stride[d] = mask.size(d - missing) == 1 ? 0 : mask.stride(d - missing);
 }
 
 // Sizes, strides and mask of (B, H, length, size) tensors, for forward and backward.
@@ -29,12 +37,7 @@ void set_shape(AttentionShape& shape, const Tensor& query, const Tensor& key, co
   set_strides(shape.query_stride, query);
   set_strides(shape.key_stride, key);
   set_strides(shape.value_stride, value);
-  if (!mask.defined()) return;
-  shape.mask = data(mask);
-  shape.mask_type = element_of(mask).value_or(Element::boolean);
-  const int64_t missing = 4 - mask.dim();  // of a mask (T, S): it is one for all heads
-  for (int64_t d = missing; d < 4; ++d)
-    shape.mask_stride[d] = mask.size(d - missing) == 1 ? 0 : mask.stride(d - missing);
+  set_mask(shape, mask);
 }
 
 // As ops/attention/attention.cpp orders the output, which is like PyTorch's.
@@ -58,6 +61,7 @@ struct AttentionBackward final : Backward<3, 6> {
   enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
   double scale;
   bool causal;
+  Drop drop;
 
   variable_list apply(variable_list&& grads) override {
     variable_list found(3);
@@ -67,7 +71,8 @@ struct AttentionBackward final : Backward<3, 6> {
                  statistics = saved_tensor(kStatistics);
     const auto& [query, key, value] = inputs;
     if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], query, key, value, mask}, {scale, static_cast<double>(causal)});
+      return by_formula({grads[0], query, key, value, mask, drop.seed},
+                        {scale, static_cast<double>(causal), drop.p});
     const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
     AttentionBackwardArgs args{};
     set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
@@ -80,6 +85,7 @@ struct AttentionBackward final : Backward<3, 6> {
     args.row_max = statistics.const_data_ptr<float>();
     args.row_sum = args.row_max + args.batch * args.heads * args.queries;
     args.dominant = kDominantInFloat;
+    args.dropout = drop.kernel();
     set_strides(args.output_stride, output);
     set_strides(args.grad_stride, dy);
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
@@ -97,9 +103,10 @@ struct AttentionBackward final : Backward<3, 6> {
 };
 
 Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor& value,
-              const Tensor* mask, double scale, bool causal, bool grad) {
+              const Tensor* mask, double scale, bool causal, const Drop& drop, bool grad) {
   RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
-  Tensor output = output_like(query);
+  // With dropout PyTorch's output is contiguous.
+  Tensor output = drop.p > 0.0 ? empty(query.sizes(), query.scalar_type()) : output_like(query);
   AttentionArgs args{};
   set_shape(args, query, key, value, mask ? *mask : Tensor(), causal, static_cast<float>(scale));
   const int64_t rows = args.batch * args.heads * args.queries;
@@ -111,6 +118,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   args.output = output.mutable_data_ptr();
   args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
   args.row_sum = grad ? args.row_max + rows : nullptr;
+  args.dropout = drop.kernel();
   set_strides(args.output_stride, output);
   {
     const WithoutGil released(rows * args.keys * args.size);
@@ -120,6 +128,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   auto node = make_node<AttentionBackward>(op, query, key, value);
   node->scale = scale;
   node->causal = causal;
+  node->drop = drop;
   torch::autograd::set_history(output, node);
   node->save(AttentionBackward::kQuery, &query);
   node->save(AttentionBackward::kKey, &key);
@@ -130,29 +139,18 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   return output;
 }
 
-// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
-// the query's dtype, not learned.
-bool mask_fits(const Tensor& mask, const Tensor& query, int64_t keys) {
-  if ((mask.dim() != 2 && mask.dim() != 4) || mask.requires_grad()) return false;
-  if (mask.scalar_type() != at::kBool && !is_float(mask) && !have_one_dtype({&mask, &query}))
-    return false;
-  const int64_t sizes[] = {query.size(0), query.size(1), query.size(2), keys};
-  for (int64_t d = 0; d < mask.dim(); ++d)
-    if (mask.size(d) != 1 && mask.size(d) != sizes[4 - mask.dim() + d]) return false;
-  return true;
-}
-
 // Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, and a function:
 // true for float masks whose values were looked at (functional/masks.py).
 PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   if (!op.direct || count != 9 || !is_plain_state() || !current_settings().is_direct ||
-      !PyFloat_CheckExact(given[4]) || PyFloat_AS_DOUBLE(given[4]) != 0.0 ||
-      !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
+      !PyFloat_CheckExact(given[4]) || !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
       !(given[6] == Py_None || PyFloat_CheckExact(given[6])))
     return dispatch();
   const Tensor *query = plain(given[0]), *key = plain(given[1]), *value = plain(given[2]),
                *mask = nullptr;
   const bool causal = given[5] == Py_True, grouped = given[7] == Py_True;
+  const double p = PyFloat_AS_DOUBLE(given[4]);
+  if (!(p >= 0.0 && p < 1.0)) return dispatch();
   if (!query || !key || !value || !plain_or_none(given[3], mask) || query->dim() != 4 ||
       key->dim() != 4 || key->sizes() != value->sizes() || !element_of(*query) ||
       !have_one_dtype({query, key, value}) || query->size(0) != key->size(0) ||
@@ -161,7 +159,10 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   const int64_t heads = query->size(1), key_heads = key->size(1);
   if (heads != key_heads && !(grouped && key_heads > 0 && heads % key_heads == 0))
     return dispatch();
-  if (mask && (causal || !mask_fits(*mask, *query, key->size(2)))) return dispatch();
+  if (mask &&
+      (causal || !mask_fits(*mask, {query->size(0), query->size(1), query->size(2), key->size(2)},
+                            query->scalar_type())))
+    return dispatch();
   if (mask && mask->scalar_type() != at::kBool && !is_true(PyObject_CallOneArg(given[8], given[3])))
     return dispatch();
   const bool grad = needs_grad({query, key, value});
@@ -171,9 +172,9 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
       is_unit(value) && (!grad || are_savable({query, key, value, mask}))) {
     const double scale = given[6] == Py_None ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
                                              : PyFloat_AS_DOUBLE(given[6]);
-    return wrap(attend(op, *query, *key, *value, mask, scale, causal, grad));
+    return wrap(attend(op, *query, *key, *value, mask, scale, causal, Drop::draw(p), grad));
   }
-  if (grad && op.limits(*query)) return dispatch();
+  if (p > 0.0 || (grad && op.limits(*query))) return dispatch();
   PyObject* given_mask = given[3];
   const Reference wide(mask && mask->dim() == 2 ? wrap(mask->unsqueeze(0).unsqueeze(0)) : nullptr);
   if (wide.object) given_mask = wide.object;
@@ -183,7 +184,110 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
 }
 
+// Sets sizes, mask, pointers and strides of joined heads.
+template <class Args>
+void set_joined(Args& args, const JoinedHeads& heads, const Tensor& joined, const Tensor& mask,
+                bool causal) {
+  const int64_t width = joined.size(2) / 3, size = width / heads.count;
+  args.batch = joined.size(heads.batch_first ? 0 : 1);
+  args.heads = args.key_heads = heads.count;
+  args.queries = args.keys = joined.size(heads.batch_first ? 1 : 0);
+  args.size = args.value_size = size;
+  args.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+  args.causal = causal;
+  args.type = Element::float32;
+  const auto* from = joined.const_data_ptr<float>();
+  args.query = from;
+  args.key = from + width;
+  args.value = from + 2 * width;
+  const long outer = joined.stride(0), inner = joined.stride(1);
+  const long strides[] = {heads.batch_first ? outer : inner, size,
+                          heads.batch_first ? inner : outer, 1};
+  for (int d = 0; d < 4; ++d)
+    args.query_stride[d] = args.key_stride[d] = args.value_stride[d] = strides[d];
+  for (int d = 0; d < 3; ++d) args.output_stride[d] = d == 1 ? size : strides[d] / 3;
+  set_mask(args, mask);
+}
+
+// Input: the projections of queries, keys and values, side by side.
+struct JoinedBackward final : Backward<1, 4> {
+  enum { kJoined, kMask, kOutput, kStatistics };
+  JoinedHeads heads;
+  bool causal;
+  Drop drop;
+
+  variable_list apply(variable_list&& grads) override {
+    variable_list found(1);
+    if (!grads[0].defined() || !wants(0)) return found;
+    const Tensor joined = saved_tensor(kJoined), mask = saved_tensor(kMask),
+                 output = saved_tensor(kOutput), statistics = saved_tensor(kStatistics);
+    if (!is_plain({&grads[0]}))
+      return by_formula({grads[0], joined, mask, drop.seed},
+                        {static_cast<double>(heads.count), static_cast<double>(heads.batch_first),
+                         static_cast<double>(causal), drop.p});
+    const Tensor dy = grads[0].contiguous();
+    AttentionBackwardArgs args{};
+    set_joined(args, heads, joined, mask, causal);
+    args.output = data(output);
+    args.grad = data(dy);
+    args.row_max = statistics.const_data_ptr<float>();
+    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
+    args.dominant = kDominantInFloat;
+    args.dropout = drop.kernel();
+    for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
+    found[0] = empty(joined.sizes());
+    auto* to = found[0].mutable_data_ptr<float>();
+    void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
+    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+                            &args.grad_value_stride};
+    for (int i = 0; i < 3; ++i) {
+      *results[i] = to + i * dy.size(2);
+      for (int d = 0; d < 3; ++d) (*strides[i])[d] = args.query_stride[d];
+    }
+    kernels->attention_backward(args);
+    return found;
+  }
+};
+
 }  // namespace
+
+bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type) {
+  if ((mask.dim() != 2 && mask.dim() != 4) || mask.requires_grad()) return false;
+  if (mask.scalar_type() != at::kBool && !is_float(mask) && mask.scalar_type() != type)
+    return false;
+  for (int64_t d = 0; d < mask.dim(); ++d)
+    if (mask.size(d) != 1 && mask.size(d) != sizes[4 - mask.dim() + d]) return false;
+  return true;
+}
+
+Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
+                     const Tensor* mask, bool causal, const Drop& drop, bool grad) {
+  RECORD_FUNCTION("transformer_fast::attention", c10::ArrayRef<const c10::IValue>{});
+  Tensor output = empty(with_columns(joined, joined.size(2) / 3));
+  AttentionArgs args{};
+  set_joined(args, heads, joined, mask ? *mask : Tensor(), causal);
+  const int64_t rows = args.batch * args.heads * args.queries;
+  const Tensor statistics = grad ? empty({2, rows}) : Tensor();
+  args.output = output.mutable_data_ptr();
+  args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
+  args.row_sum = grad ? args.row_max + rows : nullptr;
+  args.dropout = drop.kernel();
+  {
+    const WithoutGil released(rows * args.keys * args.size);
+    kernels->attention(args);
+  }
+  if (!grad) return output;
+  auto node = make_node<JoinedBackward>(op, joined);
+  node->heads = heads;
+  node->causal = causal;
+  node->drop = drop;
+  torch::autograd::set_history(output, node);
+  node->save(JoinedBackward::kJoined, &joined);
+  node->save(JoinedBackward::kMask, mask);
+  node->save(JoinedBackward::kOutput, output, true);
+  node->save(JoinedBackward::kStatistics, statistics);
+  return output;
+}
 
 TF_ENTRY(attention, enter_attention)
 

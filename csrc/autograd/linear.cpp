@@ -1,6 +1,5 @@
 // linear and feed_forward.
-#include "autograd/backward.h"
-#include "autograd/ops.h"
+#include "autograd/steps.h"
 
 namespace tf::autograd {
 namespace {
@@ -52,6 +51,8 @@ struct LinearBackward final : Backward<3, 2> {
   }
 };
 
+}  // namespace
+
 Tensor multiply(const Op& op, const Tensor& x, const Tensor& weight, const Tensor* bias,
                 int activation, bool grad) {
   RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
@@ -82,6 +83,8 @@ Tensor multiply(const Op& op, const Tensor& x, const Tensor& weight, const Tenso
   torch::autograd::set_history(y, node);
   return activate(y, activation);
 }
+
+namespace {
 
 // Arguments: input, weight, bias, activation.
 PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
@@ -116,6 +119,7 @@ PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
 struct FeedForwardBackward final : Backward<5, 5> {
   enum { kInput, kWeight1, kBias1, kWeight2, kPreactivation };
   int activation;
+  Drop drop;
 
   variable_list apply(variable_list&& grads) override {
     variable_list found(5);
@@ -124,7 +128,8 @@ struct FeedForwardBackward final : Backward<5, 5> {
                  bias1 = saved_tensor(kBias1), weight2 = saved_tensor(kWeight2),
                  z = saved_tensor(kPreactivation);
     if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], x, weight1, bias1, weight2}, {static_cast<double>(activation)});
+      return by_formula({grads[0], x, weight1, bias1, weight2, drop.seed},
+                        {static_cast<double>(activation), drop.p});
     const Tensor dy = grads[0].contiguous();
     const int64_t f = weight1.size(0), k = weight1.size(1), n = weight2.size(0);
     FeedForwardBackwardArgs args{.type = Element::float32,
@@ -142,7 +147,7 @@ struct FeedForwardBackward final : Backward<5, 5> {
                                  .weight1_stride = k,
                                  .weight2_stride = f,
                                  .activation = activation,
-                                 .dropout = {},
+                                 .dropout = drop.kernel(),
                                  .results = {}};
     const at::IntArrayRef sizes[] = {x.sizes(), weight1.sizes(), f, weight2.sizes(), n};
     for (int i = 0; i < 5; ++i) args.results[i] = room(found[i], wants(i), sizes[i]);
@@ -151,8 +156,11 @@ struct FeedForwardBackward final : Backward<5, 5> {
   }
 };
 
+}  // namespace
+
 Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const Tensor* bias1,
-                   const Tensor& weight2, const Tensor* bias2, int activation, bool grad) {
+                   const Tensor& weight2, const Tensor* bias2, int activation, const Drop& drop,
+                   bool grad) {
   RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
   const int64_t f = weight1.size(0), k = weight1.size(1), n = weight2.size(0), m = x.numel() / k;
   Tensor y = empty(with_columns(x, n)), z = grad ? empty({m, f}) : Tensor();
@@ -169,12 +177,14 @@ Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const T
                            .n = n,
                            .x_stride = k,
                            .activation = activation,
+                           .dropout = drop.kernel(),
                            .preactivation = grad ? z.mutable_data_ptr() : nullptr},
                           data(weight1), data(weight2));
   }
   if (!grad) return y;
   auto node = make_node<FeedForwardBackward>(op, x, weight1, maybe(bias1), weight2, maybe(bias2));
   node->activation = activation;
+  node->drop = drop;
   node->save(FeedForwardBackward::kInput, &x);
   node->save(FeedForwardBackward::kWeight1, &weight1);
   node->save(FeedForwardBackward::kBias1, bias1);
@@ -183,6 +193,8 @@ Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const T
   torch::autograd::set_history(y, node);
   return y;
 }
+
+namespace {
 
 // Arguments: input, weight1, bias1, weight2, bias2, activation, dropout_p.
 PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
@@ -201,13 +213,14 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
   if (!(p >= 0.0 && p < 1.0)) return dispatch();
   const auto tensors = {x, weight1, bias1, weight2, bias2};
   const bool grad = needs_grad(tensors);
-  if (p == 0.0 && settings.falls_back && is_float(*x)) {
+  if (settings.falls_back && is_float(*x)) {
     const int64_t weights = weight1->numel() + weight2->numel();
     const int64_t size = x->numel() / std::max<int64_t>(1, x->sizes().back()) * weights;
     if (x->numel() > 0 && weight1->numel() > 0 && weight2->numel() > 0 && size < op.own &&
         are_contiguous(tensors) && (!grad || are_savable(tensors)))
-      return wrap(run_network(op, *x, *weight1, bias1, *weight2, bias2, activation, grad));
-    if (op.prefers_torch(size, weights, grad)) {
+      return wrap(
+          run_network(op, *x, *weight1, bias1, *weight2, bias2, activation, Drop::draw(p), grad));
+    if (p == 0.0 && op.prefers_torch(size, weights, grad)) {
       Tensor y;
       {
         const WithoutGil released(size);

@@ -1,8 +1,7 @@
 // layer_norm and rms_norm, alone and behind a residual connection.
 #include <limits>
 
-#include "autograd/backward.h"
-#include "autograd/ops.h"
+#include "autograd/steps.h"
 
 namespace tf::autograd {
 namespace {
@@ -12,6 +11,7 @@ struct NormBackward final : Backward<4, 3> {
   NormKind kind;
   float eps;
   bool adds;
+  Drop drop;                               // of the input, before the sum
   enum { kSource, kWeight, kStatistics };  // statistics: (2, rows), means and 1 / deviations
 
   variable_list apply(variable_list&& grads) override {
@@ -21,15 +21,17 @@ struct NormBackward final : Backward<4, 3> {
     Tensor source = saved_tensor(kSource);
     const Tensor weight = saved_tensor(kWeight), statistics = saved_tensor(kStatistics);
     if (!is_plain({&dy, &dsum}))
-      return by_formula({dy, dsum, source, weight}, {static_cast<double>(kind), eps});
+      return by_formula({dy, dsum, source, weight, drop.seed},
+                        {static_cast<double>(kind), eps, drop.p});
     if (!dy.defined()) dy = at::zeros_like(dsum);
     dy = dy.contiguous();
     if (dsum.defined()) dsum = dsum.contiguous();
     if (!source.defined()) source = dy;  // the gradient of the bias needs no more
     const int64_t n = dy.size(-1), rows = dy.numel() / n;
     const auto type = dy.scalar_type();
-    const bool want_source = wants(0) || wants(1);
+    const bool drops = drop.p > 0.0, want_source = wants(1) || (wants(0) && !drops);
     Tensor dsource = want_source ? empty(dy.sizes(), type) : Tensor();
+    Tensor dinput = drops && wants(0) ? empty(dy.sizes(), type) : Tensor();
     if (wants(2)) found[2] = empty({n}, weight_type);
     if (wants(3)) found[3] = empty({n}, weight_type);
     const auto* means = statistics.const_data_ptr<float>();
@@ -43,7 +45,7 @@ struct NormBackward final : Backward<4, 3> {
          .mean = means,
          .rstd = means + rows,
          .grad_source = want_source ? dsource.mutable_data_ptr() : nullptr,
-         .grad_input = nullptr,
+         .grad_input = dinput.defined() ? dinput.mutable_data_ptr() : nullptr,
          .partial = nullptr,
          .rows = rows,
          .blocks = 0,
@@ -52,20 +54,15 @@ struct NormBackward final : Backward<4, 3> {
          .grad_sum_stride = n,
          .source_stride = n,
          .dropout_columns = n,
-         .dropout = {},
+         .dropout = drop.kernel(),
          .kind = kind},
         wants(2) ? found[2].mutable_data_ptr() : nullptr,
         wants(3) ? found[3].mutable_data_ptr() : nullptr);
-    if (wants(0)) found[0] = dsource;
+    if (wants(0)) found[0] = drops ? dinput : dsource;
     if (wants(1)) found[1] = dsource;
     return found;
   }
   at::ScalarType weight_type;
-};
-
-// The tensors of a norm; those that a call lacks are nullptr.
-struct Norm {
-  const Tensor *input, *residual = nullptr, *weight = nullptr, *bias = nullptr;
 };
 
 // True if only the last dimension is normalised, and all shapes and dtypes fit.
@@ -87,11 +84,10 @@ bool fits(const Norm& norm, PyObject* shape) {
          (!norm.weight || have_one_dtype({norm.weight, norm.bias}));
 }
 
-struct Normalized {
-  Tensor output, sum;
-};
+}  // namespace
 
-Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, bool grad) {
+Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, const Drop& drop,
+                     bool grad) {
   RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
   const Tensor& x = *norm.input;
   const auto type = x.scalar_type();
@@ -119,6 +115,7 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, b
          .residual_stride = n,
          .eps = eps,
          .dropout_columns = n,
+         .dropout = drop.kernel(),
          .kind = kind},
         rows);
   }
@@ -128,6 +125,7 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, b
   node->kind = kind;
   node->eps = eps;
   node->adds = norm.residual != nullptr;
+  node->drop = drop;
   node->weight_type = weight_type;
   torch::autograd::set_history(result.output, node);
   if (norm.residual) torch::autograd::set_history(result.sum, node);
@@ -140,6 +138,8 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, b
   node->save(NormBackward::kStatistics, statistics);
   return result;
 }
+
+namespace {
 
 // Arguments: input, [residual], normalized_shape, weight, [bias], eps, [dropout_p].
 template <bool adds, NormKind kind>
@@ -168,9 +168,8 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
   const auto tensors = {norm.input, norm.residual, norm.weight, norm.bias};
   const bool grad = needs_grad(tensors);
   const int64_t size = norm.input->numel();
-  if (p == 0.0 && size > 0 && size < op.own && are_contiguous(tensors) &&
-      (!grad || are_savable(tensors))) {
-    Normalized result = normalize(op, norm, kind, static_cast<float>(eps), grad);
+  if (size > 0 && size < op.own && are_contiguous(tensors) && (!grad || are_savable(tensors))) {
+    Normalized result = normalize(op, norm, kind, static_cast<float>(eps), Drop::draw(p), grad);
     if (!adds) return wrap(std::move(result.output));
     return wrap(std::move(result.output), std::move(result.sum));
   }

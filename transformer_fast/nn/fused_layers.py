@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, fast_path
 from .._context import is_plain_eager, is_traced, is_transformed
 from ..dispatch import Call, Explanation, Kernel
 from ..functional.attention import attend as attend_to_heads
 from ..ops.arguments import AttentionArguments, LayerStack
 from ..ops.autograd import wants_grad
-from ..recipe import Sublayer
+from ..recipe import NormKind, Sublayer
 from . import masks
 from .bound import Bound, Group, bound_to
 from .drop_in import DropIn
@@ -152,6 +152,21 @@ def find(
 
 
 _dtype = attrgetter("dtype")
+_enter = fast_path.entry("encoder_layer")
+_LAYER_NORMS = [int(NormKind.LAYER)] * 2
+
+
+def _entered(
+    bound: Bound, group: Group, x: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """Returns the output of an encoder layer in one call of its entry; None if that declines."""
+    stack = group.stack
+    if stack.norms != _LAYER_NORMS:
+        return None
+    return _enter(  # type: ignore[no-any-return]
+        x, stack.parameters, stack.eps, stack.heads, stack.norm_first, stack.batch_first,
+        stack.activation, mask, is_causal, bound.dropouts[0],
+    )  # fmt: skip
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
@@ -164,6 +179,8 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         (group,) = bound.groups
     except Unreadable:
         return None
+    if own is NO_MASKS and (y := _entered(bound, group, x, None, False)) is not None:
+        return y
     assert bound.parameters is not None
     tensors = bound.parameters.tensors
     if x.shape[2] != group.width or is_plain_eager(x, *tensors) is None:
@@ -177,6 +194,8 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         mask, is_causal = _to_sdpa(own, x, x, group.stack)
     except Unreadable:
         return None
+    if own is not NO_MASKS and (y := _entered(bound, group, x, mask, is_causal)) is not None:
+        return y
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]

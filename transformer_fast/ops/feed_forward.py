@@ -178,7 +178,9 @@ def gradients_again(
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
+    seed: Tensor | None,
     code: float,
+    dropout_p: float,
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns the differentiable gradients of the five tensors, for csrc/autograd."""
@@ -186,7 +188,7 @@ def gradients_again(
     bias2 = grad.new_zeros(grad.shape[-1:])  # its value has no effect
     return vjp(
         lambda x, w1, b1, w2, b2: reference.feed_forward(
-            x, w1, b1, w2, b2, activation, 0.0, None
+            x, w1, b1, w2, b2, activation, dropout_p, seed
         ),
         (input, weight1, bias1, weight2, bias2), wants, (grad,),
     )  # fmt: skip

@@ -216,8 +216,10 @@ def gradients_again(
     grad_sum: Tensor | None,
     source: Tensor | None,
     weight: Tensor | None,
+    seed: Tensor | None,
     kind: float,
     eps: float,
+    dropout_p: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Returns the differentiable gradients of input, residual, weight and bias, for csrc/autograd."""
@@ -230,4 +232,8 @@ def gradients_again(
     dsource, dweight, dbias = _by_formula(1, eps, int(kind), grad, source, weight, both)
     if dsource is not None and grad_sum is not None:
         dsource = dsource + grad_sum
-    return dsource if wants[0] else None, dsource if wants[1] else None, dweight, dbias
+    dinput = dsource
+    if wants[0] and dropout_p > 0.0:
+        assert dsource is not None
+        dinput = dropout(dsource, dropout_p, seed)
+    return dinput if wants[0] else None, dsource if wants[1] else None, dweight, dbias
