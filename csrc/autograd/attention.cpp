@@ -184,29 +184,45 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
 }
 
-// Sets sizes, mask, pointers and strides of joined heads.
+// Sets sizes, mask, pointers and strides.
 template <class Args>
-void set_joined(Args& args, const JoinedHeads& heads, const Tensor& joined, const Tensor& mask,
-                bool causal) {
-  const int64_t width = joined.size(2) / 3, size = width / heads.count;
-  args.batch = joined.size(heads.batch_first ? 0 : 1);
-  args.heads = args.key_heads = heads.count;
-  args.queries = args.keys = joined.size(heads.batch_first ? 1 : 0);
+void set_parts(Args& args, const HeadParts& parts, const Tensor& mask, bool causal) {
+  const int64_t size = parts.width / parts.heads;
+  args.batch = parts.batch;
+  args.heads = args.key_heads = parts.heads;
+  args.queries = parts.queries;
+  args.keys = parts.keys;
   args.size = args.value_size = size;
   args.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
   args.causal = causal;
   args.type = Element::float32;
-  const auto* from = joined.const_data_ptr<float>();
-  args.query = from;
-  args.key = from + width;
-  args.value = from + 2 * width;
-  const long outer = joined.stride(0), inner = joined.stride(1);
-  const long strides[] = {heads.batch_first ? outer : inner, size,
-                          heads.batch_first ? inner : outer, 1};
-  for (int d = 0; d < 4; ++d)
-    args.query_stride[d] = args.key_stride[d] = args.value_stride[d] = strides[d];
-  for (int d = 0; d < 3; ++d) args.output_stride[d] = d == 1 ? size : strides[d] / 3;
+  args.query = parts.data[0];
+  args.key = parts.data[1];
+  args.value = parts.data[2];
+  const auto set = [&](long* strides, int64_t columns, int64_t length) {
+    strides[0] = parts.batch_first ? length * columns : columns;
+    strides[1] = size;
+    strides[2] = parts.batch_first ? columns : parts.batch * columns;
+  };
+  set(args.query_stride, parts.columns[0], parts.queries);
+  set(args.key_stride, parts.columns[1], parts.keys);
+  set(args.value_stride, parts.columns[2], parts.keys);
+  args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
+  set(args.output_stride, parts.width, parts.queries);
   set_mask(args, mask);
+}
+
+HeadParts parts_of(const JoinedHeads& heads, const Tensor& joined) {
+  const int64_t width = joined.size(2) / 3, length = joined.size(heads.batch_first ? 1 : 0);
+  const auto* from = joined.const_data_ptr<float>();
+  return {.heads = heads.count,
+          .batch_first = heads.batch_first,
+          .batch = joined.size(heads.batch_first ? 0 : 1),
+          .queries = length,
+          .keys = length,
+          .width = width,
+          .data = {from, from + width, from + 2 * width},
+          .columns = {3 * width, 3 * width, 3 * width}};
 }
 
 // Input: the projections of queries, keys and values, side by side.
@@ -227,7 +243,7 @@ struct JoinedBackward final : Backward<1, 4> {
                          static_cast<double>(causal), drop.p});
     const Tensor dy = grads[0].contiguous();
     AttentionBackwardArgs args{};
-    set_joined(args, heads, joined, mask, causal);
+    set_parts(args, parts_of(heads, joined), mask, causal);
     args.output = data(output);
     args.grad = data(dy);
     args.row_max = statistics.const_data_ptr<float>();
@@ -260,22 +276,31 @@ bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type) {
   return true;
 }
 
+Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
+                    Tensor* statistics) {
+  RECORD_FUNCTION("transformer_fast::attention", c10::ArrayRef<const c10::IValue>{});
+  Tensor output = parts.batch_first ? empty({parts.batch, parts.queries, parts.width})
+                                    : empty({parts.queries, parts.batch, parts.width});
+  AttentionArgs args{};
+  set_parts(args, parts, mask ? *mask : Tensor(), causal);
+  const int64_t rows = args.batch * args.heads * args.queries;
+  if (statistics) {
+    *statistics = empty({2, rows});
+    args.row_max = statistics->mutable_data_ptr<float>();
+    args.row_sum = args.row_max + rows;
+  }
+  args.output = output.mutable_data_ptr();
+  args.dropout = drop.kernel();
+  const WithoutGil released(rows * args.keys * args.size);
+  kernels->attention(args);
+  return output;
+}
+
 Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
                      const Tensor* mask, bool causal, const Drop& drop, bool grad) {
-  RECORD_FUNCTION("transformer_fast::attention", c10::ArrayRef<const c10::IValue>{});
-  Tensor output = empty(with_columns(joined, joined.size(2) / 3));
-  AttentionArgs args{};
-  set_joined(args, heads, joined, mask ? *mask : Tensor(), causal);
-  const int64_t rows = args.batch * args.heads * args.queries;
-  const Tensor statistics = grad ? empty({2, rows}) : Tensor();
-  args.output = output.mutable_data_ptr();
-  args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
-  args.row_sum = grad ? args.row_max + rows : nullptr;
-  args.dropout = drop.kernel();
-  {
-    const WithoutGil released(rows * args.keys * args.size);
-    kernels->attention(args);
-  }
+  Tensor statistics;
+  Tensor output =
+      attend_parts(parts_of(heads, joined), mask, causal, drop, grad ? &statistics : nullptr);
   if (!grad) return output;
   auto node = make_node<JoinedBackward>(op, joined);
   node->heads = heads;

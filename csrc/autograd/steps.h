@@ -32,6 +32,17 @@ struct JoinedHeads {
 // Returns the joined heads of self-attention, (B, T, M) or (T, B, M). op: of the layer.
 Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
                      const Tensor* mask, bool causal, const Drop& drop, bool grad);
+// Queries, keys and values of attention: rows of `columns` floats, `width` of which are its heads.
+struct HeadParts {
+  int64_t heads;
+  bool batch_first;  // (B, T, columns), else (T, B, columns)
+  int64_t batch, queries, keys, width;
+  const float* data[3];
+  int64_t columns[3];
+};
+// Returns the joined heads; statistics: receives what a backward needs, or nullptr. No node.
+Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
+                    Tensor* statistics);
 // True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
 // the query's dtype, not learned.
 bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type);

@@ -22,7 +22,7 @@ from ..dispatch import Call, Explanation, Kernel
 from ..functional.attention import attend as attend_to_heads
 from ..ops.arguments import AttentionArguments, LayerStack
 from ..ops.autograd import wants_grad
-from ..recipe import NormKind, Sublayer
+from ..recipe import Sublayer
 from . import masks
 from .bound import Bound, Group, bound_to
 from .drop_in import DropIn
@@ -153,20 +153,16 @@ def find(
 
 _dtype = attrgetter("dtype")
 _enter = fast_path.entry("encoder_layer")
-_LAYER_NORMS = [int(NormKind.LAYER)] * 2
 
 
 def _entered(
     bound: Bound, group: Group, x: Tensor, mask: Tensor | None, is_causal: bool
 ) -> Tensor | None:
     """Returns the output of an encoder layer in one call of its entry; None if that declines."""
-    stack = group.stack
-    if stack.norms != _LAYER_NORMS:
+    given = group.stack.for_entry
+    if given is None:
         return None
-    return _enter(  # type: ignore[no-any-return]
-        x, stack.parameters, stack.eps, stack.heads, stack.norm_first, stack.batch_first,
-        stack.activation, mask, is_causal, bound.dropouts[0],
-    )  # fmt: skip
+    return _enter(x, *given, mask, is_causal, None, None, False, bound.dropouts[0])  # type: ignore[no-any-return]
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
