@@ -168,7 +168,7 @@ wheel: $(STAMPS)/env
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
-	rm -f transformer_fast/_C.*.so transformer_fast/_build_info.py $(STAMPS)/native $(STAMPS)/cuda
+	rm -f transformer_fast/_C.*.so transformer_fast/_autograd.*.so transformer_fast/_build_info.py $(STAMPS)/native $(STAMPS)/cuda
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

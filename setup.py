@@ -1,4 +1,4 @@
-"""Bridge to CMake: builds transformer_fast._C, or records why it could not.
+"""Bridge to CMake: builds transformer_fast._C and _autograd, or records why it could not.
 
 TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation with a warning,
 =0 skips the native build and gives a pure wheel, =require makes any failure an error. MAX_JOBS
@@ -36,6 +36,7 @@ MACHINES = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
 PLATFORMS = "Linux on x86-64 or 64-bit ARM, or macOS on Apple silicon"
 REASON_FILE = "_build_info.py"
 CUDA_LIBRARY = "_C_cuda.so"
+LIBRARIES = ("_C.*.so", "_autograd.*.so", CUDA_LIBRARY)
 #: What NVIDIA's driver makes where there is a GPU: on Linux, and on Linux in Windows.
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 #: One of each generation: machine code runs on later GPUs of the same major number, too.
@@ -210,11 +211,13 @@ def run(command: list[str]) -> None:
 
 
 class Built(NamedTuple):
-    """What was built: torch's version, why there are no CUDA kernels, and for what they are."""
+    """What was built: torch's version, why there are no CUDA kernels, for what they are, and why there
+    are no entries in C++."""
 
     torch_version: str = ""
     cuda_reason: str = ""
     cuda_architectures: tuple[str, ...] = ()
+    autograd_reason: str = ""
 
 
 def build(build_dir: Path, output_dir: Path) -> Built:
@@ -255,7 +258,18 @@ def build(build_dir: Path, output_dir: Path) -> Built:
         shutil.copy2(folder / library, fresh)
         fresh.replace(output_dir / library)
 
-    make(build_dir, "_C", "_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    make(build_dir, "_C", "_C" + suffix)
+    autograd_reason = ""
+    try:
+        make(build_dir, "_autograd", "_autograd" + suffix)
+    except BuildError as error:
+        (output_dir / ("_autograd" + suffix)).unlink(missing_ok=True)
+        if os.environ.get("TRANSFORMER_FAST_BUILD") == "require":
+            raise
+        # A torch whose C++ API differs, say: calls run all the same, small ones slower.
+        warnings.warn(f"installing without entries in C++: {error}", stacklevel=1)
+        autograd_reason = str(error)
     nvcc = None
     try:
         nvcc = cuda_compiler()
@@ -271,8 +285,8 @@ def build(build_dir: Path, output_dir: Path) -> Built:
                 raise
             # An nvcc that is too old, say; the CPU's kernels are there all the same.
             warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
-        return Built(torch_version, str(error))
-    return Built(torch_version, "", tuple(architectures))
+        return Built(torch_version, str(error), autograd_reason=autograd_reason)
+    return Built(torch_version, "", tuple(architectures), autograd_reason)
 
 
 class CMakeBuild(build_ext):
@@ -297,8 +311,9 @@ class CMakeBuild(build_ext):
                 raise BuildError(PURE)
             built = build(build_dir, output_dir)
         except (BuildError, OSError) as error:
-            for stale in (*output_dir.glob("_C.*.so"), *output_dir.glob(CUDA_LIBRARY)):
-                stale.unlink()
+            for pattern in LIBRARIES:
+                for stale in output_dir.glob(pattern):
+                    stale.unlink()
             if mode == "require":
                 raise SystemExit(f"transformer_fast: native build required, but {error}") from None
             reason = str(error)
@@ -311,6 +326,7 @@ class CMakeBuild(build_ext):
             f"REASON = {reason!r}",
             # Without kernels on purpose, of which `_native` does not warn.
             f"PURE = {mode == '0'}",
+            f"AUTOGRAD_REASON = {built.autograd_reason!r}",
             f"CUDA_REASON = {built.cuda_reason!r}",
             # What `_native` asks of the driver, and of a GPU.
             f"CUDA_VERSION = {cuda_version() if not built.cuda_reason else ''!r}",
@@ -324,7 +340,7 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list[str]:
         folder = Path(self.build_lib) / "transformer_fast"
-        built = (*folder.glob("_C.*.so"), *folder.glob(CUDA_LIBRARY), folder / REASON_FILE)
+        built = (path for pattern in (*LIBRARIES, REASON_FILE) for path in folder.glob(pattern))
         return [str(path) for path in built]
 
     def get_output_mapping(self) -> dict[str, str]:

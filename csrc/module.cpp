@@ -17,6 +17,7 @@
 #include "cpu/core/isa.h"
 #include "cpu/gemm/fingerprint.h"
 #include "cpu/probe/probe.h"
+#include "kernel_table.h"
 
 namespace py = pybind11;
 
@@ -145,6 +146,18 @@ long direct_rows(const std::string& element, long elements) {
 PYBIND11_MODULE(_C, m) {
   tf::current_isa();  // raises for an unsupported TRANSFORMER_FAST_CPU_ISA at import, not at the
                       // first op
+
+  // The instruction set and batch_invariant() cannot change during a call.
+  static const tf::KernelTable table{
+      .layer_norm = &tf::OnOneIsa<&tf::run_layer_norm>::run,
+      .layer_norm_backward = &tf::OnOneIsa<&tf::run_layer_norm_backward>::run,
+      .linear = &tf::OnOneIsa<static_cast<void (*)(const tf::LinearArgs&)>(&tf::run_linear)>::run,
+      .linear_backward = &tf::OnOneIsa<&tf::run_linear_backward>::run,
+      .feed_forward = &tf::OnOneIsa<&tf::run_feed_forward>::run,
+      .feed_forward_backward = &tf::OnOneIsa<&tf::run_feed_forward_backward>::run,
+      .attention = &tf::OnOneIsa<&tf::run_attention>::run,
+      .attention_backward = &tf::OnOneIsa<&tf::run_attention_backward>::run};
+  m.attr("kernel_table") = py::capsule(&table, tf::kKernelTable);
 
   m.def("build_info", &build_info, "Compiler, flags and torch that this module was built with.");
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");

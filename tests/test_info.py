@@ -60,6 +60,15 @@ def test_environment_variables_are_listed(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+def test_info_names_the_entries_or_why_there_are_none(capsys, monkeypatch):
+    if _native.autograd is not None:
+        assert f"entries in C++, for torch {_native.autograd.torch_version}" in shown(capsys)
+    monkeypatch.setattr(_native, "autograd", None)
+    monkeypatch.setattr(_native, "why_no_autograd", "built for torch 2.99")
+    assert "checked in Python: built for torch 2.99" in shown(capsys)
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_probes_print_peaks(capsys):
     text = shown(capsys, "--probe")
     assert f"fp32 multiply-add, {_native.module.supported_isas()[0]}" in text

@@ -118,7 +118,12 @@ def test_the_source_archive_builds_a_pure_wheel(checkout, tmp_path):
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {"CMakeLists.txt", "cmake/Isa.cmake", "csrc/module.cpp", "LICENSE"} <= names
-    unwanted = ("tests", "transformer_fast/_build_info.py", "transformer_fast/_C")
+    unwanted = (
+        "tests",
+        "transformer_fast/_build_info.py",
+        "transformer_fast/_C",
+        "transformer_fast/_a",
+    )
     assert not [name for name in names if name.startswith(unwanted)]
 
     pip("wheel", "--wheel-dir", tmp_path / "wheels", archive, TRANSFORMER_FAST_BUILD="0")
@@ -468,7 +473,8 @@ def stand_in_build(checkout, tmp_path):
             'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; '
             'esac; previous="$word"; done\n'
             f'echo "$*" >> {tmp_path / "log"}\n'
-            'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"',
+            'mkdir -p "$folder"\n'
+            'touch "$folder/_C$SUFFIX" "$folder/_autograd$SUFFIX" "$folder/_C_cuda.so"',
         )
         if gpu:
             device.touch()
@@ -481,7 +487,7 @@ def stand_in_build(checkout, tmp_path):
             f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
             f"build.__globals__['GPU_DEVICES'] = ({str(device)!r},)\n"
             "out = pathlib.Path('out'); out.mkdir()\n"
-            "print(build(pathlib.Path('build/x'), out)[1:])\n"
+            "print(build(pathlib.Path('build/x'), out)[1:3])\n"
             "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
         )
         environment = {"CUDA_HOME": str(tmp_path / "cuda"), **environment}
@@ -497,7 +503,12 @@ def stand_in_build(checkout, tmp_path):
 def test_a_failing_nvcc_loses_only_the_cuda_kernels(stand_in_build):
     reason, built, _, files = stand_in_build("*TF_NVCC=*")
     assert reason == "cmake failed at build time: exit status 1"
-    assert (built, files) == ((), ["_C"])
+    assert (built, files) == ((), ["_C", "_autograd"])
+
+
+def test_a_torch_with_another_api_loses_only_the_entries(stand_in_build):
+    *_, files = stand_in_build("*_autograd*")
+    assert files == ["_C", "_C_cuda"]
 
 
 @pytest.mark.parametrize(
@@ -519,7 +530,7 @@ def test_conditions_for_building_cuda_kernels(options, reason, stand_in_build):
     said, built, _, files = stand_in_build(**options)
     assert said.startswith(reason)
     assert bool(said) == bool(reason) != bool(built)
-    assert files == (["_C"] if reason else ["_C", "_C_cuda"])
+    assert files == ["_C", *([] if reason else ["_C_cuda"]), "_autograd"]
 
 
 @pytest.mark.parametrize(

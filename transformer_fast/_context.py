@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from . import _native
 
-_own: ContextVar[Any] = ContextVar("transformer_fast settings")
+own_settings: ContextVar[Any] = ContextVar("transformer_fast settings")
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Settings:
     #: The context's settings: those of its blocks, else those of the process. A property with a
     #: builtin getter: Dynamo reads such a property while it traces, and guards on it. It cannot
     #: trace `ContextVar.get`.
-    current = property(_own.get)
+    current = property(own_settings.get)
 
     def change(self, changes: dict[str, Any]) -> None:
         for name, value in changes.items():
@@ -106,7 +106,7 @@ def _set_blocks(blocks: tuple[dict[str, Any], ...]) -> None:
         found = _with_blocks(blocks) if blocks else settings
         if blocks:
             _in_blocks.add(found)
-    _own.set(found)
+    own_settings.set(found)
 
 
 def _with_blocks(blocks: tuple[dict[str, Any], ...]) -> Settings:

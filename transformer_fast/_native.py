@@ -87,6 +87,27 @@ why_not: str | None
 module, why_not = _load()
 
 
+def _load_autograd() -> tuple[ModuleType | None, str | None]:
+    """Loads the entries of small calls (``csrc/autograd``), which serve one PyTorch only."""
+    if module is None:
+        return None, why_not
+    record = _build_record()
+    built = getattr(record, "TORCH", "").partition("+")[0]
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    if not any(Path(__file__).with_name(f"_autograd{suffix}").is_file() for suffix in suffixes):
+        return None, getattr(record, "AUTOGRAD_REASON", "") or "the entries in C++ were not built"
+    if built != torch.__version__.partition("+")[0]:
+        return None, f"the entries in C++ were built for torch {built}; this is {torch.__version__}"
+    try:
+        return importlib.import_module("transformer_fast._autograd"), None
+    except ImportError as error:
+        return None, f"the entries in C++ could not be loaded: {error}"
+
+
+#: The module of `fast_path.entry`, or None and the reason why.
+autograd, why_no_autograd = _load_autograd()
+
+
 def _is_for_kernels() -> bool:
     """True if this machine could have kernels, and the build did not leave them out on purpose."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")

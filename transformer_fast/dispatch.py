@@ -199,6 +199,8 @@ class Registry:
 
 
 registry = Registry()
+#: Functions that `register` calls with the op.
+at_change: list[Callable[[str], None]] = []
 
 
 def register(kernel: Kernel) -> None:
@@ -209,6 +211,8 @@ def register(kernel: Kernel) -> None:
     found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))
     registry.kernels[kernel.op] = found
     registry.usable[kernel.op] = found, {kind: _usable(found, kind) for kind in ("cpu", "cuda")}
+    for act in at_change:
+        act(kernel.op)
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:

@@ -1,10 +1,11 @@
 """The fast path of calls on plain CPU tensors, and the sizes below which PyTorch's op is faster.
 
-Argument checks and dispatch take as long as many kernels. `_context.is_plain_eager` is the guard of
-all ops: it establishes everything about a call except shapes and size. Calling our kernels costs some
-Python and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. So PyTorch's op
-is faster for small calls. The sizes were measured on the CPU in float32 and are here only: functions
-and modules read them, and the dispatcher gets them as `PreferLater` records (`prefers_later`).
+Argument checks and dispatch take as long as many kernels. An entry in C++ (`entry`) checks a call, and
+runs small ones with autograd nodes in C++. Without entries, PyTorch's op is faster for small calls,
+since ours need Python, and with gradients a node in Python. The sizes were measured on the CPU in
+float32 and are here only: functions and modules read them, entries get them from `bind`, and the
+dispatcher gets them as `PreferLater` records (`prefers_later`). Ops and modules without an entry use
+`_context.is_plain_eager`, which establishes everything about a call except shapes and size.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _native
-from ._context import changed, settings, values_are_known
-from .dispatch import Call, PreferLater, mixes_dtypes, registry, why_prefers_later
-from .ops.arguments import RECORDS, LayerArguments
+from ._context import changed, own_settings, settings, values_are_known
+from ._on_import import when_imported
+from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry
+from .ops import attention, feed_forward, layer_norm, linear
+from .ops.arguments import RECORDS
+from .reference.dropout import draw_seed
 
 _is_autocast_enabled = torch.is_autocast_enabled
 _STRIDED = torch.strided
@@ -99,19 +104,15 @@ def rows(input: Tensor, weight: Tensor | None) -> int:
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
-_NO_OPTIONS = LayerArguments()
 #: Op -> dtypes for which the CPU kernel has further `PreferLater` limits in training.
 LIMITED: dict[str, frozenset[torch.dtype]] = {}
 
 
-def direct_kernel(
-    op: str, tensors: tuple[Any, ...], grad: bool = False, activation: str | None = None
-) -> Callable[[Any], Any] | None:
-    """Returns the kernel's function for a call that passed `is_plain_eager` and is not small.
+def direct_kernel(op: str, tensors: tuple[Any, ...]) -> Callable[[Any], Any] | None:
+    """Returns the CPU kernel's function for a call that passed `is_plain_eager` and is not small.
 
-    That is the CPU kernel's, or in training the one that further limits select. None if the call must
-    be dispatched: there is no kernel, it needs validation, autocast is on, or the tensors are not all of
-    one floating dtype, strided and in CPU memory.
+    None if the call must be dispatched: there is no kernel, it needs validation, autocast is on, or the
+    tensors are not all of one floating dtype, strided and in CPU memory.
     """
     kernels, usable = registry.usable[op]
     found = usable["cpu"][0]
@@ -130,12 +131,6 @@ def direct_kernel(
             mixed = mixed or tensor.dtype is not dtype
     if mixed and (found.same_dtype is None or mixes_dtypes(found, tensors)):
         return None
-    if grad and dtype in LIMITED[op]:
-        options = _NO_OPTIONS if activation is None else LayerArguments(activation=activation)
-        call = Call(op, tensors, True, options)
-        if why_prefers_later(found, call) is not None:
-            # PyTorch's op; it supports every call that the kernel supports
-            return usable["cpu"][1].function
     return found.function
 
 
@@ -256,6 +251,71 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         )
         if below > 0
     )
+
+
+#: Op -> size below which its entry runs the kernels itself, without the cache of packed weights and
+#: without memory kept for large results: elements of norms, else multiply-adds. Then its limit, if it may
+#: run PyTorch's op, and its formula for second derivatives.
+_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
+    "layer_norm": (1 << 18, None, layer_norm.gradients_again),
+    "add_layer_norm": (1 << 18, None, layer_norm.gradients_again),
+    "rms_norm": (1 << 18, None, layer_norm.gradients_again),
+    "add_rms_norm": (1 << 18, None, layer_norm.gradients_again),
+    "linear": (1 << 22, LINEAR, linear.products),
+    "feed_forward": (1 << 22, FEED_FORWARD, feed_forward.gradients_again),
+    "attention": (1 << 22, None, attention.gradients_again),
+}
+#: The dtypes of kernels, numbered as Element in csrc/types.h.
+_ELEMENTS = {FLOAT: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def _decline(*_: Any) -> None:
+    """Stands for an entry where there is none, and while Dynamo traces."""
+
+
+def entry(op: str) -> Callable[..., Any]:
+    """Returns the op's entry in C++ (``csrc/autograd``), a function of the public function's arguments.
+
+    It checks a call and runs it with autograd nodes in C++, or returns None: the call must be dispatched.
+    That is so if the call is traced, transformed or observed, if a backend is named, or if an argument is
+    no plain CPU tensor, or wrong. Calls too large for the entry run on the dispatcher's kernel.
+    """
+    return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
+
+
+def bind(op: str) -> None:
+    """Sets what the op's entry calls, after a change of the op's kernels."""
+    if _native.autograd is None or op not in _ENTRIES:
+        return
+    kernel = registry.usable[op][1]["cpu"][0]
+    # A validation record decides about kernels that were not timed.
+    direct = kernel.function if kernel.backend == "cpu" and kernel.proven is None else None
+    own, limit, formula = _ENTRIES[op]
+    limits = (0, 0, 0, 0) if limit is None else (*limit.below, limit.weights, limit.any_weights)
+    limited = sum(1 << _ELEMENTS[dtype] for dtype in LIMITED.get(op, ()))
+    _native.autograd.bind(op, RECORDS[op], direct, formula, own, *limits, limited)
+
+
+at_change.append(bind)
+
+
+def _trace_entries(dynamo: Any) -> None:
+    from torch._dynamo.decorators import substitute_in_graph
+
+    for op in _ENTRIES:
+        substitute_in_graph(entry(op), skip_signature_check=True)(_decline)
+
+
+if _native.autograd is not None:
+    assert _native.module is not None
+    _native.autograd.connect(
+        _native.module.kernel_table,
+        own_settings,
+        settings,
+        partial(draw_seed, torch.device("cpu")),
+    )
+    _native.autograd.bind("encoder_layer", None, None, attention.joined_gradients_again, *[0] * 6)
+    when_imported("torch._dynamo", _trace_entries)
 
 
 def small_size_fallback(

@@ -70,6 +70,10 @@ def _native_lines() -> Iterable[tuple[str, str]]:
         return
     build = module.build_info()
     yield "native kernels", f"{build['compiler']}, for torch {build['torch_version']}"
+    if _native.autograd is None:
+        yield "small calls", f"checked in Python: {_native.why_no_autograd}"
+    else:
+        yield "small calls", f"entries in C++, for torch {_native.autograd.torch_version}"
     yield "flags", build["flags"]
     features = module.cpu_features()
     has = [name for name, there in features.items() if there]

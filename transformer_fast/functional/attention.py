@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._context import is_plain_eager, settings
+from .._context import is_plain_eager
 from .._native import TORCH_VERSION
 from ..dispatch import Call, lookup, make_call, run
-from ..fast_path import ATTENTION, FLOAT, direct_kernel
+from ..fast_path import FLOAT, direct_kernel, entry
 from ..ops.arguments import AttentionArguments
 from ..ops.autograd import wants_grad
 from ._check import (
@@ -39,6 +39,8 @@ from .masks import is_looked_at, warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
+_enter = entry("attention")
+
 
 def attend(
     arguments: AttentionArguments,
@@ -57,20 +59,17 @@ def attend(
 
 def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None] | None:
     """`attend` without the dispatcher, or None if the call must be dispatched."""
-    query, key, value, mask, lengths, *_ = arguments
+    query, key, value, mask, lengths, is_causal, scale, p, _, grouped, weighs, *_ = arguments
+    if p != 0.0 or arguments.softcap is not None or arguments.query_lengths is not None:
+        return None
+    if lengths is None and not weighs and not arguments.contiguous:
+        output = _enter(query, key, value, mask, p, is_causal, scale, grouped, is_looked_at)
+        if output is not None:
+            return output, None
     if (
-        arguments.dropout_p != 0.0
-        or arguments.softcap is not None
-        or arguments.query_lengths is not None
-        or (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
+        (mask is not None and (not mask.is_cpu or mask.layout is not torch.strided))
         or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
-        or (grad := is_plain_eager(query, key, value, mask, lengths)) is None
-        # PyTorch's op is faster
-        or (
-            mask is None
-            and query.numel() * key.shape[-2] < ATTENTION.below[grad]
-            and settings.current.falls_back
-        )
+        or is_plain_eager(query, key, value, mask, lengths) is None
     ):
         return None
     function = direct_kernel("attention", (query, key, value))
@@ -263,81 +262,19 @@ def scaled_dot_product_attention(
         backend is None
         and key_lengths is None
         and query_lengths is None
-        and type(is_causal) is bool
-        and type(enable_gqa) is bool
         and not need_weights
         and softcap is None
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and (scale is None or type(scale) is float)
-        and key is not None
-        and value is not None
-        and (grad := is_plain_eager(query, key, value, attn_mask)) is not None
     ):
-        sizes, keys, mask = query.shape, key.shape, attn_mask
-        if (
-            len(sizes) == len(keys) == 4
-            and keys == value.shape
-            and sizes[0] == keys[0]
-            and sizes[3] == keys[3]
-            and (sizes[1] == keys[1] or (enable_gqa and keys[1] and sizes[1] % keys[1] == 0))
-            and (
-                attn_mask is None
-                or (not is_causal and (mask := _plain_mask(attn_mask, query, keys[2])) is not None)
-            )
-        ):
-            if (
-                attn_mask is None
-                and 0 < query.numel() * keys[2] < ATTENTION.below[grad]
-                and settings.current.falls_back
-                and not is_causal
-                and query.dtype is key.dtype is value.dtype is FLOAT
-                and key.is_cpu
-                and value.is_cpu
-                and not torch.is_autocast_enabled("cpu")
-            ):
-                return F.scaled_dot_product_attention(
-                    query, key, value, scale=scale, enable_gqa=enable_gqa
-                )
-            if (function := direct_kernel("attention", (query, key, value))) is not None:
-                return function(  # type: ignore[no-any-return]
-                    AttentionArguments(
-                        query, key, value, mask, None, is_causal, scale, 0.0, None, enable_gqa
-                    )
-                )[0]
+        result = _enter(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, is_looked_at
+        )
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     arguments = AttentionArguments(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
         need_weights, query_lengths, softcap=softcap,
     )  # fmt: skip
     return general_attention(arguments, backend)  # type: ignore[no-any-return]
-
-
-def _plain_mask(mask: Tensor, query: Tensor, keys: int) -> Tensor | None:
-    """Returns a mask of two or four dimensions as (1 or B, 1 or H, 1 or T, 1 or S).
-
-    None if it needs the general checks: other dimensions, dtypes or devices, a learned mask, and a
-    float mask whose values must be looked at.
-    """
-    if not mask.is_cpu or mask.layout is not torch.strided or mask.requires_grad:
-        return None
-    if mask.dtype is not torch.bool and (
-        mask.dtype not in (FLOAT, query.dtype) or not is_looked_at(mask)
-    ):
-        return None
-    if mask.dim() == 2:
-        mask = mask[None, None]
-    if mask.dim() != 4:
-        return None
-    batch, heads, rows, columns = mask.shape
-    sizes = query.shape
-    if (
-        (batch == 1 or batch == sizes[0])
-        and (heads == 1 or heads == sizes[1])
-        and (rows == 1 or rows == sizes[2])
-        and (columns == 1 or columns == keys)
-    ):
-        return mask
-    return None
 
 
 def general_attention(

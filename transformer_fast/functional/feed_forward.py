@@ -8,13 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, run
-from ..fast_path import FEED_FORWARD, FLOAT, direct_kernel
+from ..fast_path import entry
 from ..ops.arguments import FeedForwardArguments
 from ..ops.autograd import wants_grad
-from ..reference.dropout import draw_seed
-from ..reference.linear import ACTIVATIONS, activate
+from ..reference.linear import activate
 from ._check import (
     are_tensors,
     autocast,
@@ -30,21 +28,7 @@ from .linear import dtype_problem, weight_problem
 
 __all__ = ["feed_forward"]
 
-
-def _fits(input: Tensor, weight1: Any, bias1: Any, weight2: Any, bias2: Any) -> bool:
-    """Fast check of the shapes; on failure the full check raises the precise error."""
-    if weight1 is None or weight2 is None:
-        return False
-    hidden, width = weight1.shape, weight2.shape
-    return (
-        input.dim() > 0
-        and len(hidden) == 2
-        and len(width) == 2
-        and hidden[1] == input.shape[-1]
-        and width[1] == hidden[0]
-        and (bias1 is None or bias1.shape == hidden[:1])
-        and (bias2 is None or bias2.shape == width[:1])
-    )
+_enter = entry("feed_forward")
 
 
 def feed_forward(
@@ -75,32 +59,10 @@ def feed_forward(
 
     Source: "Attention Is All You Need", section 3.3.
     """
-    if (
-        backend is None
-        and type(activation) is str
-        and activation in ACTIVATIONS
-        and type(dropout_p) is float
-        and 0.0 <= dropout_p < 1.0
-    ):
-        grad = is_plain_eager(input, weight1, bias1, weight2, bias2)
-        if grad is not None and _fits(input, weight1, bias1, weight2, bias2):
-            limit, weights = FEED_FORWARD, weight1.numel() + weight2.numel()
-            columns = input.shape[-1]
-            if (
-                dropout_p == 0.0
-                and input.dtype is FLOAT
-                and (size := input.numel() // max(1, columns) * weights) < limit.below[grad]
-                and settings.current.falls_back
-                and (weights <= limit.weights or size < limit.any_weights)
-                and weight1.is_cpu
-                and weight2.is_cpu
-            ):
-                hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
-                return F.linear(hidden, weight2, bias2)
-            given = (input, weight1, bias1, weight2, bias2)
-            if (function := direct_kernel("feed_forward", given, grad)) is not None:
-                seed = draw_seed(input.device) if dropout_p else None
-                return function(FeedForwardArguments(*given, activation, dropout_p, seed))  # type: ignore[no-any-return]
+    if backend is None:
+        result = _enter(input, weight1, bias1, weight2, bias2, activation, dropout_p)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     given = (input, weight1, bias1, weight2, bias2)
     replay, insert = lookup("feed_forward", given, (activation, dropout_p, backend))
     if replay is not None:

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, make_call, run
-from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, direct_kernel, rows
+from ..fast_path import entry
 from ..ops.arguments import (
     AddAnnotatedLayerNormArguments,
     AddLayerNormArguments,
@@ -24,7 +23,6 @@ from ..ops.arguments import (
     RMSNormArguments,
 )
 from ..ops.autograd import wants_grad
-from ..reference.dropout import draw_seed
 from ._check import (
     are_tensors,
     casts_itself,
@@ -37,10 +35,10 @@ from ._check import (
     wrong_type,
 )
 
-#: Types of sizes that need no conversion. Not `isinstance`, which is one more call.
-_TUPLES = frozenset({tuple, torch.Size})
-
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+
+_enter, _enter_add = entry("layer_norm"), entry("add_layer_norm")
+_enter_rms, _enter_add_rms = entry("rms_norm"), entry("add_rms_norm")
 
 
 def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int, ...]:
@@ -171,17 +169,6 @@ _EPS = {
 }
 
 
-def _is_row(input: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Fast check that only the last dimension is normalised, and that all shapes fit."""
-    return (
-        len(shape) == 1
-        and type(shape[0]) is int
-        and input.shape[-1:] == shape
-        and (weight is None or weight.shape == shape)
-        and (bias is None or bias.shape == shape)
-    )
-
-
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -209,21 +196,10 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
-    if backend is None and type(eps) is float and type(normalized_shape) in _TUPLES:
-        grad = is_plain_eager(input, weight, bias)
-        if grad is not None:
-            limit = LAYER_NORM
-            if (
-                input.dtype is FLOAT
-                and input.numel() < limit.below[grad]
-                and settings.current.falls_back
-                and (not grad or rows(input, weight) <= limit.rows)
-            ):
-                return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
-            if _is_row(input, normalized_shape, weight, bias) and (
-                function := direct_kernel("layer_norm", (input, weight, bias))
-            ):
-                return function(LayerNormArguments(input, normalized_shape, weight, bias, eps))  # type: ignore[no-any-return]
+    if backend is None:
+        result = _enter(input, normalized_shape, weight, bias, eps)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     tensors = (input, weight, bias)
     replay, insert = lookup("layer_norm", tensors, (normalized_shape, eps, backend))
     if replay is not None:
@@ -262,35 +238,10 @@ def add_layer_norm(
 
     Source: "Attention Is All You Need", section 3.1, LayerNorm(x + Sublayer(x)), and 5.4.
     """
-    if (
-        backend is None
-        and type(eps) is float
-        and type(dropout_p) is float
-        and 0.0 <= dropout_p < 1.0
-        and type(normalized_shape) in _TUPLES
-        and (grad := is_plain_eager(input, residual, weight, bias)) is not None
-        and residual is not None
-        and input.shape == residual.shape
-    ):
-        limit = ADD_LAYER_NORM
-        if (
-            dropout_p == 0.0
-            and input.dtype is residual.dtype is FLOAT
-            and input.numel() < limit.below[grad]
-            and settings.current.falls_back
-            and (not grad or rows(input, weight) <= limit.rows)
-        ):
-            total = residual + input
-            return torch.layer_norm(total, normalized_shape, weight, bias, eps), total  # type: ignore[arg-type]
-        if _is_row(input, normalized_shape, weight, bias) and (
-            function := direct_kernel("add_layer_norm", (input, residual, weight, bias))
-        ):
-            seed = draw_seed(input.device) if dropout_p else None
-            return function(  # type: ignore[no-any-return]
-                AddLayerNormArguments(
-                    input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
-                )
-            )
+    if backend is None:
+        results = _enter_add(input, residual, normalized_shape, weight, bias, eps, dropout_p)
+        if results is not None:
+            return results  # type: ignore[no-any-return]
     tensors = (input, residual, weight, bias)
     replay, insert = lookup("add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend))
     if replay is not None:
@@ -330,16 +281,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
-    if (
-        backend is None
-        and (eps is None or type(eps) is float)
-        and type(normalized_shape) in _TUPLES
-        and is_plain_eager(input, weight) is not None
-        and _is_row(input, normalized_shape, weight, None)
-        and (function := direct_kernel("rms_norm", (input, weight)))
-    ):
-        epsilon = _EPS[input.dtype] if eps is None else eps
-        return function(RMSNormArguments(input, normalized_shape, weight, epsilon))  # type: ignore[no-any-return]
+    if backend is None:
+        result = _enter_rms(input, normalized_shape, weight, eps)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     tensors = (input, weight)
     replay, insert = lookup("rms_norm", tensors, (normalized_shape, eps, backend))
     if replay is not None:
@@ -376,23 +321,10 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    if (
-        backend is None
-        and (eps is None or type(eps) is float)
-        and type(dropout_p) is float
-        and 0.0 <= dropout_p < 1.0
-        and type(normalized_shape) in _TUPLES
-        and is_plain_eager(input, residual, weight) is not None
-        and residual is not None
-        and input.shape == residual.shape
-        and _is_row(input, normalized_shape, weight, None)
-        and (function := direct_kernel("add_rms_norm", (input, residual, weight)))
-    ):
-        seed = draw_seed(input.device) if dropout_p else None
-        epsilon = _EPS[input.dtype] if eps is None else eps
-        return function(  # type: ignore[no-any-return]
-            AddRMSNormArguments(input, residual, normalized_shape, weight, epsilon, dropout_p, seed)
-        )
+    if backend is None:
+        results = _enter_add_rms(input, residual, normalized_shape, weight, eps, dropout_p)
+        if results is not None:
+            return results  # type: ignore[no-any-return]
     tensors = (input, residual, weight)
     replay, insert = lookup("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
     if replay is not None:

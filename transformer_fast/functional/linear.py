@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._context import is_plain_eager, settings
 from ..dispatch import Call, lookup, run
-from ..fast_path import FLOAT, LINEAR, direct_kernel
+from ..fast_path import entry
 from ..ops.arguments import LinearArguments
 from ..ops.autograd import wants_grad
-from ..reference.linear import ACTIVATIONS
 from ._check import (
     are_tensors,
     autocast,
@@ -27,6 +25,8 @@ from ._check import (
 )
 
 __all__ = ["linear"]
+
+_enter = entry("linear")
 
 
 def weight_problem(
@@ -123,28 +123,10 @@ def linear(
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
-    if (
-        backend is None
-        and residual is None
-        and (activation is None or (type(activation) is str and activation in ACTIVATIONS))
-    ):
-        grad = is_plain_eager(input, weight, bias)
-        if grad is not None and weight is not None:
-            limit = LINEAR
-            if (
-                input.dtype is FLOAT
-                and (size := input.numel() * weight.shape[0]) < limit.below[grad]
-                and settings.current.falls_back
-                and (weight.numel() <= limit.weights or size < limit.any_weights)
-                # Without a bias, PyTorch accepts a weight on meta and returns garbage.
-                and (bias is not None or weight.is_cpu)
-            ):
-                result = F.linear(input, weight, bias)
-                return result if activation is None else ACTIVATIONS[activation](result)
-            if _fits(input, weight, bias) and (
-                function := direct_kernel("linear", (input, weight, bias, None), grad, activation)
-            ):
-                return function(LinearArguments(input, weight, bias, activation))  # type: ignore[no-any-return]
+    if backend is None and residual is None:
+        result = _enter(input, weight, bias, activation)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     tensors = (input, weight, bias, residual)
     replay, insert = lookup("linear", tensors, (activation, backend))
     if replay is not None:
@@ -176,7 +158,10 @@ def check_linear(given: LinearArguments, backend: str | None = None) -> Call:
         tensors = (input, weight, bias, *autocast(residual))
     input, weight, bias, residual = tensors  # type: ignore[assignment]
     if residual is not None or not _fits(input, weight, bias):
-        require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+        try:
+            require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+        except RuntimeError as error:
+            same_error_as(partial(F.linear, input, weight, bias), error)
         if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
             bias = _bias_row(bias, weight.shape[0])
         if input.dim() == 0:

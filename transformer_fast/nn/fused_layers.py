@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, fast_path
 from .._context import is_plain_eager, is_traced, is_transformed
 from ..dispatch import Call, Explanation, Kernel
 from ..functional.attention import attend as attend_to_heads
@@ -152,6 +152,17 @@ def find(
 
 
 _dtype = attrgetter("dtype")
+_enter = fast_path.entry("encoder_layer")
+
+
+def _entered(
+    bound: Bound, group: Group, x: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """Returns the output of an encoder layer in one call of its entry; None if that declines."""
+    given = group.stack.for_entry
+    if given is None:
+        return None
+    return _enter(x, *given, mask, is_causal, None, None, False, bound.dropouts[0])  # type: ignore[no-any-return]
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
@@ -164,6 +175,8 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         (group,) = bound.groups
     except Unreadable:
         return None
+    if own is NO_MASKS and (y := _entered(bound, group, x, None, False)) is not None:
+        return y
     assert bound.parameters is not None
     tensors = bound.parameters.tensors
     if x.shape[2] != group.width or is_plain_eager(x, *tensors) is None:
@@ -177,6 +190,8 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         mask, is_causal = _to_sdpa(own, x, x, group.stack)
     except Unreadable:
         return None
+    if own is not NO_MASKS and (y := _entered(bound, group, x, mask, is_causal)) is not None:
+        return y
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]

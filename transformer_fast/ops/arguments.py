@@ -8,11 +8,14 @@ but no other attributes: hence ``type(record).op``, and ``tensors`` is a method.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+from ..recipe import Kind
 
 #: Op -> class of its arguments record.
 RECORDS: dict[str, Any] = {}
@@ -269,6 +272,17 @@ class LayerStack:
     eps: list[float]
     #: A backend's packed copies of the weights.
     packed: Any = None
+
+    @functools.cached_property
+    def for_entry(self) -> tuple[Any, ...] | None:
+        """Returns arguments of the entry in C++; None: it has no such norms, or no 8-bit weights."""
+        norms = zip(self.kinds, self.norms, strict=True)
+        if self.scales or any(norm != 0 and not Kind(kind).is_part for kind, norm in norms):
+            return None
+        return (
+            self.kinds, self.parameters, self.eps, self.heads, self.norm_first, self.batch_first,
+            self.activation,
+        )  # fmt: skip
 
     def weights(self) -> list[Any]:
         """Returns the two weights of each sub-layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -207,3 +207,47 @@ class AttentionFunction(Function):
             *_rest(query_lengths, longest),
         )  # fmt: skip
         return None, *mask_unwanted(wants, grads), None, None, None
+
+
+def gradients_again(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    is_causal: float,
+    dropout_p: float,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Returns the differentiable gradients of query, key and value, for csrc/autograd."""
+
+    def formula(*primals: Tensor) -> Tensor:
+        others = mask, None, bool(is_causal), scale, dropout_p, seed, True, False, None, None
+        return reference.attention(*primals, *others)[0]
+
+    return vjp(formula, (query, key, value), wants, (grad,))
+
+
+def joined_gradients_again(
+    grad: Tensor,
+    joined: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    heads: float,
+    batch_first: float,
+    is_causal: float,
+    dropout_p: float,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Returns the differentiable gradient of queries, keys and values side by side, for csrc/autograd."""
+
+    def formula(joined: Tensor) -> Tensor:
+        x = joined if batch_first else joined.transpose(0, 1)
+        q, k, v = x.unflatten(2, (3, int(heads), -1)).permute(2, 0, 3, 1, 4)
+        others = mask, None, bool(is_causal), None, dropout_p, seed, True, False, None, None
+        y = reference.attention(q, k, v, *others)[0].transpose(1, 2).flatten(2)
+        return y if batch_first else y.transpose(0, 1)
+
+    return vjp(formula, (joined,), wants, (grad,))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import reference
 from ..reference.dropout import dropout
 from ..reference.linear import activate
 from .arguments import FeedForwardArguments
@@ -169,3 +170,25 @@ def _by_formula(
     if through:
         dinput, dweight1, dbias1 = products(total(dz, grad_kept), input, weight1, wants[:3])
     return dinput, dweight1, dbias1, dweight2, dbias2
+
+
+def gradients_again(
+    grad: Tensor,
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    seed: Tensor | None,
+    code: float,
+    dropout_p: float,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Returns the differentiable gradients of the five tensors, for csrc/autograd."""
+    activation = next(name for name, each in CODES.items() if each == code)
+    bias2 = grad.new_zeros(grad.shape[-1:])  # its value has no effect
+    return vjp(
+        lambda x, w1, b1, w2, b2: reference.feed_forward(
+            x, w1, b1, w2, b2, activation, dropout_p, seed
+        ),
+        (input, weight1, bias1, weight2, bias2), wants, (grad,),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -209,3 +209,31 @@ def _by_formula(
         lambda x, w, b: _FORMULAS[kind](x, shape, w, b, eps),
         (source, weight, bias), wants, (grad,),
     )  # fmt: skip
+
+
+def gradients_again(
+    grad: Tensor | None,
+    grad_sum: Tensor | None,
+    source: Tensor | None,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    kind: float,
+    eps: float,
+    dropout_p: float,
+    wants: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Returns the differentiable gradients of input, residual, weight and bias, for csrc/autograd."""
+    if grad is None:
+        assert grad_sum is not None
+        grad = torch.zeros_like(grad_sum)
+    if source is None:
+        source = grad.detach()
+    both = wants[0] or wants[1], wants[2], wants[3]
+    dsource, dweight, dbias = _by_formula(1, eps, int(kind), grad, source, weight, both)
+    if dsource is not None and grad_sum is not None:
+        dsource = dsource + grad_sum
+    dinput = dsource
+    if wants[0] and dropout_p > 0.0:
+        assert dsource is not None
+        dinput = dropout(dsource, dropout_p, seed)
+    return dinput if wants[0] else None, dsource if wants[1] else None, dweight, dbias

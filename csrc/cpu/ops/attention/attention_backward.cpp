@@ -5,6 +5,7 @@
 #include "cpu/core/host.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_host.h"
+#include "kernel_table.h"
 
 namespace tf {
 namespace {
@@ -180,6 +181,16 @@ bool with_kernels([[maybe_unused]] const AttentionBackwardArgs& args, const Run&
 #endif
   return run(*TF_DISPATCH(attention_backward_kernels, ));
 }
+
+}  // namespace
+
+void run_attention_backward(AttentionBackwardArgs args) {
+  args.delta = shared_scratch(0).floats(args.batch * args.heads * args.queries);
+  with_kernels(args, [&](const auto& kernels) { return run(args, kernels, nullptr); });
+  trim_shared_scratch();
+}
+
+namespace {
 
 // A copy in float32, with the tensor's order of heads and positions in memory.
 Tensor widened(const Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include "cpu/core/host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/int8_linear/int8_linear.h"
+#include "kernel_table.h"
 
 namespace tf {
 namespace {
@@ -134,8 +135,8 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
              {TF_DISPATCH(int8_linear_kernels, type, hidden_type, type), args.packed2});
 }
 
-void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
-                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
+                      const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
   const FeedForwardPlan plan = choose_feed_forward(args, [&] {
     return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
@@ -207,38 +208,31 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
 }
 
 // Computes the gradients of y = dropout(act(x W1^T + b1)) W2^T + b2; m and n are positive.
-struct Gradients {
-  Element type;
-  int64_t m, k, f, n;
-  Rows dy, x;               // (m, n), (m, k)
-  Tensor weight1, weight2;  // (f, k), (n, f)
-  const void* z;            // x W1^T + b1 (m, f), contiguous
-  int activation;
-  Dropout dropout;
-  void* results[5] = {};  // of input, weight1, bias1, weight2, bias2; nullptr if not wanted
-
+struct Gradients : FeedForwardBackwardArgs {
+  Matrix first_weight() const { return {type, weight1, f, k, weight1_stride}; }
+  Matrix second_weight() const { return {type, weight2, n, f, weight2_stride}; }
   // Whether any gradient requires that of x W1^T + b1.
   bool needs_grad_z() const { return results[0] || results[1] || results[2]; }
   WeightGradientArgs first() const {
     return {.type = type,
-            .x = x.data,
+            .x = x,
             .grad_weight = results[1],
             .grad_bias = results[2],
             .m = m,
             .n = f,
             .k = k,
             .grad_stride = f,
-            .x_stride = x.stride};
+            .x_stride = x_stride};
   }
   WeightGradientArgs second() const {
     return {.type = type,
-            .grad = dy.data,
+            .grad = grad,
             .grad_weight = results[3],
             .grad_bias = results[4],
             .m = m,
             .n = n,
             .k = f,
-            .grad_stride = dy.stride,
+            .grad_stride = grad_stride,
             .x_stride = f};
   }
 };
@@ -249,7 +243,7 @@ void backward_small_m(const Gradients& call) {
   float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
   if (call.needs_grad_z())
-    run_input_gradient(call.dy.data, call.dy.stride, call.weight2, m, grad, 0);
+    run_input_gradient(call.grad, call.grad_stride, call.second_weight(), m, grad, 0);
   // A result that is not wanted is computed from uninitialised scratch and ignored.
   const bool second = call.results[3] != nullptr;
   const HiddenBackwardArgs middle{static_cast<const float*>(call.z),
@@ -264,7 +258,7 @@ void backward_small_m(const Gradients& call) {
                    TF_DISPATCH(hidden_backward, middle, begin, end,
                                kernel_scratch().floats(f + 64));
                  });
-  if (call.results[0]) run_input_gradient(grad, f, call.weight1, m, call.results[0], 0);
+  if (call.results[0]) run_input_gradient(grad, f, call.first_weight(), m, call.results[0], 0);
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
   sums1.grad = grad;
   run_weight_gradient_part(sums1, 0);
@@ -279,8 +273,8 @@ struct BackwardPlan {
 };
 
 BackwardPlan choose_backward(const Gradients& call) {
-  return {call.f > 0 && is_small_m_backward(call.weight1, call.m) &&
-              is_small_m_backward(call.weight2, call.m),
+  return {call.f > 0 && is_small_m_backward(call.first_weight(), call.m) &&
+              is_small_m_backward(call.second_weight(), call.m),
           weight_gradient_part_rows(call.type, std::max(call.k, call.f))};
 }
 
@@ -294,8 +288,8 @@ void feed_forward_gradients(const Gradients& call) {
   // fp32 recomputes the hidden units by themselves if nothing else is wanted.
   const bool back_wanted = through || (!in_fp32 && second);
   Panels panels2, panels1;
-  if (back_wanted) panels2 = column_panels_of(call.weight2, 0, m);
-  if (call.results[0]) panels1 = column_panels_of(call.weight1, 1, m);
+  if (back_wanted) panels2 = column_panels_of(call.second_weight(), 0, m);
+  if (call.results[0]) panels1 = column_panels_of(call.first_weight(), 1, m);
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
   if (!in_fp32) {
     const bool parts = max_rows < m;
@@ -307,7 +301,7 @@ void feed_forward_gradients(const Gradients& call) {
   for (int64_t begin = 0; begin < m; begin += max_rows) {
     const int64_t rows = std::min(max_rows, m - begin);
     const void* z = offset_ptr(call.z, type, begin * f);
-    const void* dy = offset_ptr(call.dy.data, type, begin * call.dy.stride);
+    const void* dy = offset_ptr(call.grad, type, begin * call.grad_stride);
     sums1.m = sums2.m = rows;
     sums1.row = sums2.row = begin;
     sums1.first = sums2.first = begin == 0;
@@ -320,7 +314,7 @@ void feed_forward_gradients(const Gradients& call) {
                            .k = n,
                            .f = f,
                            .n = k,
-                           .x_stride = call.dy.stride,
+                           .x_stride = call.grad_stride,
                            .activation = call.activation,
                            .dropout = call.dropout,
                            .row = begin,
@@ -338,7 +332,7 @@ void feed_forward_gradients(const Gradients& call) {
       }
       if (first) {
         sums1.grad = back.hidden;
-        sums1.x = offset_ptr(call.x.data, type, begin * call.x.stride);
+        sums1.x = offset_ptr(call.x, type, begin * call.x_stride);
         run_weight_gradient_part(sums1, 3);
       }
     }
@@ -351,6 +345,21 @@ void feed_forward_gradients(const Gradients& call) {
     }
   }
 }
+
+}  // namespace
+
+void run_feed_forward(const FeedForwardArgs& args, const void* weight1, const void* weight2) {
+  run_feed_forward(args, Matrix{args.type, weight1, args.f, args.k, args.k}, std::nullopt,
+                   Matrix{args.type, weight2, args.n, args.f, args.f}, std::nullopt, 2);
+  trim_shared_scratch();
+}
+
+void run_feed_forward_backward(const FeedForwardBackwardArgs& args) {
+  feed_forward_gradients({args});
+  trim_shared_scratch();
+}
+
+namespace {
 
 // Gradients of input, weight1, bias1, weight2 and bias2; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
@@ -378,25 +387,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
                       empty_tensor(weight1, {want_bias1 ? f : 0}),
                       want_weight2 ? empty_tensor(weight2, {n, f}) : empty_tensor(weight2, {0}),
                       empty_tensor(weight2, {want_bias2 ? n : 0})};
-  Gradients call{.type = element_of(input),
-                 .m = m,
-                 .k = k,
-                 .f = f,
-                 .n = n,
-                 .dy = as_rows(grad),
-                 .x = as_rows(input),
-                 .weight1 = weight1,
-                 .weight2 = weight2,
-                 .z = z.const_data_ptr(),
-                 .activation = checked_activation(op, activation),
-                 .dropout = make_dropout(op, dropout_p, seed)};
-  for (int i = 0; i < 5; ++i) call.results[i] = data_if(wants[i], results[i]);
   if (m == 0 || n == 0) {
     for (Tensor& tensor : results) torch::stable::zero_(tensor);
-  } else {
-    feed_forward_gradients(call);
-    trim_shared_scratch();
+    return {results[0], results[1], results[2], results[3], results[4]};
   }
+  const Rows dy = as_rows(grad), x = as_rows(input);
+  const Matrix w1 = weight1, w2 = weight2;
+  FeedForwardBackwardArgs call{.type = element_of(input),
+                               .grad = dy.data,
+                               .x = x.data,
+                               .weight1 = w1.data,
+                               .weight2 = w2.data,
+                               .z = z.const_data_ptr(),
+                               .m = m,
+                               .k = k,
+                               .f = f,
+                               .n = n,
+                               .grad_stride = dy.stride,
+                               .x_stride = x.stride,
+                               .weight1_stride = w1.stride,
+                               .weight2_stride = w2.stride,
+                               .activation = checked_activation(op, activation),
+                               .dropout = make_dropout(op, dropout_p, seed),
+                               .results = {}};
+  for (int i = 0; i < 5; ++i) call.results[i] = data_if(wants[i], results[i]);
+  run_feed_forward_backward(call);
   return {results[0], results[1], results[2], results[3], results[4]};
 }
 

@@ -8,8 +8,8 @@ namespace tf {
 
 // Weights as for run_linear(), packed into shared scratch 0 and 1 if necessary; `slot` is for the
 // hidden block of a call of few rows.
-void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
-                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
+                      const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot);
 
 // The same with 8-bit weights, packed.

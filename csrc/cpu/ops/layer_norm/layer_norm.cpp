@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "cpu/core/host.h"
+#include "kernel_table.h"
 
 namespace tf {
 
@@ -24,6 +25,27 @@ void run_layer_norm_rows(const LayerNormArgs& args, long begin, long end) {
     TF_DISPATCH(layer_norm_rows, args, begin, end, place);
   else
     TF_DISPATCH(lowp_layer_norm_rows, args, begin, end, place);
+}
+
+void run_layer_norm_backward(LayerNormBackwardArgs args, void* grad_weight, void* grad_bias) {
+  const int64_t rows = args.rows, n = args.n;
+  args.blocks = std::clamp<int64_t>(rows / 16, 1, 64);
+  if (grad_weight != nullptr || grad_bias != nullptr)
+    args.partial = shared_scratch(0).floats(args.blocks * 2 * n);
+  const int64_t scratch = TF_DISPATCH(layer_norm_backward_scratch, args);
+  const int64_t grain = std::max<int64_t>(1, 16384 * args.blocks / (rows * n));
+  parallel_for(0, args.blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      TF_DISPATCH(layer_norm_backward_block, args, block, kernel_scratch().floats(scratch));
+  });
+  for (int which = 0; which < 2; ++which) {
+    void* total = which == 0 ? grad_weight : grad_bias;
+    if (total == nullptr) continue;
+    parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
+    });
+  }
+  trim_shared_scratch();
 }
 
 namespace {
@@ -191,43 +213,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   const NormRows dy = norm_rows(grad, n), s = norm_rows(source, n);
   const NormRows extra = grad_sum ? norm_rows(*grad_sum, n) : NormRows{source, nullptr, 0};
   Tensor mean_row = as_contiguous(mean), rstd_row = as_contiguous(rstd);
-  const int64_t blocks = std::clamp<int64_t>(rows / 16, 1, 64);
-  const bool shares = want_weight || want_bias;
-  const LayerNormBackwardArgs args{
-      .type = element_of(source),
-      .weight_type = element_of(like),
-      .grad = dy.data,
-      .grad_sum = extra.data,
-      .source = s.data,
-      .weight = data_of(weight_row),
-      .mean = static_cast<const float*>(mean_row.const_data_ptr()),
-      .rstd = static_cast<const float*>(rstd_row.const_data_ptr()),
-      .grad_source = data_if(want_source, grad_source),
-      .grad_input = data_if(want_input, grad_input),
-      .partial = shares ? shared_scratch(0).floats(blocks * 2 * n) : nullptr,
-      .rows = rows,
-      .blocks = blocks,
-      .n = n,
-      .grad_stride = dy.stride,
-      .grad_sum_stride = extra.stride,
-      .source_stride = s.stride,
-      .dropout_columns = source.size(source.dim() - 1),
-      .dropout = make_dropout(op, dropout_p, seed),
-      .kind = checked_kind(op, kind)};
-  const int64_t scratch = TF_DISPATCH(layer_norm_backward_scratch, args);
-  const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block)
-      TF_DISPATCH(layer_norm_backward_block, args, block, kernel_scratch().floats(scratch));
-  };
-  parallel_for(0, blocks, std::max<int64_t>(1, 16384 * blocks / (rows * n)), run);
-  for (int which = 0; which < 2 && shares; ++which) {
-    if (!(which == 0 ? want_weight : want_bias)) continue;
-    void* total = (which == 0 ? grad_weight : grad_bias).mutable_data_ptr();
-    parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
-    });
-  }
-  trim_shared_scratch();
+  run_layer_norm_backward({.type = element_of(source),
+                           .weight_type = element_of(like),
+                           .grad = dy.data,
+                           .grad_sum = extra.data,
+                           .source = s.data,
+                           .weight = data_of(weight_row),
+                           .mean = static_cast<const float*>(mean_row.const_data_ptr()),
+                           .rstd = static_cast<const float*>(rstd_row.const_data_ptr()),
+                           .grad_source = data_if(want_source, grad_source),
+                           .grad_input = data_if(want_input, grad_input),
+                           .partial = nullptr,
+                           .rows = rows,
+                           .blocks = 0,
+                           .n = n,
+                           .grad_stride = dy.stride,
+                           .grad_sum_stride = extra.stride,
+                           .source_stride = s.stride,
+                           .dropout_columns = source.size(source.dim() - 1),
+                           .dropout = make_dropout(op, dropout_p, seed),
+                           .kind = checked_kind(op, kind)},
+                          data_if(want_weight, grad_weight), data_if(want_bias, grad_bias));
   return {grad_source, grad_input, grad_weight, grad_bias};
 }
 

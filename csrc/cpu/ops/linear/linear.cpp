@@ -5,6 +5,7 @@
 
 #include "cpu/core/host.h"
 #include "cpu/ops/linear/linear_host.h"
+#include "kernel_table.h"
 
 namespace tf {
 
@@ -35,9 +36,8 @@ const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
 }
 
 // Packs W (n, k) into panels; if transposed, W^T, given W (k, n).
-void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, void* place) {
-  const Rows w = as_rows(weight);
-  const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
+void pack(const LinearKernels& kernels, const Matrix& w, bool transposed, void* place) {
+  const int64_t n = transposed ? w.columns : w.rows, k = transposed ? w.rows : w.columns;
   const auto run = transposed ? kernels.pack_transposed : kernels.pack;
   const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
   const int64_t unit = by_rows ? kernels.pack_transposed_rows : kernels.panel;
@@ -49,10 +49,11 @@ void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, v
 
 constexpr int64_t kPrefetchBytes = 4096;  // padding behind panels in scratch, for prefetching
 
-Panels pack_now(const Tensor& weight, bool transposed, int slot, int64_t m) {
-  const LinearKernels& kernels = kernels_for(element_of(weight), m);
-  const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
-  void* place = bytes_of(shared_scratch(slot), kernels.packed_bytes(n, k) + kPrefetchBytes);
+Panels pack_now(const Matrix& weight, bool transposed, int slot, int64_t m) {
+  const LinearKernels& kernels = kernels_for(weight.type, m);
+  const int64_t bytes = transposed ? kernels.packed_bytes(weight.columns, weight.rows)
+                                   : kernels.packed_bytes(weight.rows, weight.columns);
+  void* place = bytes_of(shared_scratch(slot), bytes + kPrefetchBytes);
   pack(kernels, weight, transposed, place);
   return {&kernels, place};
 }
@@ -68,16 +69,17 @@ const uint16_t* layout_of(const Tensor& packed) {
 
 // A packed copy has the weight's dtype, or bfloat16 for bf16x3 of fp32. The dtype, the size and the
 // layout id determine whether the instruction set in use can read it.
-Panels given_panels(const Tensor& weight, const Tensor& packed) {
-  const ScalarType type = weight.scalar_type(), given = packed.scalar_type();
+Panels given_panels(const Matrix& weight, const Tensor& packed) {
   const LinearKernels* kernels = nullptr;
-  if (given == type) kernels = &kernels_for(element_of(weight), 0);
+  const bool same_size = static_cast<long>(packed.element_size()) == element_bytes(weight.type);
+  if (same_size && element_of(packed) == weight.type) kernels = &kernels_for(weight.type, 0);
 #if TF_HAVE_AMX
-  else if (type == ScalarType::Float && given == ScalarType::BFloat16 && current_isa() == Isa::amx)
+  else if (weight.type == Element::float32 && packed.scalar_type() == ScalarType::BFloat16 &&
+           current_isa() == Isa::amx)
     kernels = amx::bf16x3_linear_kernels();
 #endif
   if (kernels == nullptr || !packed.is_cpu() || !packed.is_contiguous()) return {};
-  const int64_t bytes = kernels->packed_bytes(weight.size(0), weight.size(1));
+  const int64_t bytes = kernels->packed_bytes(weight.rows, weight.columns);
   if (packed.numel() != bytes / static_cast<int64_t>(packed.element_size()) + kPackedTail ||
       *layout_of(packed) != kernels->layout)
     return {};
@@ -167,7 +169,7 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
 }
 
 // The plan for products with an unpacked weight, or with an existing packed copy.
-LinearPlan choose_linear(const LinearArgs& args, const Tensor& weight,
+LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
                          const std::optional<Tensor>& packed) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (packed) return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = args.n};
@@ -181,7 +183,7 @@ LinearPlan choose_linear(const LinearArgs& args, const Tensor& weight,
 }
 
 // The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W.
-LinearPlan choose_input_gradient(const LinearArgs& args, const Tensor& weight) {
+LinearPlan choose_input_gradient(const LinearArgs& args, const Matrix& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (is_small_m_backward(weight, args.m)) return {LinearPlan::direct, &kernels};
   if (!kernels.in_fp32 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
@@ -198,41 +200,39 @@ void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
 }
 
 // The same with a weight that is packed for this call only, panel by panel.
-void run_panels(const LinearKernels& kernels, LinearArgs args, const Tensor& weight,
+void run_panels(const LinearKernels& kernels, LinearArgs args, const Matrix& weight,
                 bool transposed) {
-  const Rows w = as_rows(weight);
-  args.weight = w.data;
-  args.weight_stride = w.stride;
+  args.weight = weight.data;
+  args.weight_stride = weight.stride;
   args.transposed = transposed;
   run_panels(kernels, args);
 }
 
 }  // namespace
 
-Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m) {
+Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int slot, int64_t m) {
   const Panels panels = packed ? given_panels(weight, *packed) : Panels{};
   return panels.data != nullptr ? panels : pack_now(weight, false, slot, m);
 }
 
-Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
+Panels column_panels_of(const Matrix& weight, int slot, int64_t m) {
   return pack_now(weight, true, slot, m);
 }
 
-const LinearKernels* kernels_of(const Tensor& weight, const std::optional<Tensor>& packed,
+const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor>& packed,
                                 int64_t m) {
   const Panels panels = packed ? given_panels(weight, *packed) : Panels{};
-  return panels.kernels != nullptr ? panels.kernels : &kernels_for(element_of(weight), m);
+  return panels.kernels != nullptr ? panels.kernels : &kernels_for(weight.type, m);
 }
 
-bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= direct_rows(element_of(weight), weight.numel()) &&
-         (weight.size(1) <= 1 || weight.stride(1) == 1);
+bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
+  return !packed && m <= direct_rows(weight.type, weight.numel());
 }
 
-void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
+void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
   const LinearKernels& kernels = kernels_for(args.type, 0);
-  args.weight_stride = weight.stride(0);
-  args.weight = offset_ptr(weight.const_data_ptr(), args.type, row * args.weight_stride);
+  args.weight_stride = weight.stride;
+  args.weight = offset_ptr(weight.data, args.type, row * args.weight_stride);
   const int64_t unit = kernels.direct_unit;
   const int64_t grain = std::max<int64_t>(16 / unit, 32768 / (unit * std::max<int64_t>(1, args.k)));
   parallel_for(0, (args.n + unit - 1) / unit, std::max<int64_t>(1, grain),
@@ -259,7 +259,7 @@ void run_linear(LinearArgs args, const Panels& panels) {
   });
 }
 
-void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
+void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tensor>& packed,
                 int slot) {
   if (args.m == 0) return;
   const LinearPlan plan = choose_linear(args, weight, packed);
@@ -272,15 +272,12 @@ void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tenso
     part.y = offset_ptr(part.y, part.type, begin);
     part.bias = offset_ptr(part.bias, part.type, begin);
     part.residual = offset_ptr(part.residual, part.type, begin);
-    Tensor rows = weight;
-    if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
-    run_linear(part, panels_of(rows, packed, slot, args.m));
+    run_linear(part, panels_of(weight.part(begin, part.n), packed, slot, args.m));
   }
 }
 
-bool is_small_m_backward(const Tensor& weight, int64_t m) {
-  return !is_reduced_float(weight) && m <= kSmallM &&
-         (weight.size(1) <= 1 || weight.stride(1) == 1);
+bool is_small_m_backward(const Matrix& weight, int64_t m) {
+  return weight.type == Element::float32 && m <= kSmallM;
 }
 
 namespace {
@@ -296,25 +293,23 @@ void run_small_m_input_gradient(const SmallMInputArgs& args) {
 
 }  // namespace
 
-void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
+void run_input_gradient(const void* grad, int64_t grad_stride, const Matrix& weight, int64_t m,
                         void* grad_input, int slot) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const Element type = element_of(weight);
+  const int64_t n = weight.rows, k = weight.columns;
+  const Element type = weight.type;
   LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
   const LinearPlan plan = choose_input_gradient(args, weight);
   if (plan.strategy == LinearPlan::direct)
     return run_small_m_input_gradient(
-        {static_cast<const float*>(grad), static_cast<const float*>(weight.const_data_ptr()),
-         static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride(0)});
+        {static_cast<const float*>(grad), static_cast<const float*>(weight.data),
+         static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride});
   if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, true);
   // The products of the parts are added up.
   for (int64_t begin = 0; begin < n; begin += plan.part) {
     args.k = std::min(plan.part, n - begin);
     args.x = offset_ptr(grad, type, begin);
     if (begin > 0) args.residual = grad_input;
-    Tensor part = weight;
-    if (args.k < n) part = torch::stable::narrow(part, 0, begin, args.k);
-    run_linear(args, column_panels_of(part, slot, m));
+    run_linear(args, column_panels_of(weight.part(begin, args.k), slot, m));
   }
 }
 
@@ -449,25 +444,6 @@ std::tuple<Tensor, Tensor> linear_training(Tensor input, Tensor weight, std::opt
   return {output, preactivation};
 }
 
-// Gradient (m, n) with respect to the activation's input, in shared scratch.
-void* activation_backward(const Rows& dy, int64_t m, int64_t n,
-                          const std::optional<Tensor>& preactivation, int64_t activation) {
-  const char* op = "linear_backward";
-  STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
-  check_type(op, "preactivation", *preactivation, dy.owner.scalar_type(), "input");
-  STD_TORCH_CHECK(preactivation->sizes().equals(dy.owner.sizes()), op,
-                  ": preactivation must have the shape of grad");
-  const Tensor z = as_contiguous(*preactivation);
-  const Element type = element_of(z);
-  void* to = bytes_of(shared_scratch(1), m * n * element_bytes(type));
-  const SlopeArgs args{
-      type, dy.data, z.const_data_ptr(), to, n, dy.stride, checked_activation(op, activation)};
-  parallel_for(0, m, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(multiply_by_slope, args, begin, end);
-  });
-  return to;
-}
-
 // Computes the gradients of weight and bias, a part of the rows at a time.
 void run_weight_gradient(const WeightGradientArgs& whole) {
   const int64_t max_rows = weight_gradient_part_rows(whole.type, whole.k);
@@ -485,6 +461,44 @@ void run_weight_gradient(const WeightGradientArgs& whole) {
     run_weight_gradient_part(part, 0);
   }
 }
+
+}  // namespace
+
+void run_linear(const LinearArgs& args) {
+  run_linear(args, Matrix{args.type, args.weight, args.n, args.k, args.weight_stride}, std::nullopt,
+             0);
+  trim_shared_scratch();
+}
+
+void run_linear_backward(LinearBackwardArgs args) {
+  const Matrix weight{args.type, args.weight, args.n, args.k, args.weight_stride};
+  if (args.activation != 0) {  // continues with the gradient of the activation's input
+    void* to = bytes_of(shared_scratch(1), args.m * args.n * element_bytes(args.type));
+    const SlopeArgs slope{args.type, args.grad,        args.preactivation, to,
+                          args.n,    args.grad_stride, args.activation};
+    parallel_for(0, args.m, std::max<int64_t>(1, 16384 / args.n), [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(multiply_by_slope, slope, begin, end);
+    });
+    args.grad = to;
+    args.grad_stride = args.n;
+  }
+  if (args.grad_input != nullptr && args.k > 0)
+    run_input_gradient(args.grad, args.grad_stride, weight, args.m, args.grad_input, 0);
+  if (args.grad_weight != nullptr || args.grad_bias != nullptr)
+    run_weight_gradient({.type = args.type,
+                         .grad = args.grad,
+                         .x = args.x,
+                         .grad_weight = args.grad_weight,
+                         .grad_bias = args.grad_bias,
+                         .m = args.m,
+                         .n = args.n,
+                         .k = args.k,
+                         .grad_stride = args.grad_stride,
+                         .x_stride = args.x_stride});
+  trim_shared_scratch();
+}
+
+namespace {
 
 // Gradients of input, weight and bias; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Tensor weight,
@@ -508,27 +522,31 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
     return {grad_input, grad_weight, grad_bias};
   }
-  const Rows rows = as_rows(grad), x = as_rows(input);
-  const void* dy = rows.data;
-  int64_t stride = rows.stride;
+  const Rows dy = as_rows(grad), x = as_rows(input);
+  const Matrix w = weight;
+  std::optional<Tensor> z;
   if (activation != 0) {
-    dy = activation_backward(rows, m, n, preactivation, activation);
-    stride = n;
+    STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
+    check_type(op, "preactivation", *preactivation, type, "input");
+    STD_TORCH_CHECK(preactivation->sizes().equals(grad.sizes()), op,
+                    ": preactivation must have the shape of grad");
+    z = as_contiguous(*preactivation);
   }
-  if (want_input && k > 0)
-    run_input_gradient(dy, stride, weight, m, grad_input.mutable_data_ptr(), 0);
-  if (want_weight || want_bias)
-    run_weight_gradient({.type = element_of(input),
-                         .grad = dy,
-                         .x = x.data,
-                         .grad_weight = data_if(want_weight, grad_weight),
-                         .grad_bias = data_if(want_bias, grad_bias),
-                         .m = m,
-                         .n = n,
-                         .k = k,
-                         .grad_stride = stride,
-                         .x_stride = x.stride});
-  trim_shared_scratch();
+  run_linear_backward({.type = element_of(input),
+                       .grad = dy.data,
+                       .x = x.data,
+                       .weight = w.data,
+                       .preactivation = data_of(z),
+                       .grad_input = data_if(want_input, grad_input),
+                       .grad_weight = data_if(want_weight, grad_weight),
+                       .grad_bias = data_if(want_bias, grad_bias),
+                       .m = m,
+                       .n = n,
+                       .k = k,
+                       .grad_stride = dy.stride,
+                       .x_stride = x.stride,
+                       .weight_stride = w.stride,
+                       .activation = checked_activation(op, activation)});
   return {grad_input, grad_weight, grad_bias};
 }
 

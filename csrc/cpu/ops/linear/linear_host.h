@@ -39,13 +39,37 @@ struct Panels {
   }
 };
 
+// A matrix in memory with adjacent columns; a tensor of another order is copied.
+struct Matrix {
+  Matrix(Element type, const void* data, int64_t rows, int64_t columns, int64_t stride)
+      : type(type), data(data), rows(rows), columns(columns), stride(stride) {}
+  Matrix(const Tensor& tensor) : rows(tensor.size(0)), columns(tensor.size(1)) {
+    const Rows given = as_rows(tensor);
+    type = element_of(tensor);
+    data = given.data;
+    stride = given.stride;
+    owner = given.owner;
+  }
+
+  int64_t numel() const { return rows * columns; }
+  // Rows [begin, begin + count).
+  Matrix part(int64_t begin, int64_t count) const {
+    return {type, offset_ptr(data, type, begin * stride), count, columns, stride};
+  }
+
+  Element type;
+  const void* data;
+  int64_t rows, columns, stride;
+  std::optional<Tensor> owner;  // of the memory; none if the caller keeps it
+};
+
 // Number of columns of a panel.
 inline int64_t panel_columns() { return TF_DISPATCH(linear_kernels, )->panel; }
 
 // Panels of a weight for products of m rows: the given packed copy if its layout is usable, else
 // packed now into shared scratch `slot` of the calling thread. The caller has verified that the
 // copy is up to date (Fingerprint).
-Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
+Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
 
 // A packed copy of an int8 weight for the kernels of ops/int8_linear; its panels, or nullptr if the
 // instruction set in use has another layout.
@@ -57,31 +81,31 @@ void check_int8_factors(const char* op, const char* name, const std::optional<Te
                         int64_t columns);
 
 // Panels for products with W instead of W^T, packed now.
-Panels column_panels_of(const Tensor& weight, int slot, int64_t m);
+Panels column_panels_of(const Matrix& weight, int slot, int64_t m);
 
 // The layout of the panels that panels_of() returns.
-const LinearKernels* kernels_of(const Tensor& weight, const std::optional<Tensor>& packed,
+const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor>& packed,
                                 int64_t m);
 
 // Whether a product of m rows reads the unpacked weight, because packing it would take longer. No
 // packed copy is cached for so few rows, so results do not depend on one.
-bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m);
+bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m);
 
 // Uses the rows of unpacked W from `row` on.
-void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row);
+void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row);
 
 void run_linear(LinearArgs args, const Panels& panels);
 
 // Reads the weight unpacked, uses its packed copy, or packs it into shared scratch `slot`.
-void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
+void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tensor>& packed,
                 int slot);
 
 // Up to this many rows fp32 gradients use unpacked operands: packing would take longer.
 constexpr int64_t kSmallM = 48;
-bool is_small_m_backward(const Tensor& weight, int64_t m);
+bool is_small_m_backward(const Matrix& weight, int64_t m);
 
 // dX = dY W, dY (m, n) with rows grad_stride apart; W is packed into shared scratch `slot`.
-void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
+void run_input_gradient(const void* grad, int64_t grad_stride, const Matrix& weight, int64_t m,
                         void* grad_input, int slot);
 
 // Rows of X packed at a time: panels of all rows would take as much memory as X.

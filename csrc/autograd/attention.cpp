@@ -1,0 +1,319 @@
+// attention: scaled_dot_product_attention without lengths and weights.
+#include <ATen/ExpandUtils.h>
+
+#include <cmath>
+
+#include "autograd/steps.h"
+
+namespace tf::autograd {
+namespace {
+
+template <int dims>
+void set_strides(long (&strides)[dims], const Tensor& tensor) {
+  for (int d = 0; d < dims; ++d) strides[d] = tensor.stride(d);
+}
+
+void set_mask(AttentionShape& shape, const Tensor& mask) {
+  if (!mask.defined()) return;
+  shape.mask = data(mask);
+  shape.mask_type = element_of(mask).value_or(Element::boolean);
+  const int64_t missing = 4 - mask.dim();  // of a mask (T, S): it is one for all heads
+  for (int64_t d = missing; d < 4; ++d)
+    shape.mask_stride[d] = mask.size(d - missing) == 1 ? 0 : mask.stride(d - missing);
+}
+
+// Sizes, strides and mask of (B, H, length, size) tensors, for forward and backward.
+void set_shape(AttentionShape& shape, const Tensor& query, const Tensor& key, const Tensor& value,
+               const Tensor& mask, bool causal, float scale) {
+  shape.batch = query.size(0);
+  shape.heads = query.size(1);
+  shape.queries = query.size(2);
+  shape.size = query.size(3);
+  shape.key_heads = key.size(1);
+  shape.keys = key.size(2);
+  shape.value_size = value.size(3);
+  shape.scale = scale;
+  shape.causal = causal;
+  set_strides(shape.query_stride, query);
+  set_strides(shape.key_stride, key);
+  set_strides(shape.value_stride, value);
+  set_mask(shape, mask);
+}
+
+// As ops/attention/attention.cpp orders the output, which is like PyTorch's.
+Tensor output_like(const Tensor& query) {
+  if (query.is_non_overlapping_and_dense())
+    return empty_strided(query.sizes(), query.strides(), query.scalar_type());
+  return empty_strided(query.sizes(), at::infer_dense_strides(query.sizes(), query.strides()),
+                       query.scalar_type());
+}
+
+// A gradient with the tensor's order of heads and positions in memory.
+Tensor gradient_like(const Tensor& tensor) {
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  if (tensor.stride(1) < tensor.stride(2))
+    return empty_strided({b, h, t, d}, {t * h * d, d, h * d, 1}, tensor.scalar_type());
+  return empty({b, h, t, d}, tensor.scalar_type());
+}
+
+// Inputs: query, key, value.
+struct AttentionBackward final : Backward<3, 6> {
+  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
+  double scale;
+  bool causal;
+  Drop drop;
+
+  variable_list apply(variable_list&& grads) override {
+    variable_list found(3);
+    if (!grads[0].defined()) return found;
+    const Tensor inputs[] = {saved_tensor(kQuery), saved_tensor(kKey), saved_tensor(kValue)};
+    const Tensor mask = saved_tensor(kMask), output = saved_tensor(kOutput),
+                 statistics = saved_tensor(kStatistics);
+    const auto& [query, key, value] = inputs;
+    if (!is_plain({&grads[0]}))
+      return by_formula({grads[0], query, key, value, mask, drop.seed},
+                        {scale, static_cast<double>(causal), drop.p});
+    const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
+    AttentionBackwardArgs args{};
+    set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
+    args.type = Element::float32;
+    args.query = data(query);
+    args.key = data(key);
+    args.value = data(value);
+    args.output = data(output);
+    args.grad = data(dy);
+    args.row_max = statistics.const_data_ptr<float>();
+    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
+    args.dominant = kDominantInFloat;
+    args.dropout = drop.kernel();
+    set_strides(args.output_stride, output);
+    set_strides(args.grad_stride, dy);
+    void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
+    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+                            &args.grad_value_stride};
+    for (int i = 0; i < 3; ++i) {
+      if (!wants(i)) continue;
+      found[i] = gradient_like(inputs[i]);
+      *results[i] = found[i].mutable_data_ptr();
+      set_strides(*strides[i], found[i]);
+    }
+    kernels->attention_backward(args);
+    return found;
+  }
+};
+
+Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor& value,
+              const Tensor* mask, double scale, bool causal, const Drop& drop, bool grad) {
+  RECORD_FUNCTION(op.name, c10::ArrayRef<const c10::IValue>{});
+  // With dropout PyTorch's output is contiguous.
+  Tensor output = drop.p > 0.0 ? empty(query.sizes(), query.scalar_type()) : output_like(query);
+  AttentionArgs args{};
+  set_shape(args, query, key, value, mask ? *mask : Tensor(), causal, static_cast<float>(scale));
+  const int64_t rows = args.batch * args.heads * args.queries;
+  const Tensor statistics = grad ? empty({2, rows}) : Tensor();
+  args.type = *element_of(query);
+  args.query = data(query);
+  args.key = data(key);
+  args.value = data(value);
+  args.output = output.mutable_data_ptr();
+  args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
+  args.row_sum = grad ? args.row_max + rows : nullptr;
+  args.dropout = drop.kernel();
+  set_strides(args.output_stride, output);
+  {
+    const WithoutGil released(rows * args.keys * args.size);
+    kernels->attention(args);
+  }
+  if (!grad) return output;
+  auto node = make_node<AttentionBackward>(op, query, key, value);
+  node->scale = scale;
+  node->causal = causal;
+  node->drop = drop;
+  torch::autograd::set_history(output, node);
+  node->save(AttentionBackward::kQuery, &query);
+  node->save(AttentionBackward::kKey, &key);
+  node->save(AttentionBackward::kValue, &value);
+  node->save(AttentionBackward::kMask, mask);
+  node->save(AttentionBackward::kOutput, output, true);
+  node->save(AttentionBackward::kStatistics, statistics);
+  return output;
+}
+
+// Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, and a function:
+// true for float masks whose values were looked at (functional/masks.py).
+PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
+  if (!op.direct || count != 9 || !is_plain_state() || !current_settings().is_direct ||
+      !PyFloat_CheckExact(given[4]) || !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
+      !(given[6] == Py_None || PyFloat_CheckExact(given[6])))
+    return dispatch();
+  const Tensor *query = plain(given[0]), *key = plain(given[1]), *value = plain(given[2]),
+               *mask = nullptr;
+  const bool causal = given[5] == Py_True, grouped = given[7] == Py_True;
+  const double p = PyFloat_AS_DOUBLE(given[4]);
+  if (!(p >= 0.0 && p < 1.0)) return dispatch();
+  if (!query || !key || !value || !plain_or_none(given[3], mask) || query->dim() != 4 ||
+      key->dim() != 4 || key->sizes() != value->sizes() || !element_of(*query) ||
+      !have_one_dtype({query, key, value}) || query->size(0) != key->size(0) ||
+      query->size(3) != key->size(3))
+    return dispatch();
+  const int64_t heads = query->size(1), key_heads = key->size(1);
+  if (heads != key_heads && !(grouped && key_heads > 0 && heads % key_heads == 0))
+    return dispatch();
+  if (mask &&
+      (causal || !mask_fits(*mask, {query->size(0), query->size(1), query->size(2), key->size(2)},
+                            query->scalar_type())))
+    return dispatch();
+  if (mask && mask->scalar_type() != at::kBool && !is_true(PyObject_CallOneArg(given[8], given[3])))
+    return dispatch();
+  const bool grad = needs_grad({query, key, value});
+  const int64_t size = query->numel() * key->size(2);
+  const auto is_unit = [](const Tensor* tensor) { return tensor->stride(3) == 1; };
+  if (is_float(*query) && size > 0 && size < op.own && is_unit(query) && is_unit(key) &&
+      is_unit(value) && (!grad || are_savable({query, key, value, mask}))) {
+    const double scale = given[6] == Py_None ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
+                                             : PyFloat_AS_DOUBLE(given[6]);
+    return wrap(attend(op, *query, *key, *value, mask, scale, causal, Drop::draw(p), grad));
+  }
+  if (p > 0.0 || (grad && op.limits(*query))) return dispatch();
+  PyObject* given_mask = given[3];
+  const Reference wide(mask && mask->dim() == 2 ? wrap(mask->unsqueeze(0).unsqueeze(0)) : nullptr);
+  if (wide.object) given_mask = wide.object;
+  const Reference both(run_direct(op, {given[0], given[1], given[2], given_mask, Py_None, given[5],
+                                       given[6], given[4], Py_None, given[7]}));
+  if (!both.object) return nullptr;
+  return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
+}
+
+// Sets sizes, mask, pointers and strides.
+template <class Args>
+void set_parts(Args& args, const HeadParts& parts, const Tensor& mask, bool causal) {
+  const int64_t size = parts.width / parts.heads;
+  args.batch = parts.batch;
+  args.heads = args.key_heads = parts.heads;
+  args.queries = parts.queries;
+  args.keys = parts.keys;
+  args.size = args.value_size = size;
+  args.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+  args.causal = causal;
+  args.type = Element::float32;
+  args.query = parts.data[0];
+  args.key = parts.data[1];
+  args.value = parts.data[2];
+  const auto set = [&](long* strides, int64_t columns, int64_t length) {
+    strides[0] = parts.batch_first ? length * columns : columns;
+    strides[1] = size;
+    strides[2] = parts.batch_first ? columns : parts.batch * columns;
+  };
+  set(args.query_stride, parts.columns[0], parts.queries);
+  set(args.key_stride, parts.columns[1], parts.keys);
+  set(args.value_stride, parts.columns[2], parts.keys);
+  args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
+  set(args.output_stride, parts.width, parts.queries);
+  set_mask(args, mask);
+}
+
+HeadParts parts_of(const JoinedHeads& heads, const Tensor& joined) {
+  const int64_t width = joined.size(2) / 3, length = joined.size(heads.batch_first ? 1 : 0);
+  const auto* from = joined.const_data_ptr<float>();
+  return {.heads = heads.count,
+          .batch_first = heads.batch_first,
+          .batch = joined.size(heads.batch_first ? 0 : 1),
+          .queries = length,
+          .keys = length,
+          .width = width,
+          .data = {from, from + width, from + 2 * width},
+          .columns = {3 * width, 3 * width, 3 * width}};
+}
+
+// Input: the projections of queries, keys and values, side by side.
+struct JoinedBackward final : Backward<1, 4> {
+  enum { kJoined, kMask, kOutput, kStatistics };
+  JoinedHeads heads;
+  bool causal;
+  Drop drop;
+
+  variable_list apply(variable_list&& grads) override {
+    variable_list found(1);
+    if (!grads[0].defined() || !wants(0)) return found;
+    const Tensor joined = saved_tensor(kJoined), mask = saved_tensor(kMask),
+                 output = saved_tensor(kOutput), statistics = saved_tensor(kStatistics);
+    if (!is_plain({&grads[0]}))
+      return by_formula({grads[0], joined, mask, drop.seed},
+                        {static_cast<double>(heads.count), static_cast<double>(heads.batch_first),
+                         static_cast<double>(causal), drop.p});
+    const Tensor dy = grads[0].contiguous();
+    AttentionBackwardArgs args{};
+    set_parts(args, parts_of(heads, joined), mask, causal);
+    args.output = data(output);
+    args.grad = data(dy);
+    args.row_max = statistics.const_data_ptr<float>();
+    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
+    args.dominant = kDominantInFloat;
+    args.dropout = drop.kernel();
+    for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
+    found[0] = empty(joined.sizes());
+    auto* to = found[0].mutable_data_ptr<float>();
+    void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
+    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+                            &args.grad_value_stride};
+    for (int i = 0; i < 3; ++i) {
+      *results[i] = to + i * dy.size(2);
+      for (int d = 0; d < 3; ++d) (*strides[i])[d] = args.query_stride[d];
+    }
+    kernels->attention_backward(args);
+    return found;
+  }
+};
+
+}  // namespace
+
+bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type) {
+  if ((mask.dim() != 2 && mask.dim() != 4) || mask.requires_grad()) return false;
+  if (mask.scalar_type() != at::kBool && !is_float(mask) && mask.scalar_type() != type)
+    return false;
+  for (int64_t d = 0; d < mask.dim(); ++d)
+    if (mask.size(d) != 1 && mask.size(d) != sizes[4 - mask.dim() + d]) return false;
+  return true;
+}
+
+Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
+                    Tensor* statistics) {
+  RECORD_FUNCTION("transformer_fast::attention", c10::ArrayRef<const c10::IValue>{});
+  Tensor output = parts.batch_first ? empty({parts.batch, parts.queries, parts.width})
+                                    : empty({parts.queries, parts.batch, parts.width});
+  AttentionArgs args{};
+  set_parts(args, parts, mask ? *mask : Tensor(), causal);
+  const int64_t rows = args.batch * args.heads * args.queries;
+  if (statistics) {
+    *statistics = empty({2, rows});
+    args.row_max = statistics->mutable_data_ptr<float>();
+    args.row_sum = args.row_max + rows;
+  }
+  args.output = output.mutable_data_ptr();
+  args.dropout = drop.kernel();
+  const WithoutGil released(rows * args.keys * args.size);
+  kernels->attention(args);
+  return output;
+}
+
+Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
+                     const Tensor* mask, bool causal, const Drop& drop, bool grad) {
+  Tensor statistics;
+  Tensor output =
+      attend_parts(parts_of(heads, joined), mask, causal, drop, grad ? &statistics : nullptr);
+  if (!grad) return output;
+  auto node = make_node<JoinedBackward>(op, joined);
+  node->heads = heads;
+  node->causal = causal;
+  node->drop = drop;
+  torch::autograd::set_history(output, node);
+  node->save(JoinedBackward::kJoined, &joined);
+  node->save(JoinedBackward::kMask, mask);
+  node->save(JoinedBackward::kOutput, output, true);
+  node->save(JoinedBackward::kStatistics, statistics);
+  return output;
+}
+
+TF_ENTRY(attention, enter_attention)
+
+}  // namespace tf::autograd

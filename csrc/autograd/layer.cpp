@@ -1,0 +1,277 @@
+// encoder_layer: small layers, composed of the steps of small calls. Encoder layers with gradients;
+// without gradients decoder layers, too, and stacks.
+#include "autograd/steps.h"
+
+namespace tf::autograd {
+namespace {
+
+// Kinds of recipe.py.
+enum Kind { kSelfAttention, kCrossAttention, kFeedForward, kQueriesAndKeys };
+
+// Two linear maps and a norm, as in nn.bound.Group.
+struct Pair {
+  Kind kind;
+  const Tensor *weight1, *bias1, *weight2, *bias2, *norm_weight, *norm_bias;
+  float eps;
+};
+
+int64_t integer(PyObject* object) {
+  const int64_t found = PyLong_AsLongLong(object);
+  if (found == -1 && PyErr_Occurred()) raise_python_error();
+  return found;
+}
+double number(PyObject* object) {
+  const double found = PyFloat_AsDouble(object);
+  if (found == -1.0 && PyErr_Occurred()) raise_python_error();
+  return found;
+}
+
+struct Layers {
+  c10::SmallVector<Pair, 8> pairs;
+  JoinedHeads heads;
+  bool norm_first, grad = false;
+  int activation;
+  const Tensor *x, *mask = nullptr, *memory = nullptr, *memory_mask = nullptr;
+  bool causal, memory_causal;
+  c10::SmallVector<double, 8> dropouts;  // four of each layer, or none
+  const Op* op;
+};
+
+// Reads parameters and eps of all pairs; false if one is none of the steps'.
+bool read_pairs(Layers& layers, PyObject* kinds, PyObject* parameters, PyObject* eps) {
+  const Py_ssize_t count = PyList_GET_SIZE(eps), kind_count = PyList_GET_SIZE(kinds);
+  if (PyList_GET_SIZE(parameters) != 6 * count || kind_count == 0) return false;
+  const bool may_need_grad = at::GradMode::is_enabled();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const int64_t kind = integer(PyList_GET_ITEM(kinds, i % kind_count));
+    if (kind > kQueriesAndKeys) return false;
+    Pair& pair = layers.pairs.emplace_back();
+    pair.kind = static_cast<Kind>(kind);
+    pair.eps = static_cast<float>(number(PyList_GET_ITEM(eps, i)));
+    const Tensor** places[] = {&pair.weight1, &pair.bias1,       &pair.weight2,
+                               &pair.bias2,   &pair.norm_weight, &pair.norm_bias};
+    for (int place = 0; place < 6; ++place) {
+      const Tensor*& tensor = *places[place];
+      if (!plain_or_none(PyList_GET_ITEM(parameters, 6 * i + place), tensor)) return false;
+      const bool is_weight = place == 0 || place == 2;
+      if (!tensor) {
+        if (is_weight) return false;
+        continue;
+      }
+      if (!is_float(*tensor) || !tensor->is_contiguous() || tensor->dim() != 1 + is_weight)
+        return false;
+      layers.grad |= may_need_grad && tensor->requires_grad();
+    }
+  }
+  return true;
+}
+
+bool is_map(const Tensor* weight, const Tensor* bias, int64_t outputs, int64_t inputs) {
+  return weight->size(0) == outputs && weight->size(1) == inputs &&
+         (!bias || bias->size(0) == outputs);
+}
+
+// True if all shapes fit, and each step is smaller than its op's limit.
+bool are_small(const Layers& layers) {
+  static Op &linear = *find_op("linear"), &network = *find_op("feed_forward"),
+            &attention = *find_op("attention"), &norm = *find_op("layer_norm"),
+            &add_norm = *find_op("add_layer_norm");
+  for (const Op* each : {&linear, &network, &attention, &norm, &add_norm})
+    if (!each->direct) return false;
+  const Tensor& x = *layers.x;
+  const int64_t width = x.size(2), rows = x.numel() / width;
+  const int64_t length = x.size(layers.heads.batch_first ? 1 : 0);
+  const int64_t keys = layers.memory ? layers.memory->numel() / width : rows;
+  if (std::max(rows, keys) * width * 3 * width >= linear.own ||
+      rows * width * std::max(length, keys) >= attention.own ||
+      rows * width >= std::min(norm.own, add_norm.own))
+    return false;
+  bool is_split = false;  // the pair before holds the maps of queries and keys
+  for (const Pair& pair : layers.pairs) {
+    for (const Tensor* each : {pair.norm_weight, pair.norm_bias})
+      if (each && each->size(0) != width) return false;
+    const int64_t first = pair.weight1->size(0);
+    if (pair.kind == kFeedForward) {
+      if (first == 0 || 2 * rows * width * first >= network.own ||
+          !is_map(pair.weight1, pair.bias1, first, width) ||
+          !is_map(pair.weight2, pair.bias2, width, first))
+        return false;
+    } else {
+      const bool is_joined = pair.kind != kQueriesAndKeys && !is_split;
+      if (!is_map(pair.weight1, pair.bias1, is_joined ? 3 * width : width, width) ||
+          !is_map(pair.weight2, pair.bias2, width, width))
+        return false;
+      if (layers.grad && (!is_joined || pair.kind != kSelfAttention)) return false;
+      if (pair.kind == kCrossAttention && !layers.memory) return false;
+    }
+    is_split = pair.kind == kQueriesAndKeys;
+  }
+  return true;
+}
+
+Tensor map(const Tensor& input, const Tensor& weight, const Tensor* bias) {
+  static Op& linear = *find_op("linear");
+  return multiply(linear, input, weight, bias, kIdentity, needs_grad({&input, &weight, bias}));
+}
+
+// The heads of one attention, side by side. Only joined self-attention has a node.
+Tensor attend(const Layers& layers, const Pair& pair, const Pair* queries_and_keys,
+              const Tensor& inside, const Drop& drop) {
+  const bool is_cross = pair.kind == kCrossAttention;
+  const Tensor& source = is_cross ? *layers.memory : inside;
+  const Tensor* mask = is_cross ? layers.memory_mask : layers.mask;
+  const bool causal = is_cross ? layers.memory_causal : layers.causal;
+  if (!is_cross && !queries_and_keys) {
+    const Tensor joined = map(inside, *pair.weight1, pair.bias1);
+    return attend_joined(*layers.op, joined, layers.heads, mask, causal, drop,
+                         needs_grad({&joined}));
+  }
+  const int64_t width = inside.size(2), batch_dim = layers.heads.batch_first ? 0 : 1;
+  HeadParts parts{.heads = layers.heads.count,
+                  .batch_first = layers.heads.batch_first,
+                  .batch = inside.size(batch_dim),
+                  .queries = inside.size(1 - batch_dim),
+                  .keys = source.size(1 - batch_dim),
+                  .width = width,
+                  .data = {},
+                  .columns = {}};
+  Tensor found[3];
+  if (queries_and_keys) {
+    found[0] = map(inside, *queries_and_keys->weight1, queries_and_keys->bias1);
+    found[1] = map(source, *queries_and_keys->weight2, queries_and_keys->bias2);
+    found[2] = map(source, *pair.weight1, pair.bias1);
+  } else {
+    const auto part = [&](int64_t begin, int64_t size, const Tensor& input) {
+      const Tensor weight = pair.weight1->narrow(0, begin, size);
+      const Tensor bias = pair.bias1 ? pair.bias1->narrow(0, begin, size) : Tensor();
+      return map(input, weight, pair.bias1 ? &bias : nullptr);
+    };
+    found[0] = part(0, width, inside);
+    found[1] = part(width, 2 * width, source);
+  }
+  for (int i = 0; i < 3; ++i) {
+    const bool is_second_half = !queries_and_keys && i == 2;
+    const Tensor& from = found[is_second_half ? 1 : i];
+    parts.data[i] = from.const_data_ptr<float>() + (is_second_half ? width : 0);
+    parts.columns[i] = from.size(2);
+  }
+  return attend_parts(parts, mask, causal, drop, nullptr);
+}
+
+Tensor run_layers(const Layers& layers) {
+  static Op &network = *find_op("feed_forward"), &norm = *find_op("layer_norm"),
+            &add_norm = *find_op("add_layer_norm");
+  RECORD_FUNCTION(layers.op->name, c10::ArrayRef<const c10::IValue>{});
+  const auto normalized = [](const Pair& pair, const Tensor& input, const Tensor* residual,
+                             const Drop& drop) {
+    return normalize(residual ? add_norm : norm,
+                     {&input, residual, pair.norm_weight, pair.norm_bias}, NormKind::layer,
+                     pair.eps, drop,
+                     needs_grad({&input, residual, pair.norm_weight, pair.norm_bias}));
+  };
+  const size_t count = layers.pairs.size();
+  // Of the sub-layer from pair i on, the pair with the norm.
+  const auto owner = [&](size_t i) {
+    return i < count && layers.pairs[i].kind == kQueriesAndKeys ? i + 1 : i;
+  };
+  size_t dropout = 0;
+  // Seeds are drawn in the order of nn.fusion.compose_bound.
+  const auto probability = [&] {
+    return dropout < layers.dropouts.size() ? layers.dropouts[dropout++] : 0.0;
+  };
+  Tensor x = *layers.x;  // with norm_first, the residual sum
+  Tensor inside = layers.norm_first ? normalized(layers.pairs[owner(0)], x, nullptr, {}).output : x;
+  for (size_t i = 0; i < count; ++i) {
+    const Pair* queries_and_keys =
+        layers.pairs[i].kind == kQueriesAndKeys ? &layers.pairs[i] : nullptr;
+    if (queries_and_keys) ++i;
+    const Pair& pair = layers.pairs[i];
+    const Drop within = Drop::draw(probability());
+    Tensor y;
+    if (pair.kind == kFeedForward)
+      y = run_network(network, inside, *pair.weight1, pair.bias1, *pair.weight2, pair.bias2,
+                      layers.activation, within,
+                      needs_grad({&inside, pair.weight1, pair.bias1, pair.weight2, pair.bias2}));
+    else
+      y = map(attend(layers, pair, queries_and_keys, inside, within), *pair.weight2, pair.bias2);
+    const double p = probability();
+    const size_t next = owner(i + 1);
+    if (!layers.norm_first) {
+      x = inside = normalized(pair, y, &x, Drop::draw(p)).output;
+    } else if (next < count && p == 0.0) {
+      Normalized both = normalized(layers.pairs[next], y, &x, {});
+      x = both.sum;
+      inside = both.output;
+    } else if (next < count && pair.kind != kFeedForward) {
+      Normalized both = normalized(layers.pairs[next], y, &x, Drop::draw(p));
+      x = both.sum;
+      inside = both.output;
+    } else {
+      x = x + (p > 0.0 ? at::dropout(y, p, true) : y);
+      if (next < count) inside = normalized(layers.pairs[next], x, nullptr, {}).output;
+    }
+  }
+  return x;
+}
+
+// Arguments: x, kinds, parameters, eps, heads, norm_first, batch_first, activation, mask,
+// is_causal, memory, its mask, is_causal, and the probabilities of dropout: of each encoder layer
+// attention, its output, hidden units, the network's output; empty: none is active.
+PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
+  if (count != 14 || !is_plain_state()) return dispatch();
+  const Settings settings = current_settings();
+  Layers layers{};
+  layers.op = &op;
+  layers.x = plain(given[0]);
+  if (!settings.is_direct || !settings.falls_back || !layers.x || layers.x->dim() != 3 ||
+      !is_float(*layers.x) || !layers.x->is_contiguous() || layers.x->numel() == 0 ||
+      !PyList_Check(given[1]) || !PyList_Check(given[2]) || !PyList_Check(given[3]) ||
+      !plain_or_none(given[8], layers.mask) || !plain_or_none(given[10], layers.memory) ||
+      !plain_or_none(given[11], layers.memory_mask))
+    return dispatch();
+  const Tensor& x = *layers.x;
+  layers.grad = at::GradMode::is_enabled() && x.requires_grad();
+  layers.heads = {integer(given[4]), given[6] == Py_True};
+  layers.norm_first = given[5] == Py_True;
+  layers.causal = given[9] == Py_True;
+  layers.memory_causal = given[12] == Py_True;
+  layers.activation = activation_code(given[7]);
+  if (layers.activation < 0 || layers.heads.count <= 0 || x.size(2) % layers.heads.count != 0 ||
+      !read_pairs(layers, given[1], given[2], given[3]))
+    return dispatch();
+  const int64_t batch_dim = layers.heads.batch_first ? 0 : 1, batch = x.size(batch_dim),
+                length = x.size(1 - batch_dim);
+  if (const Tensor* memory = layers.memory;
+      memory && (memory->dim() != 3 || !is_float(*memory) || !memory->is_contiguous() ||
+                 memory->size(batch_dim) != batch || memory->size(2) != x.size(2) ||
+                 memory->numel() == 0 || memory->requires_grad()))
+    return dispatch();
+  const auto fits = [&](const Tensor* mask, bool causal, int64_t keys) {
+    return !mask || (!causal && mask->scalar_type() == at::kBool &&
+                     mask_fits(*mask, {batch, layers.heads.count, length, keys}, at::kFloat));
+  };
+  if (!fits(layers.mask, layers.causal, length) ||
+      (layers.memory &&
+       !fits(layers.memory_mask, layers.memory_causal, layers.memory->size(1 - batch_dim))) ||
+      !are_small(layers))
+    return dispatch();
+  if (layers.grad) {
+    if (x.is_inference()) return dispatch();
+    for (const Pair& pair : layers.pairs)
+      if (!are_savable({pair.weight1, pair.bias1, pair.weight2, pair.bias2, pair.norm_weight,
+                        pair.norm_bias}))
+        return dispatch();
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given[13]); ++i) {
+    const double p = number(PyList_GET_ITEM(given[13], i));
+    if (!(p >= 0.0 && p < 1.0)) return dispatch();
+    layers.dropouts.push_back(p);
+  }
+  return wrap(run_layers(layers));
+}
+
+}  // namespace
+
+TF_ENTRY(encoder_layer, enter_encoder_layer)
+
+}  // namespace tf::autograd

@@ -1,0 +1,188 @@
+"""Encoder layers that are trained run in one call of their entry in C++."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from transformer_fast import _native, fast_path, nn
+from transformer_fast.nn import fused_layers
+from transformer_fast.testing.parity import compare
+
+pytestmark = [
+    pytest.mark.usefixtures("small_calls"),
+    pytest.mark.skipif(_native.autograd is None, reason=str(_native.why_no_autograd)),
+]
+B, T, M, H, F = 3, 7, 32, 4, 48
+
+
+@pytest.fixture(autouse=True)
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of the entry, whether it ran the layer."""
+    seen: list[bool] = []
+    enter = fused_layers._enter
+
+    def spy(*given: Any) -> Any:
+        found = enter(*given)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(fused_layers, "_enter", spy)
+    return seen
+
+
+def layer(p: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(M, H, F, p, **{"batch_first": True, **options}).train()
+
+
+def inputs(batch_first: bool = True) -> Tensor:
+    x = torch.randn(B, T, M, generator=torch.Generator().manual_seed(1))
+    return (x if batch_first else x.transpose(0, 1).contiguous()).requires_grad_()
+
+
+def gradients(model: Any, x: Tensor, **masks: Any) -> list[Tensor]:
+    """Returns the output, and the gradients of the input and of all parameters."""
+    torch.manual_seed(2)
+    y = model(x, **masks)
+    weights = torch.linspace(0.1, 1.0, M)
+    return [y, *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()])]
+
+
+def masks(kind: str) -> dict[str, Tensor]:
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[1, 5:] = True
+    causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+    found = {"src_key_padding_mask": padding, "src_mask": causal}
+    return {name: x for name, x in found.items() if kind in (name, "both")}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("mask", ["none", "src_key_padding_mask", "src_mask", "both"])
+def test_results_are_those_of_the_ops(
+    mask: str, batch_first: bool, norm_first: bool, p: float, entered: list[bool]
+) -> None:
+    """With dropout, too: both draw the same seeds."""
+    model = layer(p, batch_first=batch_first, norm_first=norm_first, activation="gelu")
+    x, given = inputs(batch_first), masks(mask)
+    ours = gradients(model, x, **given)
+    assert entered == [True]
+    with fast_path.small_size_fallback(short=False):
+        ops = gradients(model, x, **given)
+    assert not any(entered[1:])
+    wide = copy.deepcopy(model).double()
+    if p == 0.0:
+        exact = gradients(wide, x.detach().double().requires_grad_(), **given)
+        for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
+            compare(f"{index}", one, other, oracle, factor=3.0)
+    for one, other in zip(ours, ops, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients() -> None:
+    model, x = layer(activation="gelu"), inputs()
+
+    def penalty(double: bool) -> list[Tensor]:
+        own: Any = copy.deepcopy(model).double() if double else model
+        given = x.detach().double().requires_grad_() if double else x
+        with sdpa_kernel(SDPBackend.MATH):  # the only one of PyTorch's with second derivatives
+            (first,) = torch.autograd.grad(own(given).square().sum(), given, create_graph=True)
+        return [
+            *torch.autograd.grad(
+                first.square().sum(), [given, *own.parameters()], allow_unused=True
+            )
+        ]
+
+    for one, other in zip(penalty(False), penalty(True), strict=True):
+        if other is None or not other.any():
+            continue
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
+def test_checkpoints_draw_the_same_dropout(entered: list[bool]) -> None:
+    model, x = layer(0.3), inputs()
+    plain = gradients(model, x)
+    torch.manual_seed(2)
+    y = checkpoint(model, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad((y * torch.linspace(0.1, 1.0, M)).sum(), x)
+    assert all(entered)
+    assert torch.equal(y, plain[0])
+    assert torch.equal(grad, plain[1])
+
+
+def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
+    model, x = layer(), inputs()
+    every = gradients(model, x)[1:]
+    names = [name for name, _ in model.named_parameters()]
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    torch.manual_seed(2)
+    loss = (model(x.detach()) * torch.linspace(0.1, 1.0, M)).sum()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, wanted)
+    expected = every[1::2]
+    assert all(entered)
+    assert len(names[::2]) == len(found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_writes_between_forward_and_backward_are_errors() -> None:
+    model, x = layer(), inputs()
+    loss = model(x).sum()
+    with torch.no_grad():
+        model.linear1.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = model(x).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def _hooked(model: Any) -> None:
+    model.norm1.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _hooked,
+        lambda model: setattr(model, "activation", torch.tanh),
+        lambda model: model.double(),
+        lambda model: setattr(model, "norm1", torch.nn.RMSNorm(M)),
+    ],
+)
+def test_other_layers_are_composed(change: Callable[[Any], Any], entered: list[bool]) -> None:
+    model, x = layer(), inputs()
+    change(model)
+    theirs = torch.nn.TransformerEncoderLayer(M, H, F, 0.0, batch_first=True)
+    change(theirs)
+    theirs.load_state_dict(model.state_dict())
+    x = x.detach().to(next(model.parameters()).dtype).requires_grad_()
+    for one, other in zip(gradients(model, x), gradients(theirs.train(), x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not any(entered)
+
+
+def test_autocast_and_transforms_are_composed(entered: list[bool]) -> None:
+    model, x = layer(), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16 or model(x).dtype == torch.float32
+    torch.func.vmap(lambda x: model(x))(x.detach()[:, None])
+    assert not any(entered)
+
+
+def test_large_layers_are_composed(entered: list[bool]) -> None:
+    model = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True).train()
+    model(torch.randn(8, 128, 256)).sum().backward()
+    assert entered == [False]
