@@ -120,6 +120,8 @@ PyMethodDef methods[] = {
     TF_ENTRIES(TF_METHOD){
         "connect", connect, METH_VARARGS,
         "Takes the kernels of `_C`, the settings and the source of dropout's seeds."},
+    {"holds", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&holds)), METH_FASTCALL,
+     "True if all checks of a Guard hold."},
     {"bind", bind, METH_VARARGS, "Sets the functions and the limits of an op."},
     {nullptr, nullptr, 0, nullptr}};
 #undef TF_METHOD

@@ -15,6 +15,9 @@ namespace tf::autograd {
 TF_ENTRIES(TF_DECLARE_ENTRY)
 #undef TF_DECLARE_ENTRY
 
+// See guard.cpp.
+PyObject* holds(PyObject* module, Arguments given, Py_ssize_t count);
+
 // Defines an entry; exceptions of C++ become those of Python.
 #define TF_ENTRY(op, function)                                 \
   PyObject* op(PyObject*, Arguments given, Py_ssize_t count) { \

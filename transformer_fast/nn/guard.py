@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
+from .. import _native
 from .._context import function_mode_is_active, is_observed
 from .drop_in import is_patched, note_methods
 
@@ -76,6 +77,30 @@ def a_kind(module: Any) -> str:
     return f"{article} {kind.__name__}{of}"
 
 
+def _compare(
+    are: list[Any],
+    empty: list[Any],
+    classes: list[Any],
+    methods: list[Any],
+    equal: list[Any],
+    absent: Any,
+) -> bool:
+    """True if all checks of a guard hold; csrc/autograd/guard.cpp computes the same."""
+    try:
+        return (
+            all(values.get(key, absent) is expected for values, key, expected in are)
+            and not any(values.get(key, True) for values, key in empty)
+            and all(type(module) is kind for module, kind in classes)
+            and all(getattr(base, name, None) is method for base, name, method in methods)
+            and all(values == copy for values, copy in equal)
+        )
+    except (RuntimeError, ValueError):  # an attribute is another tensor, or another array
+        return False
+
+
+_holds = _compare if _native.autograd is None else _native.autograd.holds
+
+
 class Guard:
     """The state that a recipe was read from; the recipe is valid as long as the guard holds.
 
@@ -105,25 +130,8 @@ class Guard:
         """True if nothing has changed, and no hook or mode observes every module's calls."""
         if has_global_hook() or (function_mode_is_active() and is_observed()):
             return False
-        for values, key, expected in self.values:
-            if values.get(key, ABSENT) is not expected:
-                return False
-        for values, key in self.empty:
-            if values[key]:
-                return False
-        for module, kind in self.classes:
-            if type(module) is not kind:
-                return False
-        for base, name, method in self.methods:
-            if getattr(base, name, None) is not method:
-                return False
-        try:
-            for values, copy in self.equal:
-                if values != copy:
-                    return False
-        except (RuntimeError, ValueError):  # an attribute is another tensor, or another array
-            return False
-        return type(owner) is self.kind
+        lists = self.values, self.empty, self.classes, self.methods, self.equal
+        return type(owner) is self.kind and _holds(*lists, ABSENT)
 
     def value(self, values: Mapping[str, Any], key: str) -> Any:
         """Returns the value of a key, or `ABSENT`."""
