@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._context import changed, own_settings, settings, values_are_known
+from ._context import changed, is_observed, own_settings, settings, values_are_known
 from ._on_import import when_imported
 from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry
 from .ops import attention, feed_forward, layer_norm, linear
@@ -218,6 +218,8 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
+    has_entry = _native.autograd is not None and op in _ENTRIES
+    aside = ", if an entry in C++ has not taken them" if has_entry else ""
     drops = "dropout_p" in RECORDS[op]._fields
 
     def when(call: Call) -> bool:
@@ -240,7 +242,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
                 else ""
             )
             + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
-            + f", {which} gradients)",
+            + f", {which} gradients){aside}",
             limit.dtypes,
             needs_grad=needs_grad,
             when=when,
@@ -262,7 +264,7 @@ _ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
     "rms_norm": (1 << 18, None, layer_norm.gradients_again),
     "add_rms_norm": (1 << 18, None, layer_norm.gradients_again),
     "linear": (1 << 22, LINEAR, linear.products),
-    "feed_forward": (1 << 22, FEED_FORWARD, feed_forward.gradients_again),
+    "feed_forward": (1 << 23, FEED_FORWARD, feed_forward.gradients_again),
     "attention": (1 << 22, None, attention.gradients_again),
 }
 #: The dtypes of kernels, numbered as Element in csrc/types.h.
@@ -313,6 +315,7 @@ if _native.autograd is not None:
         own_settings,
         settings,
         partial(draw_seed, torch.device("cpu")),
+        is_observed,
     )
     when_imported("torch._dynamo", _trace_entries)
 
