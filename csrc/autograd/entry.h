@@ -72,6 +72,9 @@ struct Settings {
 };
 Settings current_settings();
 
+// True if a `TorchFunctionMode` of a user is active, which must see PyTorch's functions.
+bool is_observed();
+
 // True if no mode, transform, tracer or autocast is active on this thread. All of them change the
 // dispatch keys that the thread includes or excludes, as does inference mode.
 inline bool is_plain_state() {
@@ -84,7 +87,7 @@ inline bool is_plain_state() {
     excluded = excluded | c10::autograd_dispatch_keyset;
   }
   return keys.included_ == included && keys.excluded_ == excluded &&
-         !at::impl::torch_function_mode_enabled();
+         !(at::impl::torch_function_mode_enabled() && is_observed());
 }
 
 // The keys of a strided CPU tensor whose memory alone describes it: of no subclass, not conjugated,

@@ -392,7 +392,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     return {results[0], results[1], results[2], results[3], results[4]};
   }
   const Rows dy = as_rows(grad), x = as_rows(input);
-  const Matrix w1 = weight1, w2 = weight2;
+  const Matrix w1 = Matrix(weight1).adjacent(), w2 = Matrix(weight2).adjacent();
   FeedForwardBackwardArgs call{.type = element_of(input),
                                .grad = dy.data,
                                .x = x.data,

@@ -36,7 +36,8 @@ const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
 }
 
 // Packs W (n, k) into panels; if transposed, W^T, given W (k, n).
-void pack(const LinearKernels& kernels, const Matrix& w, bool transposed, void* place) {
+void pack(const LinearKernels& kernels, const Matrix& weight, bool transposed, void* place) {
+  const Matrix w = weight.adjacent();
   const int64_t n = transposed ? w.columns : w.rows, k = transposed ? w.rows : w.columns;
   const auto run = transposed ? kernels.pack_transposed : kernels.pack;
   const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
@@ -202,8 +203,9 @@ void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
 // The same with a weight that is packed for this call only, panel by panel.
 void run_panels(const LinearKernels& kernels, LinearArgs args, const Matrix& weight,
                 bool transposed) {
-  args.weight = weight.data;
-  args.weight_stride = weight.stride;
+  const Matrix w = weight.adjacent();
+  args.weight = w.data;
+  args.weight_stride = w.stride;
   args.transposed = transposed;
   run_panels(kernels, args);
 }
@@ -226,7 +228,7 @@ const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor
 }
 
 bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= direct_rows(weight.type, weight.numel());
+  return !packed && m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
 }
 
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
@@ -277,7 +279,7 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
 }
 
 bool is_small_m_backward(const Matrix& weight, int64_t m) {
-  return weight.type == Element::float32 && m <= kSmallM;
+  return weight.type == Element::float32 && m <= kSmallM && weight.is_adjacent;
 }
 
 namespace {
@@ -523,7 +525,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     return {grad_input, grad_weight, grad_bias};
   }
   const Rows dy = as_rows(grad), x = as_rows(input);
-  const Matrix w = weight;
+  const Matrix w = want_input ? Matrix(weight).adjacent() : weight;
   std::optional<Tensor> z;
   if (activation != 0) {
     STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");

@@ -39,28 +39,37 @@ struct Panels {
   }
 };
 
-// A matrix in memory with adjacent columns; a tensor of another order is copied.
+// A matrix, of a tensor or in memory that the caller keeps.
 struct Matrix {
+  // In memory, columns adjacent.
   Matrix(Element type, const void* data, int64_t rows, int64_t columns, int64_t stride)
       : type(type), data(data), rows(rows), columns(columns), stride(stride) {}
-  Matrix(const Tensor& tensor) : rows(tensor.size(0)), columns(tensor.size(1)) {
-    const Rows given = as_rows(tensor);
-    type = element_of(tensor);
-    data = given.data;
-    stride = given.stride;
-    owner = given.owner;
-  }
+  Matrix(const Tensor& tensor)
+      : type(element_of(tensor)),
+        data(tensor.const_data_ptr()),
+        rows(tensor.size(0)),
+        columns(tensor.size(1)),
+        stride(tensor.stride(0)),
+        is_adjacent(columns <= 1 || tensor.stride(1) == 1),
+        owner(tensor) {}
 
   int64_t numel() const { return rows * columns; }
+  // The matrix itself, or a copy with adjacent columns.
+  Matrix adjacent() const { return is_adjacent ? *this : Matrix(as_contiguous(*owner)); }
   // Rows [begin, begin + count).
   Matrix part(int64_t begin, int64_t count) const {
+    if (!is_adjacent) {
+      Tensor whole = *owner;
+      return torch::stable::narrow(whole, 0, begin, count);
+    }
     return {type, offset_ptr(data, type, begin * stride), count, columns, stride};
   }
 
   Element type;
   const void* data;
-  int64_t rows, columns, stride;
-  std::optional<Tensor> owner;  // of the memory; none if the caller keeps it
+  int64_t rows, columns, stride;  // between rows, in elements
+  bool is_adjacent = true;        // columns
+  std::optional<Tensor> owner;    // none if the caller keeps the memory
 };
 
 // Number of columns of a panel.
