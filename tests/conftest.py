@@ -83,9 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     `thorough`: the cases beyond the first percentage of a test's `sampled` mark, and all instruction
     sets between the lowest and the best. The first case of every test and backend runs, unless the
     percentage is 0.
-    `exhaustive`: the cases beyond the second percentage. The first case of every test, op, backend
-    and instruction set always runs. The golden ratio spreads the others evenly over every parameter,
-    whatever its period in the order of cases.
+    `exhaustive`: the cases beyond the second percentage, and those with that mark. Of the others the
+    first case of every test, op, backend and instruction set always runs. The golden ratio spreads
+    the rest evenly over every parameter, whatever its period in the order of cases.
     """
     cases: Counter[tuple[str, ...]] = Counter()
     for item in items:
@@ -99,7 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = item.nodeid.partition("[")[0], *emulated
         each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", INT8_ISAS)
         some, most = (min(column) for column in zip(*percents, strict=True))
-        exhaustive = cases[each] * _GOLDEN % 1.0 * 100 >= most
+        exhaustive = item.get_closest_marker("exhaustive") is not None
+        exhaustive |= cases[each] * _GOLDEN % 1.0 * 100 >= most
         if exhaustive:
             item.add_marker(pytest.mark.exhaustive)
         if exhaustive or between or cases[test] * _GOLDEN % 1.0 * 100 >= some:

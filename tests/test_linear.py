@@ -176,7 +176,9 @@ ROWS = {
 
 def trained_linear(dtype: torch.dtype) -> Iterator[Call]:
     sizes = ((64, 96), (70, 300), (129, 1), (1, 65), (33, 90), (75, 31))
-    for rows, (inputs, outputs) in itertools.product(ROWS[dtype], sizes):
+    # Each number of rows with every other size.
+    every = ((rows, size) for i, rows in enumerate(ROWS[dtype]) for size in sizes[i % 2 :: 2])
+    for rows, (inputs, outputs) in every:
         name, d = f"{rows}, {inputs}, {outputs}", drawing(dtype)
         activation = ACTIVATIONS[1 + rows % 4]
         yield name, linear(rows, inputs, outputs, activation, dtype=dtype)
@@ -192,7 +194,9 @@ def trained_linear(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def trained_network(dtype: torch.dtype) -> Iterator[Call]:
-    for rows, activation, p in itertools.product(ROWS[dtype], ACTIVATIONS[1:], (0.0, 0.3)):
+    every = itertools.product(enumerate(ROWS[dtype]), enumerate(ACTIVATIONS[1:]))
+    for (i, rows), (j, activation) in every:
+        p = (0.0, 0.3)[(i + j) % 2]
         arguments = feed_forward(rows, 70, 130, activation, 33, p, dtype)
         yield f"{rows}, {activation}, {p}", arguments
     if dtype == torch.bfloat16:

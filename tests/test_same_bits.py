@@ -56,7 +56,7 @@ def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
     return make(Draw(target.dtype, "cpu", torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, 60)
 @pytest.mark.parametrize("target", NATIVE)
 def test_results_do_not_depend_on_the_number_of_threads(target, threads):
     for arguments in large(target):
@@ -73,7 +73,7 @@ def test_repeated_calls_are_bitwise_equal(target):
             assert same_bits(first, second), case.name
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, 60)
 @pytest.mark.parametrize("target", NATIVE)
 def test_scratch_memory_of_earlier_calls_is_not_read(target):
     """Scratch memory is reused between calls; here a larger call has filled it with NaN."""

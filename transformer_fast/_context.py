@@ -155,8 +155,9 @@ _SUPPORT_OPERATORS = frozenset(
 # Tracers, modes and transforms. Each name is one call; those of `torch._C` take about 70 ns.
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing = torch._C._is_tracing
-#: Nearly always False: hot paths evaluate it before `is_observed`.
-function_mode_is_active = torch._C._is_torch_function_mode_enabled
+#: Length of the stack of function modes, nearly always 0: hot paths evaluate it before `is_observed`.
+#: Dynamo of PyTorch 2.10 cannot trace `_is_torch_function_mode_enabled`.
+function_mode_is_active = torch._C._len_torch_function_stack
 #: Length of the stack of dispatch modes, those of FakeTensorMode and make_fx included.
 dispatch_modes = torch._C._len_torch_dispatch_stack
 #: True within torch.func's transforms.
@@ -208,7 +209,7 @@ def is_observed() -> bool:
     PyTorch's own modes (default device, tracers) do not count: they work with operators. No mode counts
     if a backend is named or in strict mode, which require kernels.
     """
-    if not function_mode_is_active() or is_compiling():
+    if is_compiling() or not torch._C._is_torch_function_mode_enabled():
         return False
     if settings.current.backend is not None or settings.current.strict:
         return False

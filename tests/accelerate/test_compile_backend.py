@@ -164,7 +164,8 @@ def test_norm_of_equal_values_is_finite() -> None:
 def test_annotated_norms_run_on_the_kernels(residual: torch.Tensor | None) -> None:
     x, weight, bias = torch.randn(B, T, 512, requires_grad=True), torch.ones(512), torch.zeros(512)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    # Without `acc_events` PyTorch 2.10 warns.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         if residual is None:
             y = annotated_layer_norm(x, weight, bias, 1e-6, True)
         else:

@@ -117,6 +117,7 @@ def labels_of(inputs: dict[str, Tensor], padding: int, labels: int = 3) -> dict[
     return {**inputs, "labels": found.masked_fill(mask == 0, padding)}
 
 
+@pytest.mark.sampled(40, 60)
 @pytest.mark.parametrize("padding", [-100, 0])
 @pytest.mark.parametrize("task", ["TokenClassification", "MaskedLM"])
 @pytest.mark.parametrize("family", FAMILIES)

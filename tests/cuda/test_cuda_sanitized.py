@@ -220,7 +220,7 @@ def test_gpu_instructions_match_their_definition(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done
 
 
-@pytest.mark.sampled(100, 30)  # each program takes a compiler many seconds
+@pytest.mark.sampled(100, 15)  # each program takes a compiler many seconds
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_caught(name, tmp_path):
     sanitizer, file, before, after, said = PLANTED[name]
