@@ -28,18 +28,18 @@ FOLDER = Path(__file__).parent / "results"
 
 _TUPLES = {"time": Summary, "vs_reference": Ratio, "vs_torch": Ratio}
 
-_ROUNDED = (
-    *("error", "error_ratio", "roof_share", "split_share"),
-    *("flops", "useful_flops", "bytes"),
-)
-
 
 class ResultsError(ValueError):
     """Raised for a file that is not a result file."""
 
 
-def _short(value: float | None, digits: int) -> float | None:
-    return None if value is None else float(f"{value:.{digits}g}")
+def _rounded(value: Any) -> Any:
+    """Returns the value with five significant digits in all its floats."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
@@ -47,12 +47,9 @@ def row_to_json(row: Row) -> dict[str, Any]:
     found = asdict(row)
     for name in _TUPLES:
         value = getattr(row, name)
-        found[name] = value and {k: _short(v, 5) for k, v in value._asdict().items()}
-    for name in _ROUNDED:
-        found[name] = _short(found[name], 4)
-    found["samples"] = [_short(1e6 * sample, 5) for sample in row.samples]
-    found["scores"] = {k: _short(v, 5) for k, v in row.scores.items()}
-    return {k: v for k, v in found.items() if v not in (None, [], {})}
+        found[name] = value and value._asdict()
+    found["samples"] = [1e6 * sample for sample in row.samples]
+    return {k: _rounded(v) for k, v in found.items() if v not in (None, [], {})}
 
 
 def row_from_json(found: dict[str, Any]) -> Row:

@@ -36,7 +36,7 @@ from transformer_fast.measure.cases import (
 )
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
-from . import Directions, Scope, lengths, quantised, spread_biases, suite_of
+from . import Directions, Scope, accelerated, lengths, spread_biases, suite_of
 
 _SIZE = Size()
 
@@ -131,7 +131,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     stack = _Stack(theirs).eval().requires_grad_(False)
     eager = f"{EAGER}, float32"
     candidates = [
-        Candidate(ACCELERATED, padded(quantised(theirs))),
+        Candidate(ACCELERATED, padded(accelerated(theirs, quantize="int8"))),
         Candidate("transformer_fast.nn, float32", padded(ours)),
         Candidate(eager, with_fast_path(padded(theirs), False), ours=False),
         *(
@@ -472,7 +472,7 @@ def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     inputs = scope.tokens(3, case.vocabulary, case.batch, case.length)
     plain = "transformer_fast.nn, float32"
     candidates = [
-        Candidate(ACCELERATED, cached(quantised(theirs), case.new)),
+        Candidate(ACCELERATED, cached(accelerated(theirs, quantize="int8"), case.new)),
         Candidate(plain, cached(ours, case.new)),
         *scope.offered("decode_int8", theirs, inputs[0][0], case.new),
     ]

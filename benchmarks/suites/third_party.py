@@ -37,7 +37,7 @@ from transformer_fast.measure.cases import (
 )
 
 from ..peers import compiled_steps
-from . import Maker, Scope, spread_biases, suite_of
+from . import Maker, Scope, accelerated, spread_biases, suite_of
 from .models import ACCELERATED, EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
 
 REWRITTEN, NN = "rewritten", "transformer_fast.nn"
@@ -47,13 +47,6 @@ def rewritten(model: nn.Module) -> Callable[..., Tensor]:
     """Compiles the model by our torch.compile backend."""
     torch._dynamo.reset()  # otherwise the same code reaches Dynamo's recompilation limit
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
-
-
-def accelerated(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model, converted by `accelerate`."""
-    model = copy.deepcopy(model)
-    transformer_fast.accelerate(model)
-    return model
 
 
 # A Transformer written by hand in plain PyTorch: four Linears per attention, masks that are 0 where
