@@ -168,7 +168,7 @@ def test_damaged_and_foreign_files_are_ignored_with_a_sentence(damage):
     DAMAGE[damage](path)
     found, problem = proof.read(MACHINE)
     assert found is None
-    assert problem.startswith(f"{path} is ignored, since it is ")
+    assert problem.startswith(f"{path} is ignored")
     assert problem.endswith(f"; `{proof.COMMAND}` replaces it")
     assert damage != "an older format" or "of format 4 and this version's is 5" in problem
 
@@ -219,7 +219,8 @@ def test_validated_faster_kernels_are_selected(triton):
         call(needs_grad=True): "it could not be timed on this machine (bfloat16, up to 64 rows, "
         "with gradients: no memory)",
         call(rows=65): "no call like this one was measured on this machine (bfloat16, up to 1024 "
-        f"rows); `python -m transformer_fast prove` measures most, in {proof.DURATION}",
+        "rows), so PyTorch's op is preferred; `python -m transformer_fast prove` measures most, in "
+        f"{proof.DURATION}",
     }
     for other, why in expected.items():
         assert select(other).backend == "torch"
@@ -694,7 +695,7 @@ def test_compare_records_the_common_classes(comparing, capsys, triton):
     table = [line.split() for line in shown.splitlines()]
     [row] = [line for line in table if "triton" in line and "*" in line and line[0] != "*:"]
     assert {"1.0e-03", "0.500x", "10.0", "2.00x"} <= set(row)
-    assert "2 of 3 verdicts are right and faster than PyTorch" in shown
+    assert "2 of 3 tested kernel cases are correct and faster than PyTorch" in shown
     assert "right in all 3; " in shown
     assert verdicts_of_file() == set(found)
     # The dispatcher uses the kernel for the measured classes only.

@@ -240,7 +240,7 @@ def prove(
         or len(modules) != len(seen)
         or any(value is not None for value in rest)
     ):
-        return "it is not four to seven linear maps and one or two layer norms"
+        return "it does not have the parts of an encoder layer: 4 to 7 linear layers, 1 or 2 norms"
     if {*tensors_of(layer).values()} != {x for m in modules for x in tensors_of(m).values()}:
         # Changed values of these parameters must change the result, whatever the values are now.
         return "it has parameters or buffers besides those of its linear maps and layer norms"
@@ -252,7 +252,7 @@ def prove(
     inner = steps.projections({module: y for module, y in seen if module in maps})
     if not inner:
         scaled = "rotated and scaled" if rotation else "scaled"
-        return f"its queries, keys and values are not linear maps, {scaled} by 1 / sqrt(D)"
+        return f"its queries, keys and values are not linear projections, {scaled} by 1 / sqrt(D)"
     last, *network = [module for module in maps if module not in inner]
     orders = [network]
     if len(network) == 3:  # gate, up and second, or up first
@@ -265,7 +265,7 @@ def prove(
         for one in steps.agreeing(first, parts)
     ]
     if len(found) != 1:
-        return "it computes neither formula of an encoder layer"
+        return "its output matches neither a pre-norm nor a post-norm encoder layer"
     parts, norm_first, is_gated, activation = found[0]
     names = {module: name for name, module in layer.named_modules()}
     return Formula(
