@@ -137,18 +137,6 @@ def taken(suite: dict[str, Any]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def commits_behind(when: str) -> int | None:
-    """Returns how many commits have changed the CPU kernels since results of this date and commit.
-
-    None if this is unknown: the commit is no ancestor of this checkout's, or there is no checkout.
-    """
-    commit = when.partition(", ")[2].removesuffix("+")
-    if not commit or machine.git("merge-base", "--is-ancestor", commit, "HEAD") is None:
-        return None
-    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc/cpu")
-    return None if count is None else int(count)
-
-
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     """Groups the rows by (op, case), in their order."""
     groups: dict[tuple[str, str], list[Row]] = {}
