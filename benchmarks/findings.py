@@ -108,11 +108,6 @@ def write(path: Path, suites: dict[str, Any], partial: bool = False) -> None:
     path.write_text(_text(before | suites), encoding="utf-8")
 
 
-def files(folder: Path = FOLDER) -> list[Path]:
-    """Returns all result files, sorted by name: a machine's own before those of a forced ISA."""
-    return sorted(folder.glob("*.json"), key=lambda path: path.stem)
-
-
 class Finding(NamedTuple):
     """One case: the row of the dispatcher's choice, compared with the fastest other candidate."""
 
@@ -237,7 +232,8 @@ def is_scaling(suite: str) -> bool:
 def machines(folder: Path = FOLDER) -> list[Machine]:
     """Returns the machines of a folder; a machine's scaling file is merged with its other file."""
     found: dict[str, dict[str, Any]] = {}
-    for path in files(folder):
+    # A machine's own file comes before those of a forced ISA.
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         slug = path.stem.removesuffix("-scaling")
         found[slug] = found.get(slug, {}) | read(path)
     return [Machine(slug, suites) for slug, suites in found.items() if suites]

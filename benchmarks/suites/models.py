@@ -450,7 +450,9 @@ def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
         Candidate(EAGER, None if too_long else eager, too_long, ours=False),
         *scope.offered("decode", theirs, inputs[0][0], new),
     ]
-    flops = flops_of(theirs.logits, *inputs[0][0], torch.full((batch, new), START, device=scope.device))
+    flops = flops_of(
+        theirs.logits, *inputs[0][0], torch.full((batch, new), START, device=scope.device)
+    )
     # The decoder's weights are read once per token, the encoder's once.
     each = parameter_bytes(theirs.decoder) + parameter_bytes(theirs.output)
     work = flops, flops, parameter_bytes(theirs.encoder) + new * each
