@@ -28,18 +28,18 @@ FOLDER = Path(__file__).parent / "results"
 
 _TUPLES = {"time": Summary, "vs_reference": Ratio, "vs_torch": Ratio}
 
-_ROUNDED = (
-    *("error", "error_ratio", "roof_share", "split_share"),
-    *("flops", "useful_flops", "bytes"),
-)
-
 
 class ResultsError(ValueError):
     """Raised for a file that is not a result file."""
 
 
-def _short(value: float | None, digits: int) -> float | None:
-    return None if value is None else float(f"{value:.{digits}g}")
+def _rounded(value: Any) -> Any:
+    """Returns the value with five significant digits in all its floats."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
@@ -47,12 +47,9 @@ def row_to_json(row: Row) -> dict[str, Any]:
     found = asdict(row)
     for name in _TUPLES:
         value = getattr(row, name)
-        found[name] = value and {k: _short(v, 5) for k, v in value._asdict().items()}
-    for name in _ROUNDED:
-        found[name] = _short(found[name], 4)
-    found["samples"] = [_short(1e6 * sample, 5) for sample in row.samples]
-    found["scores"] = {k: _short(v, 5) for k, v in row.scores.items()}
-    return {k: v for k, v in found.items() if v not in (None, [], {})}
+        found[name] = value and value._asdict()
+    found["samples"] = [1e6 * sample for sample in row.samples]
+    return {k: _rounded(v) for k, v in found.items() if v not in (None, [], {})}
 
 
 def row_from_json(found: dict[str, Any]) -> Row:
@@ -111,11 +108,6 @@ def write(path: Path, suites: dict[str, Any], partial: bool = False) -> None:
     path.write_text(_text(before | suites), encoding="utf-8")
 
 
-def files(folder: Path = FOLDER) -> list[Path]:
-    """Returns all result files, sorted by name: a machine's own before those of a forced ISA."""
-    return sorted(folder.glob("*.json"), key=lambda path: path.stem)
-
-
 class Finding(NamedTuple):
     """One case: the row of the dispatcher's choice, compared with the fastest other candidate."""
 
@@ -138,18 +130,6 @@ def taken(suite: dict[str, Any]) -> dict[str, int]:
     last = machine.taken(suite["machine"])
     counts = Counter(rows[0].taken or last for rows in by_case(suite["rows"]).values())
     return dict(sorted(counts.items()))
-
-
-def commits_behind(when: str) -> int | None:
-    """Returns how many commits have changed the CPU kernels since results of this date and commit.
-
-    None if this is unknown: the commit is no ancestor of this checkout's, or there is no checkout.
-    """
-    commit = when.partition(", ")[2].removesuffix("+")
-    if not commit or machine.git("merge-base", "--is-ancestor", commit, "HEAD") is None:
-        return None
-    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc/cpu")
-    return None if count is None else int(count)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -252,7 +232,8 @@ def is_scaling(suite: str) -> bool:
 def machines(folder: Path = FOLDER) -> list[Machine]:
     """Returns the machines of a folder; a machine's scaling file is merged with its other file."""
     found: dict[str, dict[str, Any]] = {}
-    for path in files(folder):
+    # A machine's own file comes before those of a forced ISA.
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         slug = path.stem.removesuffix("-scaling")
         found[slug] = found.get(slug, {}) | read(path)
     return [Machine(slug, suites) for slug, suites in found.items() if suites]

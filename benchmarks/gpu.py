@@ -2,11 +2,10 @@
 
 Stages, always in this order, within ``--seconds`` in total:
 
-    env      records GPU, driver, clocks, torch, Triton, nvcc
+    env      records GPU, driver, torch, Triton, nvcc
     warm     compiles the Triton kernels, in one process per CPU
-    smoke    checks each op, backend and dtype in a process of its own, in 20 seconds
-    parity   checks every case of `specs.gpu.GPU_CASES`, forward and gradients, against fp64
-    bench    times our kernels, PyTorch's and others', on the device and on the host
+    bench    checks every case of `specs.gpu` against fp64, forward and gradients, and times our
+             kernels, PyTorch's and others', on the device and on the host
     tune     times other tiles than those of `backends.triton.config`, case by case
 
 The file is replaced after every result, so that a killed run keeps its results. Work for which the
@@ -18,11 +17,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import itertools
 import json
 import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -36,10 +32,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import collect_env
 
 from transformer_fast import _native, dispatch, proof
 from transformer_fast._console import bullets, output, progress, until_interrupted
-from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine
 from transformer_fast.measure.accuracy import unchecked
@@ -47,7 +43,7 @@ from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
 from transformer_fast.measure.device import OUT_OF_TIME, lines_of
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import BENCH_CASES, COMMON, GPU_CASES, GpuCase
+from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.testing import call_of
 
 from . import peers
@@ -67,9 +63,9 @@ _CASES: dict[tuple[str, str], GpuCase] = {
 class Session:
     """One run: its time budget, its result file, and its worker processes."""
 
-    def __init__(self, seconds: float, path: Path, jobs: int | None) -> None:
+    def __init__(self, seconds: float, path: Path) -> None:
         self.until = time.monotonic() + seconds
-        self.path, self.jobs = path, jobs
+        self.path = path
         self.stages: dict[str, dict[str, Any]] = {}
         self._content = {
             "format": FORMAT,
@@ -83,10 +79,6 @@ class Session:
         self._planned = 0
         #: Called with the numbers of finished and planned jobs of a stage.
         self.changed: Callable[[int, int], object] = lambda done, planned: None
-
-    def processes(self, memory: int = on_device.CHECK_BYTES) -> int:
-        """Returns the number of concurrent processes that use ``memory`` bytes of the GPU each."""
-        return self.jobs or on_device.most_processes(memory)
 
     def _write(self, stage: str, kind: str, entries: Iterable[Item]) -> None:
         with self._lock:
@@ -149,19 +141,6 @@ def _command(stage: str, items: Sequence[Item]) -> list[str]:
 def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
     """Deals the items round-robin to ``hands`` groups, so that the first items are run first."""
     return [group for i in range(hands) if (group := items[i::hands])]
-
-
-def _checks(first_and_last: bool) -> list[list[Item]]:
-    groups = []
-    for dtype, op in itertools.product(on_device.DTYPES, COMMON):
-        cases = on_device.cases_of(op)
-        if first_and_last:
-            cases = [cases[0], cases[-1]]
-        for kernel in dispatch.kernels(op):
-            if kernel.backend in BACKENDS:
-                known = {"op": op, "backend": kernel.backend, "dtype": str(dtype)[6:]}
-                groups.append([{**known, "case": case.name} for case in cases])
-    return groups
 
 
 def _dropout_p(call: dispatch.Call) -> float:
@@ -234,7 +213,7 @@ def _warm(session: Session) -> None:
         from transformer_fast.backends.triton import compile_ahead
 
         items += [{"compiled": case.name} for case in compile_ahead.cases()]
-    jobs = session.processes(on_device.CONTEXT_BYTES)
+    jobs = on_device.most_processes(on_device.CONTEXT_BYTES)
     session.do("warm", _dealt(items, jobs), jobs)
 
 
@@ -243,7 +222,7 @@ def _tune(session: Session) -> None:
     now = time.monotonic()
     half = now + 0.5 * (session.until - now)
     items = tune_items()
-    jobs = session.processes()
+    jobs = on_device.most_processes(on_device.CHECK_BYTES)
     tried = session.do("tune", _dealt(items, jobs), jobs, half)
     right = [item for item in tried if item.get("result") == "right"]
     timed: dict[str, Item] = {}
@@ -258,14 +237,6 @@ def _tune(session: Session) -> None:
 # Work of a subprocess.
 
 
-def _output_of(*command: str) -> str | None:
-    """Returns the output of a program, or None if it is not installed or fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
 def environment(item: Item, device: torch.device, clock: Clock) -> Item:
     found: Item = machine.describe(device)
     if device.type == "cuda":
@@ -274,10 +245,7 @@ def environment(item: Item, device: torch.device, clock: Clock) -> Item:
         found["multiprocessors"] = properties.multi_processor_count
         found["memory"] = properties.total_memory
         found["l2"] = properties.L2_cache_size
-        found["cudnn"] = torch.backends.cudnn.version()
-    fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
-    found["nvidia-smi"] = _output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
-    found["nvcc"] = (_output_of("nvcc", "--version") or "").splitlines()[-1:]
+    found["system"] = collect_env.get_env_info()._asdict()
     found["peers"] = peers.versions([PEERS["flex_attention"], PEERS["liger"]])
     return found
 
@@ -291,33 +259,9 @@ def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:
     return f"{compile_ahead.warm(case, config.architecture(device))} kernels"
 
 
-def _kernel(op: str, backend: str) -> Kernel:
-    return next(kernel for kernel in dispatch.kernels(op) if kernel.backend == backend)
-
-
-def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
-    """Returns the reason why the kernel cannot be checked in this call, or None."""
-    if kernel.backend == "torch" and not call.tensors[0].is_cpu:  # type: ignore[union-attr]
-        return unchecked(_dropout_p(call))
-    return "; ".join(dispatch.why_not(kernel, call)) or None
-
-
 def _trial(item: Item, gradients: bool, device: torch.device) -> on_device.Trial:
     case, dtype = _CASES[item["op"], item["case"]], getattr(torch, item["dtype"])
     return on_device.Trial(case, dtype, gradients, device)
-
-
-def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
-    """Checks forward and gradients; each is "right", "refused: ..." or "wrong: ..."."""
-    kernel, found = _kernel(item["op"], item["backend"]), {}
-    for gradients in (False, True) if _CASES[item["op"], item["case"]].gradients else (False,):
-        trial = _trial(item, gradients, device)
-        with torch.set_grad_enabled(gradients):
-            refused = _reasons(kernel, trial.call)
-        wrong = None if refused else trial.check(trial.work(kernel.run))[1]
-        outcome = f"refused: {refused}" if refused else f"wrong: {wrong}" if wrong else "right"
-        found["gradients" if gradients else "forward"] = outcome
-    return found
 
 
 _SDPA = {
@@ -386,7 +330,8 @@ def tune(item: Item, device: torch.device, clock: Clock) -> Any:
     from transformer_fast.backends.triton import config
 
     trial = _trial(item, item["gradients"], device)
-    work = trial.work(_kernel(trial.op, "triton").run)
+    (kernel,) = (one for one in dispatch.kernels(trial.op) if one.backend == "triton")
+    work = trial.work(kernel.run)
 
     def using(tile: Sequence[int] | None) -> Call:
         def call(number: int) -> Any:
@@ -416,8 +361,6 @@ class Stage(NamedTuple):
 STAGES = {
     "env": Stage(60.0, lambda session: session.do("env", [[{}]], 1), environment),
     "warm": Stage(180.0, _warm, compile_share),
-    "smoke": Stage(20.0, lambda s: s.do("smoke", _checks(True), s.processes()), check),
-    "parity": Stage(120.0, lambda s: s.do("parity", _checks(False), s.processes()), check),
     "bench": Stage(150.0, lambda session: session.do("bench", [bench_items()], 1), bench),
     "tune": Stage(60.0, _tune, tune),
 }
@@ -457,8 +400,6 @@ def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
         problems = []
         if "problem" in entry:
             problems = [entry["problem"]]
-        elif stage in ("smoke", "parity"):
-            problems = [v for v in entry["result"].values() if v.startswith("wrong")]
         elif stage == "bench":
             problems = [v["why_not"] for v in entry["result"].values() if v.get("wrong")]
         found += [f"{stage}, {job}: {one}" for one in problems]
@@ -478,11 +419,6 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", type=Path, default=Path("gpu.json"), help="result file (gpu.json)"
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        help="concurrent processes, except for timing (default: by CPUs and GPU memory)",
-    )
     # Internal option of the subprocesses.
     parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
     return parser
@@ -496,7 +432,7 @@ def run(options: argparse.Namespace) -> int:
     if options.alone:
         stage, items = options.alone
         return alone(stage, json.loads(items), torch.device("cuda", torch.cuda.current_device()))
-    session = Session(options.seconds, options.json, options.jobs)
+    session = Session(options.seconds, options.json)
     console = output()
     problems: list[str] = []
     with progress() as bar:
@@ -530,8 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [stage for stage in options.stages if stage not in STAGES]:
         parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
-    if options.seconds <= 0 or (options.jobs is not None and options.jobs < 1):
-        parser.error("--seconds and --jobs must be above 0")
+    if options.seconds <= 0:
+        parser.error("--seconds must be above 0")
     return until_interrupted(run, options)
 
 

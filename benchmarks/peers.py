@@ -34,14 +34,14 @@ import importlib.util
 import io
 import logging
 import math
-import multiprocessing
 import shutil
 import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.managers import BaseManager
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -147,21 +147,12 @@ def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candida
     return found
 
 
-class _Made:
-    """The object in the process of a `Remote`."""
-
-    def make(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
-        self.run = make(*arguments)
-
-    def call(self, *arguments: Any) -> Any:
-        return self.run(*arguments)
+def _keep(make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
+    _keep.run = make(*arguments)  # type: ignore[attr-defined]
 
 
-class _Manager(BaseManager):
-    """Starts a process, which ends with the manager."""
-
-
-_Manager.register("made", _Made)
+def _call(*arguments: Any) -> Any:
+    return _keep.run(*arguments)  # type: ignore[attr-defined]
 
 
 class Remote:
@@ -175,14 +166,14 @@ class Remote:
     """
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
-        self._manager: Any = _Manager(ctx=multiprocessing.get_context("spawn"))
         # The process ignores Ctrl-C, because the parent ends it.
-        self._manager.start(signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        self._made = self._manager.made()
-        self._made.make(make, arguments)
+        self._pool = ProcessPoolExecutor(
+            1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        )
+        self._pool.submit(_keep, make, arguments).result()
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._made.call(*arguments)
+        return self._pool.submit(_call, *arguments).result()
 
 
 def beyond_attention(arguments: Arguments) -> str | None:
@@ -258,48 +249,37 @@ class Frozen(Peer):
     def why_not(self) -> str | None:
         return PEERS["torch_compile"].why_not()
 
-    def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
-        """``adapt``: None for a model of torch.nn."""
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
         if next(model.parameters()).device.type != "cpu":
             return "its settings are for the CPU"
-        from torch._inductor import config
-
-        torch._dynamo.reset()
-        run = torch.compile(model, dynamic=False, **self.options)
-        done = False
-
-        def forward(*arguments: Any) -> Any:
-            nonlocal done
-            if done:
-                return run(*arguments)
-            # Dynamo reads the setting `freezing` itself, so options of torch.compile do not suffice.
-            with config.patch(self.settings), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
-                done = True
-                return run(*arguments)
-
-        return adapt(forward) if adapt is not None else with_fast_path(forward, False)
+        return adapt(self.compiled(model))
 
     def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
-        return self.hand_written(layer)
+        return self.hand_written(layer, lambda run: with_fast_path(run, False))
 
     encoder = transformer = encoder_layer
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision == "int8":
             return None
-        return self.compiled(in_precision(module, precision), examples)
+        return with_fast_path(self.compiled(in_precision(module, precision), examples), False)
 
-    def compiled(self, module: nn.Module, examples: Examples) -> Callable[..., Any]:
+    def compiled(self, module: nn.Module, examples: Examples = ()) -> Callable[..., Any]:
         """Compiles with dynamic shapes if those of the examples differ."""
         from torch._inductor import config
 
         torch._dynamo.reset()
-        run = torch.compile(module, dynamic=varied(examples), **self.options)
+        dynamic, done = varied(examples), False
+        run = torch.compile(module, dynamic=dynamic, **self.options)
 
         def forward(*arguments: Any) -> Any:
-            # In effect for all calls, since further shapes may be compiled later.
-            with config.patch(self.settings), fast_path(False), warnings.catch_warnings():
+            nonlocal done
+            if done and not dynamic:
+                return run(*arguments)
+            done = True
+            # Dynamo reads the setting `freezing` itself, so options of torch.compile do not suffice.
+            # With dynamic shapes they are in effect for all calls, which may compile further shapes.
+            with config.patch(self.settings), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
                 return run(*arguments)
 
@@ -379,7 +359,7 @@ class Zentorch(Frozen):
             return f"it cannot be limited to {name}"
         return super().why_not()
 
-    def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
         importlib.import_module("zentorch")
         return super().hand_written(model, adapt)
 
@@ -387,7 +367,7 @@ class Zentorch(Frozen):
         importlib.import_module("zentorch")
         if precision != "int8":
             return super().module(module, examples, precision)
-        return self.compiled(_with_zentorch_int8(module), examples)
+        return with_fast_path(self.compiled(_with_zentorch_int8(module), examples), False)
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "attention":
@@ -427,7 +407,7 @@ class TorchAo(Peer):
         module = copy.deepcopy(module)
         quantize_(module, Int8DynamicActivationInt8WeightConfig())
         inductor: Any = PEERS["inductor_tuned"]
-        return inductor.compiled(module, examples)
+        return with_fast_path(inductor.compiled(module, examples), False)
 
 
 class QuantizeDynamic(Peer):

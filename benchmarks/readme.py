@@ -75,10 +75,6 @@ _SPELLED = {
         "tutorial model, 2+2 layers, d_model 64, 20 tokens"
     ),
     "encoder_layer (1,32), int8": "one encoder layer, 32 tokens, int8",
-    "encoder 6 layers, (1,32), int8": "six encoder layers, 32 tokens, int8",
-    "encoder_layer (8,128), 65% real, bfloat16": (
-        "one encoder layer, 8 x 128 tokens with padding, bfloat16"
-    ),
     "layer_norm 32x512 with gradients, bfloat16": (
         "LayerNorm of 32 rows, forward and backward, bfloat16"
     ),

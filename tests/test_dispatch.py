@@ -202,7 +202,9 @@ def test_unvalidated_kernels_run_only_if_named(table):
     assert select(CALL).backend == "reference"
     assert select(CALL, "triton").function(CALL) == "triton"
     explanation = dispatch.explain_call(CALL)
-    assert explanation.reasons["triton"] == ["not validated on a GPU yet, so it runs only if named"]
+    assert explanation.reasons["triton"] == [
+        "not validated on a GPU yet, so it is used only if selected by name"
+    ]
 
 
 FEW = PreferLater(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
@@ -280,11 +282,15 @@ def test_kernels_run_only_on_gpus_they_are_validated_on(table, monkeypatch):
         assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [message])
         if why is not None:
             assert message == (
-                f"not validated on this machine yet (no file for {why}), so it runs only if named"
+                f"not validated on this machine yet (no file for {why}), "
+                "so it is used only if selected by name"
             )
     assert select(CALL).backend == "reference"
     [message] = dispatch.explain_call(CALL).reasons["triton"]
-    assert message == "validated on sm_80 and sm_90 only, so elsewhere it runs only if named"
+    assert (
+        message
+        == "validated on sm_80 and sm_90 only, so elsewhere it is used only if selected by name"
+    )
 
 
 def test_named_backend_never_falls_back(table):
@@ -384,7 +390,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
             select(CALL)
         assert str(error.value).splitlines() == [
             "strict mode: no kernel supports this call of linear:",
-            "  triton: not validated on a GPU yet, so it runs only if named.",
+            "  triton: not validated on a GPU yet, so it is used only if selected by name.",
             "  cpu: it supports float64, and the call has float32.",
             "  torch: it is elsewhere.",
         ]
@@ -407,7 +413,7 @@ def test_explain_gives_a_reason_per_backend(table):
     assert str(explanation) == (
         "linear runs on 'torch'.\n"
         "  not 'cpu': it supports bfloat16, float64, and the call has float32.\n"
-        "  not 'reference': an earlier backend is selected.\n"
+        "  not 'reference': the selected backend comes first in the order.\n"
         f"  call: {CALL.arguments}"
     )
 
@@ -420,7 +426,7 @@ def test_explain_a_call_that_a_named_backend_refuses(table):
     assert str(explanation) == (
         "linear cannot run on 'cpu'.\n"
         "  not 'cpu': it supports float64, and the call has float32.\n"
-        "  not 'reference': backend 'cpu' is named.\n"
+        "  not 'reference': use_backend or backend= selects 'cpu'.\n"
         f"  call: {CALL.arguments}"
     )
 

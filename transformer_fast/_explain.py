@@ -28,7 +28,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     >>> print(transformer_fast.explain("layer_norm", torch.randn(4096, 512), 512))
     layer_norm runs on 'cpu'.
-      not 'torch', 'reference': an earlier backend is selected.
+      not 'torch', 'reference': the selected backend comes first in the order.
       not 'cuda', 'triton': the tensors are on the CPU.
       call: layer_norm(input float32 (4096, 512), normalized_shape (512,), eps 1e-05)
 

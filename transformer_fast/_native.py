@@ -52,7 +52,10 @@ def _why_absent() -> str:
         return f"the native kernels need {PLATFORMS}; this is {system} on {machine}"
     record = _build_record()
     if record is None:
-        return "the native module was not built: run `pip install .` or `make build`"
+        return (
+            "the native module was not built: run `make build`; or install the package, and run Python "
+            "outside its source folder"
+        )
     if record.REASON:
         return str(record.REASON)
     if sys.implementation.cache_tag != record.PYTHON:

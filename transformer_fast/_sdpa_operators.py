@@ -177,7 +177,7 @@ def why_not_ours(call: Call, named: str | None) -> str:
         if kernel.backend in BACKENDS and reasons:
             lines.append(f"{kernel.backend}: {'; '.join(reasons)}")
     if named is not None and named not in BACKENDS:
-        lines.insert(0, f"{named!r} is named")
+        lines.insert(0, f"use_backend selects {named!r}")
     if call.arguments.dropout_p != 0.0:
         lines.insert(0, "it has dropout, which PyTorch's backward has to repeat")
     return ". ".join(lines) or "it is empty, or its values are of another size than its queries"

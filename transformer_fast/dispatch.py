@@ -253,13 +253,13 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
         device = torch.device("cpu")
     if device.type != kind:
         if not kernel.proven:
-            return "not validated on a GPU yet, so it runs only if named"
+            return "not validated on a GPU yet, so it is used only if selected by name"
         known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
-        return f"validated on {known} only, so elsewhere it runs only if named"
+        return f"validated on {known} only, so elsewhere it is used only if selected by name"
     if kernel.proven and compute_capability(device) in kernel.proven:
         return None
     if kernel.op in FUSED:
-        return "whole layers are not validated, only the ops in them, so it runs only if named"
+        return "only ops are validated, not whole layers, so it is used only if selected by name"
     return proof.why_not(kernel.op, kernel.backend, call, device)
 
 
@@ -423,7 +423,9 @@ def _reason_lines(reasons: dict[str, list[str]], template: str) -> list[str]:
     """Returns a line for each reason, with the backends that share it."""
     groups: dict[str, list[str]] = {}
     for backend, why in reasons.items():
-        groups.setdefault("; ".join(why) or "an earlier backend is selected", []).append(backend)
+        groups.setdefault(
+            "; ".join(why) or "the selected backend comes first in the order", []
+        ).append(backend)
     return [template.format(", ".join(names), why) for why, names in groups.items()]
 
 
@@ -615,7 +617,7 @@ def _explain(call: Call, backend: str | None) -> Explanation:
     named = backend or current_settings().backend
     for name in reasons:
         if named not in (None, name):
-            reasons[name] = [f"backend {named!r} is named"]
+            reasons[name] = [f"use_backend or backend= selects {named!r}"]
     if call.op in FUSED:
         found = find(call)
         if found is None:

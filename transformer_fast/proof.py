@@ -251,13 +251,13 @@ def write(proof: Proof) -> Path:
 def _checked(kind: Any, content: Any) -> Any:
     """Returns ``content`` as a NamedTuple; raises ValueError if its fields or their types differ."""
     if not isinstance(content, dict) or content.keys() != set(kind._fields):
-        raise ValueError(f"a {kind.__name__.lower()} has other fields")
+        raise ValueError(f"unexpected fields in a {kind.__name__} entry")
     values = kind(**content)
     for name, value in values._asdict().items():
         wanted = kind.__annotations__[name].__forward_arg__.split(" | ")
         given = "None" if value is None else type(value).__name__
         if given not in wanted and not (given == "int" and "float" in wanted):
-            raise ValueError(f"{name} is {value!r}")
+            raise ValueError(f"{name} has the wrong type: {value!r}")
     return values
 
 
@@ -287,7 +287,9 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
     except (ValueError, KeyError, TypeError) as error:
         return None, f"{path} is ignored, since it is damaged ({error}); `{COMMAND}` replaces it"
     if proof.machine != machine:
-        return None, f"{path} is ignored, since it is of another machine; `{COMMAND}` replaces it"
+        return None, (
+            f"{path} is ignored: it was recorded on another machine or version; `{COMMAND}` replaces it"
+        )
     return proof, None
 
 
@@ -340,7 +342,7 @@ def _about(call: Any) -> tuple[str, str, bool]:
 
 
 def _unmeasured(problem: str | None) -> str:
-    return f"not validated on this machine yet ({problem}), so it runs only if named"
+    return f"not validated on this machine yet ({problem}), so it is used only if selected by name"
 
 
 def _decide(
@@ -352,8 +354,8 @@ def _decide(
     verdict = proof.find(op, backend, dtype, shape, gradients)
     if verdict is None:
         return (
-            f"no call like this one was measured on this machine ({dtype}, {shape}); `{COMMAND}` "
-            f"measures most, in {DURATION}"
+            f"no call like this one was measured on this machine ({dtype}, {shape}), so PyTorch's "
+            f"op is preferred; `{COMMAND}` measures most, in {DURATION}"
         )
     return None if verdict.chosen else verdict.why_not()
 

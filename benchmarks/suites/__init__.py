@@ -186,8 +186,8 @@ class Directions:
         return Parity(error, unit, error / unit, limit, error <= limit, cosine)
 
 
-def quantised(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model with 8-bit products."""
+def accelerated(model: nn.Module, **options: Any) -> nn.Module:
+    """Returns a copy of the model, converted by `accelerate` with these options."""
     model = copy.deepcopy(model)
-    transformer_fast.accelerate(model, quantize="int8")
+    transformer_fast.accelerate(model, **options)
     return model

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_fast import functional, models
 from transformer_fast.measure.accuracy import StepChecker
@@ -24,9 +25,7 @@ from transformer_fast.measure.cases import (
     Batch,
     Seq2Seq,
     Size,
-    decoder_layer_flops,
     encoder_case,
-    encoder_layer_flops,
     fast_path,
     parameter_bytes,
     transformer_case,
@@ -36,7 +35,7 @@ from transformer_fast.measure.cases import (
 )
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
-from . import Directions, Scope, lengths, quantised, spread_biases, suite_of
+from . import Directions, Scope, accelerated, lengths, spread_biases, suite_of
 
 _SIZE = Size()
 
@@ -131,7 +130,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     stack = _Stack(theirs).eval().requires_grad_(False)
     eager = f"{EAGER}, float32"
     candidates = [
-        Candidate(ACCELERATED, padded(quantised(theirs))),
+        Candidate(ACCELERATED, padded(accelerated(theirs, quantize="int8"))),
         Candidate("transformer_fast.nn, float32", padded(ours)),
         Candidate(eager, with_fast_path(padded(theirs), False), ours=False),
         *(
@@ -303,6 +302,13 @@ def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
     )  # fmt: skip
 
 
+def flops_of(run: Callable[..., Any], *arguments: Any) -> float:
+    """Returns the FLOPs of a call, as PyTorch counts them."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), fast_path(False):
+        run(*arguments)
+    return float(counter.get_total_flops())
+
+
 # Greedy decoding, token by token.
 
 START, END = 1, 2
@@ -424,21 +430,6 @@ class GreedyJudge:
         return Parity(error, unit, error / unit, limit, error <= limit, place)
 
 
-def _decoding_work(size: Size, model: Translator, case: Decoding) -> tuple[float, float, float]:
-    """Returns the cost (FLOPs, useful FLOPs, bytes) of a decoding.
-
-    The decoder's weights are read once per token, the encoder's once.
-    """
-    batch, source, new = case[:3]
-    rows = float(batch * new)
-    encoder = encoder_layer_flops(size, batch * source, batch * source**2)
-    seen = batch * new * (new + 1) / 2
-    decoder = decoder_layer_flops(size, rows, batch * source, seen, rows * source)
-    flops = size.layers * (encoder + decoder) + 2.0 * rows * size.model * size.vocabulary
-    each = parameter_bytes(model.decoder) + parameter_bytes(model.output)
-    return flops, flops, parameter_bytes(model.encoder) + new * each
-
-
 def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     batch, source, new, vocabulary, layers = case
     size = Size(layers=layers, vocabulary=vocabulary)
@@ -459,7 +450,12 @@ def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
         Candidate(EAGER, None if too_long else eager, too_long, ours=False),
         *scope.offered("decode", theirs, inputs[0][0], new),
     ]
-    work = _decoding_work(size, theirs, case)
+    flops = flops_of(
+        theirs.logits, *inputs[0][0], torch.full((batch, new), START, device=scope.device)
+    )
+    # The decoder's weights are read once per token, the encoder's once.
+    each = parameter_bytes(theirs.decoder) + parameter_bytes(theirs.output)
+    work = flops, flops, parameter_bytes(theirs.encoder) + new * each
     name = f"{layers}+{layers}, {case}"
     return scope.case("greedy decoding", name, inputs, candidates, checker, work, chosen)
 
@@ -472,7 +468,7 @@ def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     inputs = scope.tokens(3, case.vocabulary, case.batch, case.length)
     plain = "transformer_fast.nn, float32"
     candidates = [
-        Candidate(ACCELERATED, cached(quantised(theirs), case.new)),
+        Candidate(ACCELERATED, cached(accelerated(theirs, quantize="int8"), case.new)),
         Candidate(plain, cached(ours, case.new)),
         *scope.offered("decode_int8", theirs, inputs[0][0], case.new),
     ]

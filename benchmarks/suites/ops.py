@@ -7,18 +7,14 @@ density, rows and threads.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_fast import functional
-from transformer_fast.backends import call_cache
-from transformer_fast.backends.triton.stub import stubbed
 from transformer_fast.measure.accuracy import scores_of
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.cases import op_case
@@ -70,13 +66,7 @@ def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
             yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 
-# Call overhead: the public functions on almost no data.
-#
-# Calls of Triton kernels are measured without a GPU. Compiler and driver are stubbed, so only the
-# host's part remains, which is everything up to the launch. It is compared with PyTorch's op on the
-# CPU, computation included. The timed calls repeat earlier calls, as in all but the first steps of a
-# program: the parity check has filled the call cache. Filling it has a row of its own, "first calls":
-# two calls, of which the first is checked in full and the second is recorded.
+# Call overhead: the public functions on almost no data. `benchmarks.gpu` times launches on GPUs.
 
 
 def _call(scope: Scope, op: str) -> BenchmarkCase:
@@ -93,90 +83,9 @@ def _call(scope: Scope, op: str) -> BenchmarkCase:
     )  # fmt: skip
 
 
-#: Calls per timed unit, so that the time to install the stub is negligible; `_FIRST`: for "first
-#: calls".
-_CALLS, _FIRST = 100, 2
-
-
-class _Alike(NamedTuple):
-    """Parity of stubbed calls, which compute nothing: only dtypes and shapes are compared."""
-
-    ok: bool
-    error: float = 0.0
-    ratio: float = 0.0
-
-
-def _host_arguments(op: str) -> tuple[Any, ...]:
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    if op == "attention":
-        return tuple(zeros(1, 2, 4, 16) for _ in range(3))
-    return zeros(4, 16), (16,), zeros(16), zeros(16)
-
-
-_HOST: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (functional.scaled_dot_product_attention, F.scaled_dot_product_attention),
-    "layer_norm": (functional.layer_norm, F.layer_norm),
-}
-
-
-def _host_case(op: str, what: str) -> BenchmarkCase:
-    ours, theirs = _HOST[op]
-    times = _FIRST if what == "first calls" else _CALLS
-
-    def calls(call: Callable[..., Any], *arguments: Any) -> Any:
-        if what != "gradients":
-            return [call(*arguments) for _ in range(times)][-1]
-        own = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
-        wanted = [x for x in own if isinstance(x, torch.Tensor)]
-        with torch.enable_grad():
-            for _ in range(times):
-                result = call(*own)
-                found = torch.autograd.grad(result, wanted, result)
-        return tuple(found)
-
-    def stubbed_calls(*arguments: Any) -> Any:
-        with stubbed() as machine:
-            machine.launches = None
-            if what == "first calls":
-                call_cache.forget()
-            return calls(ours, *arguments)
-
-    def checker(result: Any, arguments: Arguments) -> _Alike:
-        wanted = calls(theirs, *arguments)
-        pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True)
-        return _Alike(all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs))
-
-    name = "triton, launcher stubbed"
-    timed = {"first calls": "first call", "gradients": "forward and backward"}.get(what, what)
-    return BenchmarkCase(
-        op,
-        f"{times} times {timed}, the host's part",
-        [[_host_arguments(op)] for _ in range(2)],
-        [Candidate(name, stubbed_calls), Candidate("torch", functools.partial(calls, theirs))],
-        checker,
-        dtype=torch.bfloat16, chosen=name, reference="torch",
-    )  # fmt: skip
-
-
-def _host_can_be_measured() -> bool:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None or torch.cuda.is_available():
-        return False
-    from transformer_fast.backends.triton.runtime import INTERPRETED
-
-    return not INTERPRETED
-
-
 def overhead(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for op in scope.ops:
         yield f"{op} call", functools.partial(_call, scope, op)
-    if _host_can_be_measured():
-        for op in _HOST:
-            if op in scope.ops:
-                for what in ("call", "gradients", "first calls"):
-                    yield f"{op} {what} on triton", functools.partial(_host_case, op, what)
 
 
 # Scaling.

@@ -32,9 +32,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.cases import paragraphs, parameter_bytes
 
-from . import COSINE_OF_INT8, Directions, Maker, Scope, quantised
+from . import COSINE_OF_INT8, Directions, Maker, Scope, accelerated
 from .models import ACCELERATED, EAGER
-from .third_party import Model, accelerated
+from .third_party import Model
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 HALF = ("float32", "bfloat16", "float16")
@@ -247,7 +247,7 @@ class Work:
         if self._built[0] != (precision, threads):
             self._built = None, []
             plain = self._in("float32" if precision == "int8" else precision)
-            fast = quantised(plain) if precision == "int8" else accelerated(plain)
+            fast = accelerated(plain, quantize="int8" if precision == "int8" else None)
             examples = [call for given in self.inputs.values() for call in given[0]]
             # The speed of peers in other precisions does not depend on the weights.
             peers = precision == "int8" or not self.released

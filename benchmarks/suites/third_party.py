@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast
 from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
@@ -37,8 +36,19 @@ from transformer_fast.measure.cases import (
 )
 
 from ..peers import compiled_steps
-from . import Maker, Scope, spread_biases, suite_of
-from .models import ACCELERATED, EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
+from . import Maker, Scope, accelerated, spread_biases, suite_of
+from .models import (
+    ACCELERATED,
+    EAGER,
+    START,
+    Case,
+    Decoding,
+    Gradients,
+    GreedyJudge,
+    Layers,
+    Step,
+    flops_of,
+)
 
 REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
@@ -47,13 +57,6 @@ def rewritten(model: nn.Module) -> Callable[..., Tensor]:
     """Compiles the model by our torch.compile backend."""
     torch._dynamo.reset()  # otherwise the same code reaches Dynamo's recompilation limit
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
-
-
-def accelerated(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model, converted by `accelerate`."""
-    model = copy.deepcopy(model)
-    transformer_fast.accelerate(model)
-    return model
 
 
 # A Transformer written by hand in plain PyTorch: four Linears per attention, masks that are 0 where
@@ -451,12 +454,6 @@ def _inputs(scope: Scope, takes: str) -> list[list[Arguments]]:
     return [[(x.to(scope.device, scope.dtype),)] for x in drawn]
 
 
-def _flops(run: Callable[..., Any], *arguments: Any) -> float:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        run(*arguments)
-    return float(counter.get_total_flops())
-
-
 def _built(scope: Scope, name: str, *given: Any, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -476,7 +473,7 @@ def _model(scope: Scope, name: str) -> BenchmarkCase:
         Candidate(EAGER, model, ours=False),
         *scope.offered("hand_written", copy.deepcopy(model), lambda run: run),
     ]
-    flops = _flops(model, *inputs[0][0])
+    flops = flops_of(model, *inputs[0][0])
     return scope.case(
         "third-party model", name, inputs, candidates, ModuleChecker(oracle, model, lambda x: ...),
         (flops, flops, parameter_bytes(model)), "compiled",
@@ -517,7 +514,7 @@ def _training(scope: Scope, name: str) -> BenchmarkCase:
         Candidate(EAGER, reference, ours=False),
         *scope.offered("training", theirs, functools.partial(_gradients, theirs)),
     ]
-    flops, names = _flops(model, *inputs[0][0]), _trained(model, inputs[0][0])
+    flops, names = flops_of(model, *inputs[0][0]), _trained(model, inputs[0][0])
     return scope.case(
         "third-party training", name, inputs, candidates,
         _GroupChecker(_gradients(oracle), reference, names, _side_by_side),
@@ -580,7 +577,7 @@ def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
         candidates = [Candidate("compiled", ours), *candidates, *scope.offered("generate", adapt)]
     checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, case.new)
     start = torch.full((case.batch, case.new), START, device=scope.device)
-    flops, moved = _flops(run.logits, inputs[0][0][0], start), case.new * _bytes_of_a_token(model)
+    flops, moved = flops_of(run.logits, inputs[0][0][0], start), case.new * _bytes_of_a_token(model)
     if model.config.is_encoder_decoder:
         moved += parameter_bytes(model.get_encoder())
     return scope.case(

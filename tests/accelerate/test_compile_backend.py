@@ -292,7 +292,7 @@ def _attend(between: Callable[[Tensor], Tensor], dim: int = -1) -> Any:
         ),
         (
             _attend(lambda x: x.masked_fill(~causal(), -1e4) + torch.arange(float(T))),
-            "something is added to its scores after a finite fill",
+            "a bias is added to its scores after a finite fill: add it before, or fill with -inf",
         ),
         (
             _attend(lambda x: x.masked_fill(~padding(), -1e4).masked_fill(~causal(), -1e9)),

@@ -454,7 +454,7 @@ class TestCalibration:
         restore(model)
         report = accelerate(model, quantize="int8", calibration=calibration)
         assert report.int8.smoothed == ["1"]
-        assert "factors of the inputs of 1 modules (1, ...)" in str(report)
+        assert "rescaled the inputs of 1 modules (1, ...)" in str(report)
         found = run(model, inputs)
         assert error(found, before) < min(1.2e-2, 0.5 * without)  # the set target
         assert error(run(model[0], inputs), normed) < ROUNDING

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from harness import DTYPES, check_trained, kernel_of
 
-from benchmarks import gpu
 from transformer_fast import dispatch
 from transformer_fast.backends import cuda
+from transformer_fast.measure import device as on_device
 from transformer_fast.reference.dropout import dropout
 from transformer_fast.reference.linear import activate
 from transformer_fast.specs import OPS
@@ -197,17 +197,15 @@ def test_invalid_calls_raise(name, device):
 
 
 @pytest.mark.parametrize("op", KERNELS)
-def test_the_gpu_check_covers_the_backend(op, device, monkeypatch):
+def test_checks_on_gpus_cover_the_backend(op, device):
     """A small case passes in forward and backward, and wrong results are detected."""
-    kernel = the_kernel(op)
-    monkeypatch.setitem(gpu._CASES, (op, "small"), GpuCase(op, OPS[op].cases[0]))
-    assert [one for group in gpu._checks(True) for one in group if one["backend"] == "cuda"]
-    item = {"op": op, "case": "small", "backend": "cuda", "dtype": "bfloat16"}
-    found = gpu.check(item, torch.device(device), None)
-    assert found == {"forward": "right", "gradients": "right"}
-    dispatch.register(replace(kernel, function=doubled(kernel)))
-    found = gpu.check(item, torch.device(device), None)
-    assert all(told.startswith("wrong") for told in found.values())
+    kernel, case = the_kernel(op), GpuCase(op, OPS[op].cases[0])
+    for run, right in ((kernel.function, True), (doubled(kernel), False)):
+        dispatch.register(replace(kernel, function=run))
+        for gradients in (False, True):
+            trial = on_device.Trial(case, torch.bfloat16, gradients, torch.device(device))
+            _, wrong = trial.check(trial.work(the_kernel(op).run))
+            assert (wrong is None) == right
 
 
 def doubled(kernel: dispatch.Kernel) -> Any:

@@ -624,7 +624,8 @@ REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         "it does not support autocast",
     ),
     "named": (
-        lambda layer: layer, lambda: use_backend("torch"), {}, "backend 'torch' is named",
+        lambda layer: layer, lambda: use_backend("torch"), {},
+        "use_backend or backend= selects 'torch'",
     ),
     "masks": (
         lambda layer: layer, None,

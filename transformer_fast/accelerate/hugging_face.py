@@ -282,11 +282,11 @@ def _why_not(model: torch.nn.Module) -> str | None:
     """Returns the reason why the model depends on the name 'sdpa' or on a registered function."""
     sdpa = sdpa_attention()
     if any(found.get("sdpa") is not sdpa for found in _registries(model)):
-        return "what is registered as its attention 'sdpa' is not transformers' own"
+        return "another library has replaced transformers' own attention 'sdpa'"
     for kind in _classes(model):
         functions = (f for value in vars(kind).values() for f in functions_of(value))
         if any(_compares_with_sdpa(function.__code__) for function in functions):
-            return f"{kind.__name__} treats 'sdpa' differently from other names of attention"
+            return f"{kind.__name__} checks for the attention name 'sdpa', so it cannot be renamed"
     return None
 
 

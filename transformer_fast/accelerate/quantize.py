@@ -73,7 +73,8 @@ def check_options(
         )
     if not keep_weights and isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "keep_weights=False needs model.module: DistributedDataParallel keeps weights"
+            "with DistributedDataParallel pass model.module: DDP holds the float weights, which "
+            "keep_weights=False frees"
         )
 
 

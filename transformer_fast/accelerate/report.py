@@ -63,15 +63,15 @@ class Int8Report:
             )
         if self.smoothed:
             lines.append(
-                f"Calibration: factors of the inputs of {len(self.smoothed)} modules "
+                f"Calibration (SmoothQuant): rescaled the inputs of {len(self.smoothed)} modules "
                 f"({self.smoothed[0] or 'the model'}, ...)."
             )
         if self.error is not None:
             lines.append(
-                f"Verify: relative error of int8 {self.error:.2g}, least cosine {self.cosine:.6f}; "
+                f"Int8 against float: relative error {self.error:.2g}, lowest cosine {self.cosine:.6f}; "
                 f"largest in {self.worst or 'the model'}: {self.worst_error:.2g}, cosine "
-                f"{self.worst_cosine:.6f}. Judged: finite where the float model is. The error itself "
-                "is for you to judge."
+                f"{self.worst_cosine:.6f}. Checked: outputs are finite where the float "
+                "model's are. Decide whether the error is acceptable."
             )
         return "\n".join(lines)
 
@@ -117,7 +117,9 @@ class Entry:
         }
         notes += [f"with gradients {use}" for use in _uses(moved)]
         if any(op.startswith("int8") for op in self.inference):
-            notes.append("with gradients it raises")
+            notes.append(
+                "training is not supported: calls with gradients raise NotImplementedError"
+            )
         elif original:
             notes.append(f"with gradients {_verb(original)} the original forward")
         notes += [f"{op} is not fused: {reason}" for op, reason in self.in_parts.items()]

@@ -44,7 +44,7 @@ def _refuse_layer(call: Call) -> str | None:
         return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
     if call.arguments.gated % (2 * _PANEL):
         half = call.arguments.gated // 2
-        return f"it supports gated networks with a multiple of {_PANEL} units, and this has {half}"
+        return f"gated networks need a hidden size divisible by {_PANEL}, and this one has {half}"
     return _refuse(call)
 
 

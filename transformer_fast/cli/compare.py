@@ -358,13 +358,13 @@ def validation_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None
     verdicts = measured.verdicts
     chosen = sum(verdict.chosen for verdict in verdicts)
     lines = [
-        f"{chosen} of {len(verdicts)} verdicts are right and faster than PyTorch "
+        f"{chosen} of {len(verdicts)} tested kernel cases are correct and faster than PyTorch "
         f"({measured.seconds:.0f} seconds)"
     ]
     if kept is None:
         return [*lines, "nothing was written"]
     more = f"`{proof.COMMAND}` measures more, in {proof.DURATION}"
-    return [*lines, f"the dispatcher selects by {kept[1]}; {more}"]
+    return [*lines, f"saved to {kept[1]}, by which kernels are selected from now on; {more}"]
 
 
 # Exit status and JSON output.

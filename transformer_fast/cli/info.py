@@ -106,7 +106,7 @@ def _facts() -> Table:
         *(("", line) for line in [_cgroup.thread_advice()] if line is not None),
         *_native_lines(),
         ("GPU", gpu_state()),
-        ("proof", proof_state()),
+        ("validation", proof_state()),
         *((name, state()) for name, state in STATES.items()),
     ]
     for name in (*_switches.NAMES, "TRITON_INTERPRET"):

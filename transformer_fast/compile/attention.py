@@ -216,7 +216,9 @@ def _peel_added(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Sco
             reason = why
             continue
         if any(math.isfinite(value) for *_, value in found.fills):
-            raise NotAttentionError("something is added to its scores after a finite fill")
+            raise NotAttentionError(
+                "a bias is added to its scores after a finite fill: add it before, or fill with -inf"
+            )
         found.added.append((found.mask(added, order), after if op.name == "add" else -after))
         return found
     raise reason
@@ -660,7 +662,7 @@ def _match_after_softmax(
         if not step:
             return weights, dropout_p, dropped
         if len(step) > 1 or (weights is not softmax and len(weights.users) > 1):
-            raise NotAttentionError("its weights have several users")
+            raise NotAttentionError("its weights are also used elsewhere")
         user, op = step[0]
         if op.name == "dropout":
             p, training = op.args.get("p", 0.5), op.args.get("training", True)
@@ -668,7 +670,7 @@ def _match_after_softmax(
                 raise NotAttentionError("its dropout probability is not known at compile time")
             dropout_p, dropped = float(p), True
         elif len(weights.users) > 1:
-            raise NotAttentionError("its weights have several users")
+            raise NotAttentionError("its weights are also used elsewhere")
         elif op.name in ("masked_fill", "where"):
             _match_masked_weights(op, weights, scores)
         nodes.add(user)

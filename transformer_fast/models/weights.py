@@ -192,7 +192,7 @@ def load_weights(
         if found in wanted:
             if place in parts.setdefault(found, {}):
                 raise ValueError(
-                    f"{name!r} is the second entry for {found!r}: distinguish them by names="
+                    f"{name!r} is the second entry that maps to {found!r}: distinguish them by names="
                 )
             parts[found][place] = value
         elif found:
