@@ -343,7 +343,7 @@ def test_failing_builds_raise_if_required(name, value, said, checkout):
     ("record", "machine", "said"),
     [
         (None, "ppc64le", "this is Linux on ppc64le"),
-        (None, "x86_64", "was not built: run `pip install .`"),
+        (None, "x86_64", "was not built: run `make build`"),
         (
             SimpleNamespace(REASON="", PYTHON="cpython-39"),
             "x86_64",
