@@ -492,9 +492,13 @@ def test_wrong_state_dicts_raise_and_change_nothing() -> None:
         ValueError, match=r"^1 parameters.*encoder\.gate\.weight\nunknown parts: gate\n"
     ):
         models.load_weights(model, theirs | {"encoder.gate.weight": gate})
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' is the second entry that maps to 'output\."):
+    with pytest.raises(
+        ValueError, match=r"'lm_head\.weight' is the second entry that maps to 'output\."
+    ):
         models.load_weights(model, theirs | {"lm_head.weight": gate})
-    with pytest.raises(ValueError, match=r"w_q\.weight' is the second entry for .*in_proj_weight"):
+    with pytest.raises(
+        ValueError, match=r"w_q\.weight' is the second entry that maps to .*in_proj_weight"
+    ):
         models.load_weights(model, theirs | {"encoder.enc_layers.0.mha.w_q.weight": gate})
     with pytest.raises(
         ValueError, match=r"embedding\.table\.weight' shares a parameter with another"
