@@ -39,6 +39,12 @@ inline uint32_t dropout_threshold(double p) {
   return nearest < 1 ? 1 : nearest > 65535 ? 65535 : nearest;
 }
 
+// p in (0, 1).
+inline Dropout dropout_of(double p, int64_t seed) {
+  return {true, static_cast<uint64_t>(seed), dropout_threshold(p),
+          static_cast<float>(1.0 / (1.0 - p))};
+}
+
 // Rows of a block of bfloat16 or 8-bit operands, at most.
 constexpr long kMostRows = 256;
 

@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from ._on_import import when_imported
 from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry
 from .ops import attention, feed_forward, layer_norm, linear
 from .ops.arguments import RECORDS
-from .reference.dropout import draw_seed
 
 _is_autocast_enabled = torch.is_autocast_enabled
 _STRIDED = torch.strided
@@ -314,13 +312,7 @@ def _trace_entries(dynamo: Any) -> None:
 
 if _native.autograd is not None:
     assert _native.module is not None
-    _native.autograd.connect(
-        _native.module.kernel_table,
-        own_settings,
-        settings,
-        partial(draw_seed, torch.device("cpu")),
-        is_observed,
-    )
+    _native.autograd.connect(_native.module.kernel_table, own_settings, settings, is_observed)
     _native.autograd.bind("encoder_layer", None, None, attention.joined_gradients_again, *[0] * 6)
     when_imported("torch._dynamo", _trace_entries)
 

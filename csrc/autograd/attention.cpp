@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "autograd/steps.h"
+#include "autograd/ops.h"
 
 namespace tf::autograd {
 namespace {
@@ -56,6 +56,31 @@ Tensor gradient_like(const Tensor& tensor) {
   return empty({b, h, t, d}, tensor.scalar_type());
 }
 
+// Runs the kernel; statistics: receives what a backward needs, or nullptr.
+void run(AttentionArgs& args, const Tensor& output, const Drop& drop, Tensor* statistics) {
+  const int64_t rows = args.batch * args.heads * args.queries;
+  if (statistics) {
+    *statistics = empty({2, rows});
+    args.row_max = statistics->mutable_data_ptr<float>();
+    args.row_sum = args.row_max + rows;
+  }
+  args.output = output.mutable_data_ptr();
+  args.dropout = drop.kernel();
+  const WithoutGil released(rows * args.keys * args.size);
+  kernels->attention(args);
+}
+
+// Sets what a forward in float32 has saved; args has its shape.
+void set_saved(AttentionBackwardArgs& args, const Tensor& output, const Tensor& statistics,
+               const Drop& drop) {
+  args.type = Element::float32;
+  args.output = data(output);
+  args.row_max = statistics.const_data_ptr<float>();
+  args.row_sum = args.row_max + args.batch * args.heads * args.queries;
+  args.dominant = kDominantInFloat;
+  args.dropout = drop.kernel();
+}
+
 // Inputs: query, key, value.
 struct AttentionBackward final : Backward<3, 6> {
   enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
@@ -76,16 +101,11 @@ struct AttentionBackward final : Backward<3, 6> {
     const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
     AttentionBackwardArgs args{};
     set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
-    args.type = Element::float32;
+    set_saved(args, output, statistics, drop);
     args.query = data(query);
     args.key = data(key);
     args.value = data(value);
-    args.output = data(output);
     args.grad = data(dy);
-    args.row_max = statistics.const_data_ptr<float>();
-    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
-    args.dominant = kDominantInFloat;
-    args.dropout = drop.kernel();
     set_strides(args.output_stride, output);
     set_strides(args.grad_stride, dy);
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
@@ -109,21 +129,13 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   Tensor output = drop.p > 0.0 ? empty(query.sizes(), query.scalar_type()) : output_like(query);
   AttentionArgs args{};
   set_shape(args, query, key, value, mask ? *mask : Tensor(), causal, static_cast<float>(scale));
-  const int64_t rows = args.batch * args.heads * args.queries;
-  const Tensor statistics = grad ? empty({2, rows}) : Tensor();
   args.type = *element_of(query);
   args.query = data(query);
   args.key = data(key);
   args.value = data(value);
-  args.output = output.mutable_data_ptr();
-  args.row_max = grad ? statistics.mutable_data_ptr<float>() : nullptr;
-  args.row_sum = grad ? args.row_max + rows : nullptr;
-  args.dropout = drop.kernel();
   set_strides(args.output_stride, output);
-  {
-    const WithoutGil released(rows * args.keys * args.size);
-    kernels->attention(args);
-  }
+  Tensor statistics;
+  run(args, output, drop, grad ? &statistics : nullptr);
   if (!grad) return output;
   auto node = make_node<AttentionBackward>(op, query, key, value);
   node->scale = scale;
@@ -244,12 +256,8 @@ struct JoinedBackward final : Backward<1, 4> {
     const Tensor dy = grads[0].contiguous();
     AttentionBackwardArgs args{};
     set_parts(args, parts_of(heads, joined), mask, causal);
-    args.output = data(output);
+    set_saved(args, output, statistics, drop);
     args.grad = data(dy);
-    args.row_max = statistics.const_data_ptr<float>();
-    args.row_sum = args.row_max + args.batch * args.heads * args.queries;
-    args.dominant = kDominantInFloat;
-    args.dropout = drop.kernel();
     for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
     found[0] = empty(joined.sizes());
     auto* to = found[0].mutable_data_ptr<float>();
@@ -283,16 +291,7 @@ Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, con
                                     : empty({parts.queries, parts.batch, parts.width});
   AttentionArgs args{};
   set_parts(args, parts, mask ? *mask : Tensor(), causal);
-  const int64_t rows = args.batch * args.heads * args.queries;
-  if (statistics) {
-    *statistics = empty({2, rows});
-    args.row_max = statistics->mutable_data_ptr<float>();
-    args.row_sum = args.row_max + rows;
-  }
-  args.output = output.mutable_data_ptr();
-  args.dropout = drop.kernel();
-  const WithoutGil released(rows * args.keys * args.size);
-  kernels->attention(args);
+  run(args, output, drop, statistics);
   return output;
 }
 

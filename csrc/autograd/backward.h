@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <array>
-#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -84,23 +83,6 @@ struct Backward : torch::autograd::Node {
       if (each != Py_None) result[i] = THPVariable_Unpack(each);
     }
     return result;
-  }
-};
-
-// Dropout of a call: its probability and its seed, an int64 scalar; none: 0 and no tensor.
-struct Drop {
-  double p = 0.0;
-  Tensor seed;
-
-  // Draws the seed as reference/dropout.py does.
-  static Drop draw(double p) {
-    if (p == 0.0) return {};
-    return {p, at::randint(std::numeric_limits<int64_t>::max(), {}, at::kLong)};
-  }
-  Dropout kernel() const {
-    if (p == 0.0) return {};
-    return {true, static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), dropout_threshold(p),
-            static_cast<float>(1.0 / (1.0 - p))};
   }
 };
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <initializer_list>
+#include <limits>
 #include <optional>
 
 #include "kernel_table.h"
@@ -193,8 +194,21 @@ inline PyObject* wrap(Tensor first, Tensor second) {
 }
 // Runs the kernel's Python function on these arguments, which were checked.
 PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments);
-// A new seed for dropout, or None without dropout; null after a Python error.
-PyObject* draw_seed(double dropout_p);
+
+// Dropout of a call: its probability and its seed, an int64 scalar; none: 0 and no tensor.
+struct Drop {
+  double p = 0.0;
+  Tensor seed;
+
+  // Draws the seed as reference/dropout.py does.
+  static Drop draw(double p) {
+    if (p == 0.0) return {};
+    return {p, at::randint(std::numeric_limits<int64_t>::max(), {}, at::kLong)};
+  }
+  Dropout kernel() const {
+    return p == 0.0 ? Dropout{} : dropout_of(p, *seed.const_data_ptr<int64_t>());
+  }
+};
 
 // Releases the GIL for work of at least as much time as that takes.
 struct WithoutGil {

@@ -1,5 +1,4 @@
 // holds: verifies the checks of a transformer_fast.nn.guard.Guard in one pass.
-#include "autograd/entry.h"
 #include "autograd/ops.h"
 
 namespace tf::autograd {

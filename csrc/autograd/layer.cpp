@@ -1,6 +1,6 @@
 // encoder_layer: small layers, composed of the steps of small calls. Encoder layers with gradients;
 // without gradients decoder layers, too, and stacks.
-#include "autograd/steps.h"
+#include "autograd/ops.h"
 
 namespace tf::autograd {
 namespace {
@@ -226,8 +226,8 @@ PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
   if (!settings.is_direct || !settings.falls_back || !layers.x || layers.x->dim() != 3 ||
       !is_float(*layers.x) || !layers.x->is_contiguous() || layers.x->numel() == 0 ||
       !PyList_Check(given[1]) || !PyList_Check(given[2]) || !PyList_Check(given[3]) ||
-      !plain_or_none(given[8], layers.mask) || !plain_or_none(given[10], layers.memory) ||
-      !plain_or_none(given[11], layers.memory_mask))
+      !PyList_Check(given[13]) || !plain_or_none(given[8], layers.mask) ||
+      !plain_or_none(given[10], layers.memory) || !plain_or_none(given[11], layers.memory_mask))
     return dispatch();
   const Tensor& x = *layers.x;
   layers.grad = at::GradMode::is_enabled() && x.requires_grad();

@@ -1,5 +1,5 @@
 // linear and feed_forward.
-#include "autograd/steps.h"
+#include "autograd/ops.h"
 
 namespace tf::autograd {
 namespace {
@@ -10,7 +10,7 @@ void* room(Tensor& result, bool wanted, at::IntArrayRef sizes) {
   return result.mutable_data_ptr();
 }
 
-// True if weight and bias fit rows of so many columns.
+// True if weight and bias fit inputs with this many columns.
 bool fits(int64_t columns, const Tensor& weight, const Tensor* bias) {
   return weight.dim() == 2 && weight.size(1) == columns &&
          (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)));
@@ -231,8 +231,7 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
     }
   }
   if (grad && op.limits(*x)) return dispatch();
-  const Reference seed(draw_seed(p));
-  if (!seed.object) return nullptr;
+  const Reference seed(wrap(Drop::draw(p).seed));
   return run_direct(
       op, {given[0], given[1], given[2], given[3], given[4], given[5], given[6], seed.object});
 }

@@ -1,10 +1,9 @@
 // Python module transformer_fast._autograd: entries of small calls, with autograd nodes in C++.
-// Unlike
-// `_C` it uses PyTorch's whole C++ API, so it serves only the PyTorch that it was built with.
+// Unlike `_C` it uses PyTorch's whole C++ API, so it serves only the PyTorch that it was built
+// with.
 #include <string_view>
 #include <utility>
 
-#include "autograd/backward.h"
 #include "autograd/ops.h"
 #include "build_config.h"
 
@@ -19,7 +18,7 @@ Op ops[] = {TF_ENTRIES(TF_OP)};
 #undef TF_OP
 
 PyObject *settings_variable, *process_settings, *is_direct_name, *falls_back_name;
-PyObject *seed_function, *observed_function;
+PyObject* observed_function;
 
 }  // namespace
 
@@ -68,24 +67,18 @@ PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments) {
   return record.object ? PyObject_CallOneArg(op.direct, record.object) : nullptr;
 }
 
-PyObject* draw_seed(double dropout_p) {
-  return dropout_p == 0.0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(seed_function);
-}
-
 bool is_observed() { return is_true(PyObject_CallNoArgs(observed_function)); }
 
 namespace {
 
 PyObject* connect(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  PyObject *table, *variable, *settings, *seed, *observed;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &table, &variable, &settings, &seed, &observed))
-    return nullptr;
+  PyObject *table, *variable, *settings, *observed;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &table, &variable, &settings, &observed)) return nullptr;
   kernels = static_cast<const KernelTable*>(PyCapsule_GetPointer(table, kKernelTable));
   if (!kernels) return nullptr;
   settings_variable = Py_NewRef(variable);
   process_settings = Py_NewRef(settings);
-  seed_function = Py_NewRef(seed);
   observed_function = Py_NewRef(observed);
   is_direct_name = PyUnicode_InternFromString("is_direct");
   falls_back_name = PyUnicode_InternFromString("falls_back");
@@ -122,8 +115,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
    "Returns the result of " #op ", or None for a call that must be dispatched."},
 PyMethodDef methods[] = {
     TF_ENTRIES(TF_METHOD){"connect", connect, METH_VARARGS,
-                          "Takes the kernels of `_C`, the settings, the source of dropout's seeds "
-                          "and `is_observed`."},
+                          "Takes the kernels of `_C`, the settings and `is_observed`."},
     {"holds", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&holds)), METH_FASTCALL,
      "True if all checks of a Guard hold."},
     {"bind", bind, METH_VARARGS, "Sets the functions and the limits of an op."},

@@ -1,7 +1,7 @@
 // layer_norm and rms_norm, alone and behind a residual connection.
 #include <limits>
 
-#include "autograd/steps.h"
+#include "autograd/ops.h"
 
 namespace tf::autograd {
 namespace {
@@ -11,6 +11,7 @@ struct NormBackward final : Backward<4, 3> {
   NormKind kind;
   float eps;
   bool adds;
+  at::ScalarType weight_type;
   Drop drop;                               // of the input, before the sum
   enum { kSource, kWeight, kStatistics };  // statistics: (2, rows), means and 1 / deviations
 
@@ -62,7 +63,6 @@ struct NormBackward final : Backward<4, 3> {
     if (wants(1)) found[1] = dsource;
     return found;
   }
-  at::ScalarType weight_type;
 };
 
 // True if only the last dimension is normalised, and all shapes and dtypes fit.
@@ -174,8 +174,8 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
     return wrap(std::move(result.output), std::move(result.sum));
   }
   if (grad && op.limits(*norm.input)) return dispatch();
-  const Reference number(PyFloat_FromDouble(eps)), seed(draw_seed(p));
-  if (!number.object || !seed.object) return nullptr;
+  const Reference number(PyFloat_FromDouble(eps)), seed(wrap(Drop::draw(p).seed));
+  if (!number.object) return nullptr;
   if constexpr (!adds && has_bias)
     return run_direct(op, {given[0], given[1], given[2], given[3], number.object});
   if constexpr (!adds && !has_bias)

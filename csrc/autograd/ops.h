@@ -1,11 +1,12 @@
-// The entries, by name of the op: (arguments of the public function) -> its result, or None for a
-// call that must be dispatched. They do not accept keywords.
+// The entries, and their steps.
 #pragma once
 
-#include "autograd/entry.h"
+#include "autograd/backward.h"
 
 namespace tf::autograd {
 
+// By name of the op: (arguments of the public function) -> its result, or None for a call that must
+// be dispatched. They do not accept keywords.
 #define TF_ENTRIES(X) \
   X(layer_norm)       \
   X(add_layer_norm)   \
@@ -26,5 +27,47 @@ PyObject* holds(PyObject* module, Arguments given, Py_ssize_t count);
     return function(own, given, count);                        \
     END_HANDLE_TH_ERRORS                                       \
   }
+
+// The steps: each runs a kernel on plain contiguous float32 tensors (norms: of any element type)
+// and records its node if gradients are needed.
+Tensor multiply(const Op& op, const Tensor& x, const Tensor& weight, const Tensor* bias,
+                int activation, bool grad);
+
+Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const Tensor* bias1,
+                   const Tensor& weight2, const Tensor* bias2, int activation, const Drop& drop,
+                   bool grad);
+
+// The tensors of a norm; those that a call lacks are nullptr.
+struct Norm {
+  const Tensor *input, *residual = nullptr, *weight = nullptr, *bias = nullptr;
+};
+struct Normalized {
+  Tensor output, sum;
+};
+Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, const Drop& drop,
+                     bool grad);
+
+// Queries, keys and values side by side: (B, T, 3 M), or (T, B, 3 M) if not batch_first.
+struct JoinedHeads {
+  int64_t count;
+  bool batch_first;
+};
+// Returns the joined heads of self-attention, (B, T, M) or (T, B, M). op: of the layer.
+Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
+                     const Tensor* mask, bool causal, const Drop& drop, bool grad);
+// Queries, keys and values of attention: rows of `columns` floats, `width` of which are its heads.
+struct HeadParts {
+  int64_t heads;
+  bool batch_first;  // (B, T, columns), else (T, B, columns)
+  int64_t batch, queries, keys, width;
+  const float* data[3];
+  int64_t columns[3];
+};
+// Returns the joined heads; statistics: receives what a backward needs, or nullptr. No node.
+Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
+                    Tensor* statistics);
+// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
+// the query's dtype, not learned.
+bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type);
 
 }  // namespace tf::autograd

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..recipe import Kind
+from ..recipe import Kind, NormKind
 
 #: Op -> class of its arguments record.
 RECORDS: dict[str, Any] = {}
@@ -275,9 +275,9 @@ class LayerStack:
 
     @functools.cached_property
     def for_entry(self) -> tuple[Any, ...] | None:
-        """Returns arguments of the entry in C++; None: it has no such norms, or no 8-bit weights."""
+        """Returns arguments of the entry in C++, which has layer norms and float weights; else None."""
         norms = zip(self.kinds, self.norms, strict=True)
-        if self.scales or any(norm != 0 and not Kind(kind).is_part for kind, norm in norms):
+        if self.scales or any(n != NormKind.LAYER and not Kind(kind).is_part for kind, n in norms):
             return None
         return (
             self.kinds, self.parameters, self.eps, self.heads, self.norm_first, self.batch_first,

@@ -251,8 +251,7 @@ inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor
   STD_TORCH_CHECK(seed.has_value(), op, ": dropout needs a seed");
   STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
                   op, ": seed must be an int64 scalar on the CPU");
-  return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())),
-          dropout_threshold(p), static_cast<float>(1.0 / (1.0 - p))};
+  return dropout_of(p, *static_cast<const int64_t*>(seed->const_data_ptr()));
 }
 
 // A tensor as `rows` rows of its last dimension, `stride` elements apart; copied only if no such
