@@ -17,6 +17,7 @@ from torch import Tensor
 
 from transformer_fast import compile_backend
 from transformer_fast.compile.graph_report import GraphReport
+from transformer_fast.measure.calls import record
 
 B, T, S, M, H, F = 3, 7, 5, 16, 4, 24
 
@@ -38,6 +39,13 @@ def form(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
     """Returns what `accelerate` may change, and `restore` has to reset: types and
     attribute names."""
     return [(type(module), set(module.__dict__)) for module in model.modules()]
+
+
+def calls_of_layers(run: Callable[[], Any]) -> int:
+    """Returns the number of sub-layers that kernels for layers ran."""
+    with torch.no_grad(), record() as found:
+        run()
+    return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
 
 
 class TextModel(torch.nn.Module):

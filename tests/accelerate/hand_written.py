@@ -318,6 +318,10 @@ def annotated_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a * (x - mean) / (std + 1e-6) + b
 
 
+def rms_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * a
+
+
 def _mean_of_squares(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     u = x.mean(-1, keepdim=True)
     s = (x - u).pow(2).mean(-1, keepdim=True)

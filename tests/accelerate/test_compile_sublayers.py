@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate_checks import compiled
+from accelerate_checks import calls_of_layers, compiled
 from hand_written import (
     Attention,
     B,
@@ -25,6 +25,7 @@ from hand_written import (
     causal,
     divided,
     padding,
+    rms_norm,
     sentences,
     with_fully_masked_rows,
 )
@@ -53,16 +54,10 @@ def check(model: nn.Module, *args: Any, stacks: list[int]) -> int:
     ours, reports = compiled(copy.deepcopy(model).eval())
     assert_same_numbers(ours, model.eval(), args, {}, grad=False)
     assert reports[0].stacks == stacks, str(reports[0])
-    with torch.no_grad(), record() as found:
-        ours(*args)
-    return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
+    return calls_of_layers(lambda: ours(*args))
 
 
-def _rms(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * a
-
-
-@pytest.mark.parametrize("norm", [None, annotated_norm, _rms])
+@pytest.mark.parametrize("norm", [None, annotated_norm, rms_norm])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_and_decoder_are_a_call_each(norm_first: bool, norm: Any) -> None:
     model = Translator(norm_first, norm)

@@ -458,8 +458,13 @@ def test_modules_under_two_names_keep_their_weights() -> None:
 
 def test_a_trial_judges_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[Any] = []
-    judge, layer_of = formula._judge, formula.layer_of
-    monkeypatch.setattr(formula, "_judge", lambda *given: trials.append(given) or judge(*given))
+    judge, layer_of = formula.judge, formula.layer_of
+
+    def counted(*given: Any, **inputs: Any) -> None:
+        trials.append(given)
+        judge(*given, **inputs)
+
+    monkeypatch.setattr(formula, "judge", counted)
     assert ONE_CALL in stack_of(accelerate(build("BertModel"))).reason
     assert len(trials) == 1  # of three layers that differ in their weights only
 

@@ -12,6 +12,7 @@ import hand_written
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate_checks import calls_of_layers
 from hand_written import (
     ATTENTIONS,
     Attention,
@@ -24,6 +25,7 @@ from hand_written import (
     causal,
     divided,
     padding,
+    rms_norm,
     sentences,
     with_fully_masked_rows,
 )
@@ -32,7 +34,6 @@ from torch import Tensor, nn
 
 from transformer_fast import _native, accelerate, restore
 from transformer_fast.accelerate import written_layers
-from transformer_fast.measure.calls import record
 
 pytestmark = [
     pytest.mark.sampled(15),
@@ -44,13 +45,6 @@ B, T = hand_written.B, hand_written.T
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written_layers, "CALLS_BEFORE", 0)
-
-
-def calls_of_layers(run: Callable[[], Any]) -> int:
-    """Returns the sub-layers that kernels for layers ran."""
-    with torch.no_grad(), record() as found:
-        run()
-    return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
 
 
 def accelerated(model: nn.Module) -> Any:
@@ -65,11 +59,7 @@ def check(ours: nn.Module, theirs: nn.Module, *args: Any) -> int:
     return calls_of_layers(lambda: ours(*args))
 
 
-def _rms(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * a
-
-
-@pytest.mark.parametrize("norm", [None, annotated_norm, _rms])
+@pytest.mark.parametrize("norm", [None, annotated_norm, rms_norm])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_layers_are_a_call_each(norm_first: bool, norm: Any) -> None:
     model = Translator(norm_first, norm)
@@ -230,6 +220,8 @@ class Odd(nn.Module):
             return x
         if self.kind == "sizes" and x.shape[1] > T:
             return x
+        if self.kind == "float64" and x.dtype == torch.float64:
+            raise TypeError("not in float64")
         if self.kind == "random":
             x = x + torch.randn(()) * 0.0
         if self.kind == "counts":
@@ -250,6 +242,7 @@ class Printing(Odd):
         ("values", "values of tensors decide"),
         ("sizes", "sizes of its arguments decide"),
         ("random", "not attention and a network"),
+        ("float64", "a trial call failed (TypeError: not in float64)"),
         ("counts", "assigns attributes"),
         ("prints", "may do more than compute"),
         ("list", "changes of its attribute seen, a list"),

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import reference
 from .._context import are_plain_on_cpu
 from ..compile import run_time
-from ..compile.attention import Masks
+from ..compile.attention import NO_MASKS, Masks
 from ..compile.capture import NotCapturedError, capture, shadow, tensors_of
 from ..compile.layer import Found, NotALayerError, layer_of, names_of
 from ..compile.sublayers import rotated
@@ -37,7 +37,6 @@ from .private_names import NAME_OF_ATTENTION
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Number of tokens in a trial.
 TOKENS = 5
-NO_MASKS = Masks(None, None, False)
 
 
 class Formula(NamedTuple):
@@ -185,7 +184,7 @@ def recognise(
     before = judged.get(key)
     if before is not None and (before.recipe, before.caller) == (found.layer, caller):
         return before._replace(content=content(layer))
-    _judge(layer, found, call, x, rotation)
+    judge(layer, found, lambda wide: call(wide, x, rotation).output, x, rotation=rotation)
     ignored = []
     for name, value in others.items():
         try:
@@ -218,14 +217,6 @@ def _captured(
     # In bfloat16, casts would round the values that the matchers compare.
     captured = capture(layer, run, {"x": x, **tables, **given}, original_class, dtype=torch.float32)
     return layer_of(captured, "x", tuple(tables)), caller
-
-
-def _judge(
-    layer: torch.nn.Module, found: Found, call: Callable[..., Trial], x: Tensor,
-    rotation: tuple[Tensor, ...],
-) -> None:  # fmt: skip
-    """Raises `NotALayerError` if the layer in float64 has other results than its recipe."""
-    judge(layer, found, lambda wide: call(wide, x, rotation).output, x, rotation=rotation)
 
 
 def judge(

@@ -959,17 +959,18 @@ def _formula_of(
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    with with_our_attention(config), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with with_our_attention(config), _evaluating(layer):
         try:
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
-        except (NotALayerError, NotCapturedError) as reason:
-            return str(reason)
-        with _evaluating(layer):
             # One token: for more, weights would be packed.
             x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
             y = found.run(
                 layer, x, None, None, tuple(table[:, :1].to(x.dtype) for table in rotation)
             )
+        except NotCapturedError as reason:  # or `NotALayerError`
+            return str(reason)
+        except Exception as error:  # the layer requires other arguments, or refuses float64
+            return f"a trial call failed ({type(error).__name__}: {error})"
     return "no kernel for layers supports its sizes" if y is None else found
 
 

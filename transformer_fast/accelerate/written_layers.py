@@ -184,6 +184,8 @@ def _recognised(
         )  # fmt: skip
     except NotCapturedError as error:
         return str(error)
+    except Exception as error:  # the layer refuses float64, say
+        return f"a trial call failed ({type(error).__name__}: {error})"
     constants = tuple(constant for state in states for constant in state.constants)
     _judged[content, kind] = _Form(found, masks, x, content, constants)
     return _judged[content, kind]

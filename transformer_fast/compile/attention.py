@@ -525,6 +525,9 @@ class Masks(NamedTuple):
     is_causal: bool
 
 
+NO_MASKS = Masks(None, None, False)
+
+
 def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
     """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None.
 

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from .. import recipe
 from ..recipe import Kind, Layer, Linear, NormKind, Place, Sublayer
-from .attention import Masks
+from .attention import NO_MASKS, Masks
 from .backend import STEPS
 from .canonicalize import canonicalize
 from .capture import Captured, NotCapturedError
@@ -106,7 +106,7 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         networks[0].activation,
     ).each(place)
     own, cross = (
-        next((block.masks for block in attentions if block.kind is kind), Masks(None, None, False))
+        next((block.masks for block in attentions if block.kind is kind), NO_MASKS)
         for kind in (Kind.SELF_ATTENTION, Kind.CROSS_ATTENTION)
     )
     returned = 1 + len(rest) if isinstance(output, (tuple, list)) else 0

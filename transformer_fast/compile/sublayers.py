@@ -26,7 +26,7 @@ from ..nn.int8 import quantized, unchanged
 from ..recipe import Kind, Layer, Linear, Norm, NormKind, Sublayer
 from . import run_time
 from .aliasing import NO_MEMORY
-from .attention import Masks, heads_and_masks
+from .attention import NO_MASKS, Masks, heads_and_masks
 from .editor import Editor, number
 from .feed_forward import PARAMETER, Map, gated_network, int8_weights, linear_map, network
 from .nodes import dtype, is_same, only_user, rank, shape, value
@@ -45,7 +45,7 @@ class _Block(NamedTuple):
     activation: str | None = None
     #: Attention only.
     heads: int = 0
-    masks: Masks = Masks(None, None, False)
+    masks: Masks = NO_MASKS
     memory: Node | None = None
     #: Cosines and sines by which queries and keys are rotated.
     rotation: tuple[Node, ...] = ()
@@ -142,7 +142,7 @@ def match_sublayer(
     """Returns the sub-layer with the residual sum ``total``, or None.
 
     rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
-    Then sub-layers without a norm and gated networks match, too.
+    With it, sub-layers without a norm and gated networks match, too.
     """
     op = read(total)
     assert op is not None
