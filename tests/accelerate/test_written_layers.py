@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,28 @@ def test_changes_of_a_layer_are_seen(change: Callable[[nn.Module], Any], expecte
         torch.manual_seed(2)
         change(each)
     assert check(ours, model, *args) == expected
+
+
+def test_dropout_that_is_trained_alone_is_applied() -> None:
+    model, x = Block(False, False, p=0.5), torch.randn(B, T, M)
+    ours = accelerated(model)
+    assert calls_of_layers(lambda: ours(x, None, None, None)) == 2
+    ours.dropout.train()
+    assert calls_of_layers(lambda: ours(x, None, None, None)) == 0
+    ours.dropout.eval()
+    assert calls_of_layers(lambda: ours(x, None, None, None)) == 2
+
+
+def test_formulas_live_as_long_as_a_layer_that_uses_them() -> None:
+    gc.collect()
+    before = set(written_layers._judged)
+    ours: Any = accelerated(Block(False, False))
+    run = functools.partial(ours, torch.randn(B, 9, M), None, None, None)
+    assert calls_of_layers(run) == 2
+    assert len(set(written_layers._judged) - before) == 1
+    del ours, run
+    gc.collect()
+    assert set(written_layers._judged) <= before
 
 
 def test_changes_of_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

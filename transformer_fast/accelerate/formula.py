@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,62 +40,83 @@ _DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = 5
 
 
-class Formula(NamedTuple):
+class ChangedError(Exception):
+    """Raised if a formula no longer holds for its layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
     """The recipe of a layer, and the state of the layer for which it holds."""
 
-    recipe: Layer[Place]
-    #: Name of the module that calls attention.
-    caller: str
-    #: Length of the tuple that the layer returns; all but the first value are None. 0: a tensor.
-    returned: int
-    #: Names of arguments that do not change the result.
-    ignored: frozenset[str]
+    found: Found
     #: See `content`.
     content: tuple[Any, ...]
+    #: Of layers of transformers: the name of the module that calls the registered attention.
+    caller: str | None = None
+    #: Names of arguments that do not change the result.
+    ignored: frozenset[str] = frozenset()
+    #: Of hand-written layers: tensor arguments -> hidden and added masks of self-attention, then of
+    #: attention to the memory.
+    masks: Callable[..., tuple[Any, Any, Any, Any]] | None = None
+    #: Constants that the code reads; see `State.constants`.
+    constants: tuple[tuple[Any, str, Any], ...] = ()
 
     @property
     def rotates(self) -> bool:
         """True if queries and keys are rotated by the layer's position embeddings."""
-        return self.recipe.sublayers[0].is_rotated
+        return self.found.layer.sublayers[0].is_rotated
+
+    def accepts(self, x: Any, rotation: Any) -> bool:
+        """True if kernels accept hidden states (B, T, M) and these position embeddings."""
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() != 3:
+            return False
+        if self.rotates and not _is_rotation(rotation, self.found.layer.sublayers[0].heads, x):
+            return False
+        return are_plain_on_cpu((x, *rotation))
 
     def run(
-        self, layer: torch.nn.Module, x: Any, starts: Tensor | None, mask: Tensor | None = None,
-        rotation: Any = (),
+        self, layer: torch.nn.Module, x: Tensor, *args: Any, key: Any = None, **kwargs: Any
     ) -> Any:  # fmt: skip
-        """Returns the layer's result for (B, T, M), or None if the layer must be called.
+        """Returns the layer's result in inference, or None if the layer must be called.
 
-        The caller has checked that no hook, tracer or transform is active.
+        The caller has checked that no tracer or transform is active, and for layers of transformers
+        that the layer has no hooks.
 
         Args:
-            starts: x is (1, rows, M), and sequence b is rows starts[b] to starts[b + 1].
-            mask: True where a token may attend, broadcastable to (B, H, T, T).
-            rotation: the position embeddings (1 or B, T, channels), if the layer rotates.
+            x: (B, T, M); further arguments are those of `fused_layers.try_run_bound`.
+            key: identifies the formula among those of the layer.
+
+        Raises:
+            ChangedError: the formula no longer holds for the layer.
         """
-        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() != 3:
-            return None
-        attention = self.recipe.sublayers[0]
-        if attention.is_rotated and not _is_rotation(rotation, attention.heads, x):
-            return None
-        if layer.training or not are_plain_on_cpu((x, *rotation)):
-            return None
         try:
-            bound = bound_to(layer, Formula, functools.partial(self._read, layer))
+            bound = bound_to(layer, (Formula, key), functools.partial(self._read, layer))
         except Unreadable:
             return None
-        y = fused_layers.try_run_bound(bound, x, starts, (mask, False), rotation=rotation)
-        if y is None or not self.returned:
+        y = fused_layers.try_run_bound(bound, x, *args, **kwargs)
+        if y is None or not self.found.returned:
             return y
-        return (y, *[None] * (self.returned - 1))
+        return (y, *[None] * (self.found.returned - 1))
 
     def _read(self, layer: torch.nn.Module, guard: Guard) -> list[Layer[Place]]:
+        if self.caller is None:
+            for path, module in layer.named_modules():
+                if module is not layer:
+                    guard.unhooked(module, path)
         guard.whole(layer)
-        if any(m.training for m in layer.modules()) or content(layer) != self.content:
-            raise Unreadable("layer was changed")
-        config = layer.get_submodule(self.caller).config
-        guard.value(vars(config), NAME_OF_ATTENTION)
-        if not is_ours(config):
-            raise Unreadable("attention is not ours")
-        return [self.recipe]
+        if content(layer) != self.content:
+            raise ChangedError
+        if any(m.training for m in layer.modules()):
+            raise Unreadable("layer is trained in part")
+        for function, name, value in self.constants:
+            if guard.value(function.__globals__, name) is not value:
+                raise Unreadable("code reads a variable that was changed")
+        if self.caller is not None:
+            config = layer.get_submodule(self.caller).config
+            guard.value(vars(config), NAME_OF_ATTENTION)
+            if not is_ours(config):
+                raise Unreadable("attention is not ours")
+        return [self.found.layer]
 
 
 def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:
@@ -182,8 +204,8 @@ def recognise(
         )
     key = content(layer, without="layer_idx")
     before = judged.get(key)
-    if before is not None and (before.recipe, before.caller) == (found.layer, caller):
-        return before._replace(content=content(layer))
+    if before is not None and (before.found, before.caller) == (found, caller):
+        return replace(before, content=content(layer))
     judge(layer, found, lambda wide: call(wide, x, rotation).output, x, rotation=rotation)
     ignored = []
     for name, value in others.items():
@@ -192,7 +214,7 @@ def recognise(
                 ignored.append(name)
         except (NotCapturedError, NotALayerError):  # the layer reads the argument
             pass
-    judged[key] = Formula(found.layer, caller, found.returned, frozenset(ignored), content(layer))
+    judged[key] = Formula(found, content(layer), caller, frozenset(ignored))
     return judged[key]
 
 

@@ -402,9 +402,14 @@ class _Loop:
                 or (other == ROTATION and found.rotates)
             ):
                 return None
-        rotation = given.get(ROTATION)
+        x, rotation = given[name], given.get(ROTATION)
         rotation = () if rotation is None else rotation
-        return found.run(layer, given.get(name), starts, band, rotation)
+        if layer.training or not found.accepts(x, rotation):
+            return None
+        try:
+            return found.run(layer, x, starts, (band, False), rotation=rotation)
+        except formula.ChangedError:
+            return None
 
     def _is_plain(self) -> bool:
         if self.is_plain is None:
@@ -964,9 +969,7 @@ def _formula_of(
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
             # One token: for more, weights would be packed.
             x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
-            y = found.run(
-                layer, x, None, None, tuple(table[:, :1].to(x.dtype) for table in rotation)
-            )
+            y = found.run(layer, x, rotation=tuple(table[:, :1].to(x.dtype) for table in rotation))
         except NotCapturedError as reason:  # or `NotALayerError`
             return str(reason)
         except Exception as error:  # the layer requires other arguments, or refuses float64

@@ -8,26 +8,22 @@ forward runs in training, where the match fails, and after a change of the layer
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded
 from ..compile.capture import NotCapturedError, capture
-from ..compile.layer import Found, layer_of, masks_of
+from ..compile.layer import layer_of, masks_of
 from ..compile.sublayers import mask_of
-from ..nn import fused_layers
-from ..nn.bound import bound_to
 from ..nn.drop_in import is_of_others, original_class, runs_torch_forward
-from ..nn.guard import Guard, Unreadable
-from ..recipe import Layer, Place
 from . import classes, formula
 from .classes import OF_ANY_MODULE, ClassChange, State, is_plain
+from .formula import ChangedError, Formula
 from .parts import FusedLayer, is_model
 
 #: Numbers of linear layers in a module that may be an encoder or a decoder layer.
@@ -38,23 +34,11 @@ CALLS_BEFORE = 2
 NOTE = "in inference one call, if its third call shows that it is an encoder or decoder layer"
 
 
-class _Form(NamedTuple):
-    """The computation of calls with arguments of one kind."""
-
-    found: Found
-    #: Tensor arguments -> hidden and added masks of self-attention, then of attention to the memory.
-    masks: Callable[..., tuple[Any, Any, Any, Any]]
-    #: Name of the first argument.
-    x: str
-    content: tuple[Any, ...]
-    #: Constants that the code reads; see `State.constants`.
-    constants: tuple[tuple[Any, str, Any], ...]
-
-
-#: Layer -> kind of its arguments -> form, the reason why it has none, or the number of calls so far.
-_forms: WeakKeyDictionary[torch.nn.Module, dict[Any, _Form | str | int]] = WeakKeyDictionary()
-#: Content of a layer and kind of its arguments -> judged form.
-_judged: dict[Any, _Form] = {}
+#: Layer -> kind of its arguments -> formula, the reason why it has none, or the number of calls so far.
+_forms: WeakKeyDictionary[torch.nn.Module, dict[Any, Formula | str | int]] = WeakKeyDictionary()
+#: Content of a layer and kind of its arguments -> its formula, as long as a layer uses it: both contain
+#: the user's classes.
+_judged: WeakValueDictionary[Any, Formula] = WeakValueDictionary()
 
 
 class WrittenLayer(FusedLayer):
@@ -92,30 +76,24 @@ class WrittenLayer(FusedLayer):
             form = forms[kind] = _recognised(self, self._theirs, given, tensors, kind)
         if isinstance(form, str):
             return None
-        try:
-            bound = bound_to(self, kind, functools.partial(_read, self, form))
-        except Unreadable as reason:
-            if reason.args == (_CHANGED,):
-                forms[kind] = CALLS_BEFORE
-            return None
-        found, x = form.found, tensors[form.x]
-        hidden, added, of_memory, added_to = form.masks(*tensors.values())
+        found, masks = form.found, form.masks
+        x, *_ = tensors.values()
+        assert masks is not None
+        hidden, added, of_memory, added_to = masks(*tensors.values())
         own = mask_of(x, hidden, added, found.own.is_causal)
         cross = mask_of(x, of_memory, added_to, found.cross.is_causal)
         if own is None or cross is None:
             return None
         memory = None if found.memory is None else tensors[found.memory]
-        y = fused_layers.try_run_bound(bound, x, None, own, memory, cross)
-        if y is None or not found.returned:
-            return y
-        return (y, *[None] * (found.returned - 1))
+        try:
+            return form.run(self, x, None, own, memory, cross, key=kind)
+        except ChangedError:
+            forms[kind] = CALLS_BEFORE
+            return None
 
     def _in_parts(self) -> dict[str, str]:
         reasons = [form for form in _forms.get(self, {}).values() if isinstance(form, str)]
         return {"the layer": reasons[-1]} if reasons else {}
-
-
-_CHANGED = "layer was changed"
 
 
 def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -140,29 +118,17 @@ def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def _read(layer: torch.nn.Module, form: _Form, guard: Guard) -> list[Layer[Place]]:
-    for path, module in layer.named_modules():
-        if module is not layer:
-            guard.unhooked(module, path)
-    guard.whole(layer)
-    if formula.content(layer) != form.content:
-        raise Unreadable(_CHANGED)
-    for function, name, value in form.constants:
-        if guard.value(function.__globals__, name) is not value:
-            raise Unreadable("code reads a variable that was changed")
-    return [form.found.layer]
-
-
 def _recognised(
     layer: torch.nn.Module, theirs: Any, given: dict[str, Any], tensors: dict[str, Tensor], kind: Any
-) -> _Form | str:  # fmt: skip
+) -> Formula | str:  # fmt: skip
     states = [State.of(module) for module in layer.modules()]
     reason = next(filter(None, (state.why_not for state in states)), None) or _unseen(layer)
     if reason is not None:
         return reason
     content = formula.content(layer)
-    if (content, kind) in _judged:
-        return _judged[content, kind]
+    known = _judged.get((content, kind))
+    if known is not None:
+        return known
     x, others = next(iter(tensors)), {n: v for n, v in given.items() if n not in tensors}
 
     def call(copied: Any, **tensors: Tensor) -> Any:
@@ -187,8 +153,8 @@ def _recognised(
     except Exception as error:  # the layer refuses float64, say
         return f"a trial call failed ({type(error).__name__}: {error})"
     constants = tuple(constant for state in states for constant in state.constants)
-    _judged[content, kind] = _Form(found, masks, x, content, constants)
-    return _judged[content, kind]
+    known = _judged[content, kind] = Formula(found, content, masks=masks, constants=constants)
+    return known
 
 
 def _unseen(layer: torch.nn.Module) -> str | None:
