@@ -43,6 +43,7 @@ from ..compile.layer import NotALayerError
 from ..functional.attention import attend
 from ..nn.drop_in import RECORD, DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
+from ..nn.ragged import Places
 from ..ops.arguments import AttentionArguments
 from . import classes, formula, padded_places
 from .classes import ClassChange
@@ -56,11 +57,11 @@ Bias = Tensor | Callable[[slice, slice], Tensor]
 _paddings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class Padding:
+class Padding(Places):
     """The padding from which a mask was made."""
 
     def __init__(self, real: Tensor, scope: _Scope, mask: Tensor) -> None:
-        self.real = real  #: (B, T) bool
+        super().__init__(real)
         #: True if every token attends to all real tokens of its sequence, or is_causal: up to itself.
         self.is_full, self.is_causal, self._windows = scope
         # Inference tensors have no version counter.
@@ -70,22 +71,14 @@ class Padding:
         """True if the mask was changed after this object was made."""
         return self._version is not None and mask._version != self._version
 
-    @functools.cached_property
-    def places(self) -> Tensor:
-        """Returns the indices (N,) of the real tokens among the B * T places."""
-        return self.real.flatten().nonzero().squeeze(1)
-
     @property
     def has_only_real(self) -> bool:
         return len(self.places) == self.real.numel()
 
     @functools.cached_property
-    def starts(self) -> tuple[Tensor, int]:
-        """Returns the row at which each sequence begins (B + 1,), and the length of the longest."""
-        lengths = self.real.sum(1, dtype=torch.int32)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-        torch.cumsum(lengths, 0, out=starts[1:])
-        return starts, int(lengths.max())
+    def longest(self) -> int:
+        """Returns the length of the longest sequence."""
+        return int(self.starts.diff().max())
 
     @functools.cached_property
     def band(self) -> Tensor | None:
@@ -95,7 +88,7 @@ class Padding:
         """
         if not self._windows or not self.runs:
             return None
-        places = torch.arange(self.starts[1], device=self.real.device)
+        places = torch.arange(self.longest, device=self.real.device)
         seen = [torch.as_tensor(part(0, 0, places[:, None], places)) for part in self._windows]
         return functools.reduce(torch.logical_and, seen)[None, None]
 
@@ -198,15 +191,11 @@ class Rows:
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows (1, N, ...) of (B, T, ...), or of (1, T, ...) for all sequences."""
-        rest = x.shape[2:]
-        flat = x.expand(self.batch, -1, *rest).reshape(self.batch * self.length, *rest)
-        return flat.index_select(0, self.padding.places)[None]
+        return self.padding.gather(x.expand(self.batch, *x.shape[1:]))[None]
 
     def put_back(self, rows: Tensor, trial: padded_places.Trial | None = None) -> Tensor:
         """Returns (B, T, ...) with zeros, or the random numbers of ``trial``, at padded places."""
-        flat = rows.new_zeros((self.batch * self.length, *rows.shape[2:]))
-        flat.index_copy_(0, self.padding.places, rows[0])
-        padded = flat.view(self.batch, self.length, *rows.shape[2:])
+        padded = self.padding.put_back(rows[0])
         return padded if trial is None else trial.fill(padded, self.padding.real)
 
     def attend(
@@ -224,7 +213,7 @@ class Rows:
                 own = {**kwargs, "is_causal": self.padding.is_causal}
                 return function(module, query, key, value, None, **own)  # type: ignore[no-any-return]
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            starts, longest = self.padding.starts
+            starts, longest = self.padding.starts, self.padding.longest
             output = functional.varlen_attn(
                 q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"),
                 dropout_p=kwargs.get("dropout", 0.0), enable_gqa=k.shape[1] < q.shape[1],
@@ -388,7 +377,7 @@ class _Loop:
             if padding.is_causal or (band is None and not padding.is_full):
                 return None
             if isinstance(mask, Rows):
-                starts = padding.starts[0]
+                starts = padding.starts
             elif padding.is_stale(mask) or not padding.has_only_real:
                 return None
         name = self.stack._parameters_of_layers[0]
@@ -402,7 +391,8 @@ class _Loop:
                 or (other == ROTATION and found.rotates)
             ):
                 return None
-        x, rotation = given[name], given.get(ROTATION)
+        x: Any = given.get(name)
+        rotation: Any = given.get(ROTATION)
         rotation = () if rotation is None else rotation
         if layer.training or not found.accepts(x, rotation):
             return None

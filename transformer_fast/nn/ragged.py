@@ -10,7 +10,8 @@ tokens are scattered to (B, L), where padded keys are hidden and padded queries 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,37 +28,46 @@ from .int8 import run_linear
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
-class Rows(NamedTuple):
-    """The real tokens of a batch."""
+class Places:
+    """The places of real tokens in a batch (B, L); its rows are these tokens, one sequence after the
+    other."""
 
-    values: Tensor  #: (tokens, M)
-    starts: Tensor  #: (B + 1,), the row at which each sequence begins
-    places: Tensor | None  #: indices of the tokens among the B * L places; None: all are real
+    def __init__(self, real: Tensor) -> None:
+        self.real = real  #: (B, L) bool
+
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """Returns the indices (N,) of the real tokens among the B * L places."""
+        return self.real.flatten().nonzero().squeeze(1)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """Returns the row at which each sequence begins, (B + 1,) int32."""
+        lengths = self.real.sum(1, dtype=torch.int32)
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        return starts
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the rows (N, ...) of x (B, L, ...)."""
+        return x.flatten(0, 1).index_select(0, self.places)
+
+    def put_back(self, rows: Tensor) -> Tensor:
+        """Returns (B, L, ...) with zeros at padded places."""
+        flat = rows.new_zeros((self.real.numel(), *rows.shape[1:]))
+        return flat.index_copy_(0, self.places, rows).unflatten(0, self.real.shape)
 
 
-def gather(x: Tensor, padding: Tensor | None, batch_first: bool) -> Rows:
-    """Returns the rows of (B, L, M) or (L, B, M) at which padding (B, L) is False."""
+def _gather(
+    x: Tensor, padding: Tensor | None, batch_first: bool
+) -> tuple[Tensor, Tensor, Places | None]:
+    """Returns the rows (N, M) of (B, L, M) or (L, B, M) at which padding (B, L) is False, the row at
+    which each sequence begins, and the rows' places, None without padding."""
     x = x if batch_first else x.transpose(0, 1)
-    batch, length, width = x.shape
-    flat = x.reshape(batch * length, width)
     if padding is None:
-        return Rows(flat, torch.arange(batch + 1) * length, None)
-    real = padding.logical_not()
-    places = real.flatten().nonzero().squeeze(1)
-    starts = torch.zeros(batch + 1, dtype=torch.int64)
-    torch.cumsum(real.sum(dim=1), dim=0, out=starts[1:])
-    return Rows(flat.index_select(0, places), starts, places)
-
-
-def scatter(rows: Rows, like: Tensor, batch_first: bool) -> Tensor:
-    """Returns the rows in the layout of ``like``, with zeros at padded places."""
-    shape = like.shape if batch_first else like.transpose(0, 1).shape
-    flat = rows.values
-    if rows.places is not None:
-        flat = flat.new_zeros((shape[0] * shape[1], shape[2]))
-        flat.index_copy_(0, rows.places, rows.values)
-    x = flat.view(shape)
-    return x if batch_first else x.transpose(0, 1)
+        return x.flatten(0, 1), torch.arange(len(x) + 1) * x.shape[1], None
+    places = Places(padding.logical_not())
+    return places.gather(x), places.starts, places
 
 
 def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
@@ -82,28 +92,21 @@ def _bound_for_ops(
         return None
 
 
-def _compose(bound: Bound, rows: Rows, padding: Tensor | None, is_causal: bool) -> Tensor:
-    """Returns the result (tokens, M) of encoder layers that are composed on rows."""
-    assert padding is not None
-    assert rows.places is not None
-    places, (batch, length) = rows.places, padding.shape
+def _compose(bound: Bound, x: Tensor, places: Places, padding: Tensor, is_causal: bool) -> Tensor:
+    """Returns the result of encoder layers that are composed on rows x (N, M)."""
     key_lengths, mask = masks.from_padding_mask(padding)
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]
         projected = run_linear(x, joined.weight, joined.bias)
-        spread = projected.new_zeros((batch * length, projected.shape[1]))
-        spread = spread.index_copy(0, places, projected)
-        query, key, value = (
-            part.transpose(1, 2) for part in spread.view(batch, length, 3, one.heads, -1).unbind(2)
-        )
+        spread = places.put_back(projected).unflatten(2, (3, one.heads, -1))
+        query, key, value = (part.transpose(1, 2) for part in spread.unbind(2))
         arguments = AttentionArguments(
             query, key, value, mask, key_lengths, is_causal, dropout_p=dropout_p
         )
         output, _ = attend_to_heads(arguments)
-        return output.transpose(1, 2).reshape(batch * length, -1).index_select(0, places)
+        return places.gather(output.transpose(1, 2).flatten(2))
 
-    x = rows.values
     for layer, dropouts in zip(bound.layers, bound.dropouts, strict=True):
         x = fusion.compose_bound(layer, dropouts, x, attend)
     return x
@@ -143,16 +146,17 @@ def _run_unpadded(
         return None
     if memory is not None and not _padding_fits(cross.key_padding, memory, batch_first):
         return None
-    rows = gather(x, padding, batch_first)
-    if bound is not None:
-        values = _compose(bound, rows, padding, own.is_causal)
-    else:
-        source = starts = None
+    rows, starts, places = _gather(x, padding, batch_first)
+    if calls is not None:
+        source = memory_starts = None
         if memory is not None:
-            source, starts, _ = gather(memory, cross.key_padding, batch_first)
-        assert calls is not None
-        values = fused_layers.run(calls, rows.values, source, rows.starts, starts)
-    return scatter(rows._replace(values=values), x, batch_first)
+            source, memory_starts, _ = _gather(memory, cross.key_padding, batch_first)
+        rows = fused_layers.run(calls, rows, source, starts, memory_starts)
+    elif bound is not None and places is not None and padding is not None:
+        rows = _compose(bound, rows, places, padding, own.is_causal)
+    shape = x.shape if batch_first else x.transpose(0, 1).shape
+    y = rows.view(shape) if places is None else places.put_back(rows)
+    return y if batch_first else y.transpose(0, 1)
 
 
 def run_stack(
