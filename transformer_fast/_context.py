@@ -55,8 +55,8 @@ class Settings:
     is_direct: bool = True
     falls_back: bool = True
 
-    #: Set on ``settings`` only: the settings of the innermost block in code that Dynamo traces.
-    #: Dynamo simulates the assignment, so that this is None in running code.
+    #: The settings of the innermost block in code that Dynamo traces; an attribute of ``settings``
+    #: only. Dynamo simulates its assignment, so it is None in running code.
     traced: Settings | None = None
 
     #: The context's settings: those of its blocks, else those of the process. A property with a

@@ -83,7 +83,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
         return None, f"the native module could not be loaded: {error}"
 
 
-#: The module, or None.
+#: The native module ``_C``; None: it is missing.
 module: ModuleType | None
 #: The reason why `module` is None, as a sentence; None if it is loaded.
 why_not: str | None

@@ -88,7 +88,7 @@ class PreferLater:
     size: Callable[[Call], int]
     #: The sizes for which a later backend is preferred.
     sizes: range
-    #: The reason, as a sentence.
+    #: Why the later backend is preferred, as a sentence.
     because: str
     dtypes: frozenset[torch.dtype]
     #: Applies to calls with gradients if True, else to calls without.

@@ -60,9 +60,9 @@ class Limit:
             self.below = 1 << 62, 1 << 62
 
 
-# On Intel's CPUs MKL's products of one to a dozen rows take 0.4 to 0.9 of the time of the kernels, which
-# are made for more rows. With AMX tiles, products of float32 from `_SMALL` multiply-adds on take a
-# fraction of PyTorch's time.
+# On Intel's CPUs MKL computes products of one to a dozen rows in 0.4 to 0.9 of the time of our kernels,
+# which are made for more rows. With AMX tiles our products in float32 take a fraction of PyTorch's time
+# from `_SMALL` multiply-adds on.
 _INTEL = _native.module is not None and _native.module.is_intel()
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 _SMALL = 1 << 22
@@ -90,7 +90,7 @@ CROSS_ENTROPY = Limit(
     1 << 17,
     dtypes=frozenset({FLOAT, torch.bfloat16, torch.float16}),
 )
-#: Smaller calls are a linear layer and PyTorch's loss, with all logits in memory.
+#: Smaller calls run as a linear layer and PyTorch's loss, with all logits in memory.
 LINEAR_CROSS_ENTROPY = Limit("logits", 1 << 18, 1 << 20)
 #: Counts the elements of the table, plus eight times the looked-up ones, with gradients. Without
 #: gradients PyTorch's op always runs.
@@ -288,7 +288,7 @@ def entry(op: str) -> Callable[..., Any]:
 
 
 def bind(op: str) -> None:
-    """Sets what the op's entry calls, after a change of the op's kernels."""
+    """Gives the op's entry in C++ the kernel that it calls; to be repeated when kernels change."""
     if _native.autograd is None or op not in _ENTRIES:
         return
     kernel = registry.usable[op][1]["cpu"][0]

@@ -98,7 +98,7 @@ def release() -> None:
 
 
 def packed() -> int:
-    """Returns the bytes of packed weights; at most ``TRANSFORMER_FAST_PACKED_MB`` MiB (default: 4096)."""
+    """Returns the bytes of all packed weights (limit: ``TRANSFORMER_FAST_PACKED_MB``, 4096 MiB)."""
     return sum(held_bytes() for held_bytes, _ in packings)
 
 

@@ -28,7 +28,7 @@ from ._version import __version__
 from .reference import ANNOTATED, OPS
 
 COMMAND = "python -m transformer_fast prove"
-#: Its duration, for messages; estimated from the number of cases, not measured on a GPU yet.
+#: Duration of the command in messages: an estimate from the number of cases, not measured on a GPU.
 DURATION = "a quarter of an hour to half an hour"
 #: The command that measures common calls only (`specs.gpu.COMMON`), and its duration.
 SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"

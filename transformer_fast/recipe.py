@@ -134,7 +134,10 @@ class Sublayer(Generic[Of]):
         return replace(self, maps=maps, norm=self.norm.each(function))  # type: ignore[arg-type,return-value]
 
     def in_pairs(self) -> Iterator[tuple[Kind, Linear[Of], Linear[Of], Norm[Of]]]:
-        """Yields the sub-layer as the kernel takes it: two maps at a time, the parts first."""
+        """Yields the parts of the sub-layer in the order in which kernels run them, two maps each.
+
+        Separate maps of queries and keys are a part of their own, without a norm, and so is a gate.
+        """
         *first, last = self.maps
         if len(first) == 3:
             yield Kind.QUERIES_AND_KEYS, first[0], first[1], NO_NORM

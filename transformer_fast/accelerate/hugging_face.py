@@ -24,17 +24,12 @@ from ..nn.drop_in import functions_of, is_of_others
 from ..nn.int8 import to_float
 from . import classes, packing
 from .classes import Change, ClassChange
-from .hugging_face_layers import CLASSES, METHODS, Attention, attention
+from .hugging_face_layers import CLASSES, METHODS, Attention, RMSNorm, attention
 from .parts import NAME, FusedLayer, is_model
 from .private_names import NAME_OF_ATTENTION, arguments, load, sdpa_attention, sdpa_mask
 
 #: Supported versions of transformers, [low, high); with others, models are left unchanged.
 _VERSIONS = ((5, 0), (6, 0))
-#: Model families whose layers can be replaced.
-MODELS = ("bart", "bert", "deberta_v2", "llama", "marian", "mpnet", "t5")
-#: Ending of the class names of norms, which are replaced in all families if their code equals that
-#: of one of `_COPIED`.
-_NORM = "Norm"
 #: Attribute of a model that records its original attention.
 _RECORD = "_attention_before_accelerate"
 
@@ -121,16 +116,18 @@ def version_reason() -> str | None:
     )
 
 
-def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """Returns the module's class in transformers if it is a shared one, a norm, or of `MODELS`."""
+def _ours_for(module: torch.nn.Module) -> tuple[type, type[FusedLayer]] | None:
+    """Returns the module's class in transformers, and our class for it; None: there is no such class."""
     for kind in type(module).__mro__:
-        path = kind.__module__.split(".")
-        if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
-            return kind
-        if path[:2] == ["transformers", "models"] and (
-            kind.__name__.endswith(_NORM) or (path[2:3] and path[2] in MODELS)
-        ):
-            return kind
+        package, *path = kind.__module__.split(".")
+        if package != "transformers":
+            continue
+        if path[0] == "models" and kind.__name__.endswith("Norm"):
+            ours = _ours_for_norm(kind)
+            return None if ours is None else (kind, ours)
+        ours = CLASSES.get(f"{path[-1].removeprefix('modeling_')}.{kind.__name__}")
+        if ours is not None:
+            return kind, ours
     return None
 
 
@@ -167,14 +164,10 @@ def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
 
 def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     """Returns the change of a layer's class, the reason not to, or None if the layer is unknown."""
-    theirs = class_of_theirs(module)
-    if theirs is None:
+    found = _ours_for(module)
+    if found is None:
         return None
-    ours = (
-        _ours_for_norm(theirs) if theirs.__name__.endswith(_NORM) else CLASSES.get(theirs.__name__)
-    )
-    if ours is None:
-        return None
+    theirs, ours = found
     reason = version_reason() or classes.parametrised(module) or classes.sharded(module)
     if reason is not None:
         return reason
@@ -193,23 +186,18 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
 
-#: Norms that other models of transformers copy under other names.
-_COPIED = (
-    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
-    ("transformers.models.t5.modeling_t5", "T5LayerNorm"),
-)
-
-
 @functools.cache
 def _ours_for_norm(theirs: Any) -> type[FusedLayer] | None:
-    """Returns our class for a norm whose forward has the code of one of `_COPIED`, or None."""
-    for module, name in _COPIED:
+    """Returns our class for a norm; many models have a copy of one in `CLASSES` under another name."""
+    for key in (key for key, ours in CLASSES.items() if ours is RMSNorm):
+        family, name = key.split(".")
         try:
-            original = getattr(importlib.import_module(module), name, None)
+            place = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         except ImportError:  # another version of transformers
             return None
+        original = getattr(place, name, None)
         if original is not None and _same_code(theirs.forward, original.forward):
-            return CLASSES[name]
+            return RMSNorm
     return None
 
 
@@ -224,8 +212,8 @@ def _same_code(one: Any, other: Any) -> bool:
 
 def _own_attention(module: torch.nn.Module) -> bool:
     """True for a module of `CLASSES` that computes attention without the registry."""
-    theirs = class_of_theirs(module)
-    return theirs is not None and issubclass(CLASSES.get(theirs.__name__, FusedLayer), Attention)
+    found = _ours_for(module)
+    return found is not None and issubclass(found[1], Attention)
 
 
 def changes_of_attention(
@@ -237,7 +225,10 @@ def changes_of_attention(
     """
     found = []
     for name, module in layers.named_modules():
-        if not _own_attention(module):
+        known = _ours_for(module)
+        if known is None or not issubclass(
+            known[1], Attention
+        ):  # attention of the registry, or none
             continue
         change = _find_layer(name, module) if is_wanted(name) else "filter_fn excludes it"
         if not isinstance(change, ClassChange):

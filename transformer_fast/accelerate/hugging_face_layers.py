@@ -114,7 +114,9 @@ def _mask(
 
 # Layer classes.
 
-#: Name of a class of transformers -> our class.
+#: Class of transformers, with the name of its family or module: "bert.BertLayer" -> our class. In
+#: inference an encoder layer with a `formula.Formula` is one call and needs no class here. These are for
+#: what one call cannot run: training, decoders with a cache, scores with a bias, modules with hooks.
 CLASSES: dict[str, type[FusedLayer]] = {}
 
 
@@ -191,7 +193,7 @@ class Attention(FusedLayer):
         return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
 
-@_replaces("MPNetSelfAttention")
+@_replaces("mpnet.MPNetSelfAttention")
 class MPNetSelfAttention(Attention):
     """Projections, attention with a bias of relative positions, output projection."""
 
@@ -286,7 +288,7 @@ class _Disentangled:
         return transposed if of_queries is None else self._terms(of_queries, rows) + transposed
 
 
-@_replaces("DisentangledSelfAttention")
+@_replaces("deberta_v2.DisentangledSelfAttention")
 class DisentangledSelfAttention(Attention):
     """DeBERTa's attention, in inference; in training its own code runs, on padded sequences."""
 
@@ -366,7 +368,7 @@ def _has_differences(relative: Tensor | None, embeddings: Tensor | None) -> bool
     return torch.equal(relative[:, 1:, 1:], relative[:, :-1, :-1])
 
 
-@_replaces("T5LayerNorm", "LlamaRMSNorm")
+@_replaces("t5.T5LayerNorm", "llama.LlamaRMSNorm")
 class RMSNorm(FusedLayer):
     weight: Tensor
     variance_epsilon: float
@@ -415,7 +417,7 @@ class _PostNorm(FusedLayer):
         ]
 
 
-@_replaces("BartEncoderLayer", "MarianEncoderLayer")
+@_replaces("bart.BartEncoderLayer", "marian.MarianEncoderLayer")
 class EncoderLayer(_PostNorm):
     """Self-attention, then FFN, each followed by a norm."""
 
@@ -434,7 +436,7 @@ def _name_of_cache(kind: Any) -> str:
     return next(name for name in CACHES if name in inspect.signature(kind.forward).parameters)
 
 
-@_replaces("BartDecoderLayer", "MarianDecoderLayer")
+@_replaces("bart.BartDecoderLayer", "marian.MarianDecoderLayer")
 class DecoderLayer(_PostNorm):
     """Self-attention, attention to the encoder, FFN, each followed by a norm."""
 
@@ -465,7 +467,13 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-@_replaces("BertSelfOutput", "BertOutput", "DebertaV2SelfOutput", "DebertaV2Output", "MPNetOutput")
+@_replaces(
+    "bert.BertSelfOutput",
+    "bert.BertOutput",
+    "deberta_v2.DebertaV2SelfOutput",
+    "deberta_v2.DebertaV2Output",
+    "mpnet.MPNetOutput",
+)
 class Output(FusedLayer):
     """A projection, then dropout, residual connection and norm."""
 
@@ -523,7 +531,7 @@ class _InTwoModules(FusedLayer):
         return [Op("feed_forward", found, 0.0, activation)]
 
 
-@_replaces("BertLayer")
+@_replaces("bert.BertLayer")
 class BertLayer(_InTwoModules):
     _inner, _output = "BertIntermediate", "BertOutput"
 
@@ -531,7 +539,7 @@ class BertLayer(_InTwoModules):
         return self._feed_forward(attention_output)
 
 
-@_replaces("MPNetLayer")
+@_replaces("mpnet.MPNetLayer")
 class MPNetLayer(_InTwoModules):
     _inner, _output = "MPNetIntermediate", "MPNetOutput"
 
@@ -550,7 +558,7 @@ class MPNetLayer(_InTwoModules):
         return (self._feed_forward(attended), *others)
 
 
-@_replaces("DebertaV2Layer")
+@_replaces("deberta_v2.DebertaV2Layer")
 class DebertaV2Layer(_InTwoModules):
     _inner, _output = "DebertaV2Intermediate", "DebertaV2Output"
 
@@ -568,7 +576,7 @@ class DebertaV2Layer(_InTwoModules):
         return self._feed_forward(attended), weights
 
 
-@_replaces("MPNetAttention")
+@_replaces("mpnet.MPNetAttention")
 class MPNetAttention(FusedLayer):
     """Attention, then dropout, residual connection and norm."""
 
@@ -599,7 +607,11 @@ def _is_untouched(module: Any, name: str) -> bool:
     return is_theirs and fusion.is_unhooked(module, (type(module),))
 
 
-@_replaces("AccurateGELUActivation", "FastGELUActivation", "NewGELUActivation")
+@_replaces(
+    "activations.AccurateGELUActivation",
+    "activations.FastGELUActivation",
+    "activations.NewGELUActivation",
+)
 class GELUTanh(FusedLayer):
     """Computes in one op what transformers' formula does in eight."""
 
@@ -609,7 +621,7 @@ class GELUTanh(FusedLayer):
         return F.gelu(input, approximate="tanh")
 
 
-@_replaces("Conv1D")
+@_replaces("pytorch_utils.Conv1D")
 class Conv1D(FusedLayer):
     """GPT-2's linear layer, whose weight is (in_features, out_features)."""
 

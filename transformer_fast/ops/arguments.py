@@ -156,7 +156,7 @@ class LinearArguments(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    #: Name of the activation, None, or the callable the user gave.
+    #: Name of the activation, or the callable that the user gave; None: no activation.
     activation: Any = None
     residual: Tensor | None = None
 
@@ -171,7 +171,7 @@ class FeedForwardArguments(NamedTuple):
     bias1: Tensor | None
     weight2: Tensor
     bias2: Tensor | None
-    #: Name of the activation, or the callable the user gave.
+    #: Name of the activation, or the callable that the user gave.
     activation: Any
     dropout_p: float = 0.0
     seed: Tensor | None = None
@@ -211,7 +211,7 @@ class Int8LinearArguments(NamedTuple):
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
-    #: Name of the activation, None, or the callable the user gave.
+    #: Name of the activation, or the callable that the user gave; None: no activation.
     activation: Any
     residual: Tensor | None
     factors: Tensor | None = None
@@ -229,7 +229,7 @@ class Int8FeedForwardArguments(NamedTuple):
     weight2: Tensor
     scale2: Tensor
     bias2: Tensor | None
-    #: Name of the activation, or the callable the user gave.
+    #: Name of the activation, or the callable that the user gave.
     activation: Any
     factors1: Tensor | None = None
     factors2: Tensor | None = None
@@ -251,7 +251,7 @@ class LayerArguments(NamedTuple):
 
 @dataclass
 class LayerStack:
-    """Sub-layers of one or several layers that are alike, as kernels for layers take them."""
+    """The sub-layers of one or several equal layers, in the form that kernels for layers take."""
 
     #: The `recipe.Kind` of each sub-layer of one layer.
     kinds: list[int]

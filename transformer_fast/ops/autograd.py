@@ -74,7 +74,7 @@ _WORTH_ASKING = 1 << 22
 
 
 def wanted(ctx: Any, work: int) -> Sequence[bool]:
-    """Returns for which arguments of ``forward`` a backward must compute gradients.
+    """Returns, for each argument of ``forward``, True if a backward must compute its gradient.
 
     ``needs_input_grad`` of a function in Python is also true for inputs that a call of
     `torch.autograd.grad` leaves out, such as the weights when only the input's gradient is requested.

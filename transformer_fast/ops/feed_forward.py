@@ -61,8 +61,8 @@ BACKWARD = Operator(
         despite_dropout="o",
     ),
 )
-#: Backends whose ``kept`` is the preactivation; others keep the hidden units of relu, from which
-#: its derivative follows.
+#: Backends that save the preactivation for backward. The others save relu's output, which determines
+#: its derivative.
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 

@@ -137,7 +137,7 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
 
 
 def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
-    """Yields the letters along which this call can be sharded."""
+    """Yields the letters of the rule's dimensions along which this call can be sharded."""
     drops = given.get("dropout_p", given.get("p", 0.0)) > 0.0
     linear = given.get("activation") in (0, None)
     leading = map(str, range(lead)) if "." in rule.by else ()
