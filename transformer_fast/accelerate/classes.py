@@ -70,18 +70,16 @@ class ClassChange:
     after: type
     #: A remark for the report.
     note: str = ""
+    #: The class before an earlier change, whose record this one replaces; None: ``before``.
+    original: type | None = None
 
     @property
     def now(self) -> str:
         return class_of_ours(self.after)
 
     def apply(self) -> None:
-        self.module.__dict__[RECORD] = (self.before, self.after)
-        try:
-            self.module.__class__ = self.after
-        except BaseException:
-            self.module.__dict__.pop(RECORD, None)
-            raise
+        self.module.__class__ = self.after
+        self.module.__dict__[RECORD] = (self.original or self.before, self.after)
 
     def undo(self) -> None:
         if type(self.module) is not self.after:
@@ -91,6 +89,8 @@ class ClassChange:
             )
         self.module.__class__ = self.before
         self.module.__dict__.pop(RECORD, None)
+        if self.original is not None:
+            self.module.__dict__[RECORD] = (self.original, self.before)
 
 
 def apply_all(changes: Sequence[Change]) -> None:

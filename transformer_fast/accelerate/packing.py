@@ -25,7 +25,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -41,7 +40,8 @@ from .._context import are_plain_on_cpu, in_torch_func, is_recorded, is_traced
 from ..compile.capture import NotCapturedError
 from ..compile.layer import NotALayerError
 from ..functional.attention import attend
-from ..nn.drop_in import RECORD, DropIn, is_patched, note_methods, original_class
+from ..models.attention_weights import evaluating
+from ..nn.drop_in import DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
 from ..nn.ragged import Places
 from ..ops.arguments import AttentionArguments
@@ -669,29 +669,7 @@ def find(
     return made if isinstance(made, str) else ClassChange(name, stack, kind, made, note)
 
 
-@dataclass
-class PolicyChange:
-    """Sets whether an already replaced stack skips padding; `apply` exchanges old and new value."""
-
-    name: str
-    module: torch.nn.Module
-    original: type
-    after: type
-
-    @property
-    def now(self) -> str:
-        return classes.class_of_ours(self.after)
-
-    def apply(self) -> None:
-        before = type(self.module)
-        self.module.__class__ = self.after
-        self.module.__dict__[RECORD] = (self.original, self.after)
-        self.after = before
-
-    undo = apply
-
-
-def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChange | None:
+def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> ClassChange | None:
     """Returns the change to ``skip_padding`` of a replaced stack, or None if it is not needed."""
     if not isinstance(stack, UnpaddedLayers) or stack._skips_padding == skip_padding:
         return None
@@ -700,7 +678,9 @@ def policy(name: str, stack: torch.nn.Module, skip_padding: bool) -> PolicyChang
     after = classes.subclass(
         original, (UnpaddedLayers, original), **{**own, "_skips_padding": skip_padding}
     )
-    return None if isinstance(after, str) else PolicyChange(name, stack, original, after)
+    if isinstance(after, str):
+        return None
+    return ClassChange(name, stack, made, after, original=original)
 
 
 def applied(changes: Sequence[ClassChange]) -> Callable[[Any], AbstractContextManager[None]]:
@@ -837,7 +817,12 @@ def _mixing(
     tested: the indices of the layers to test.
     """
     for layer in (layers[index] for index in tested):
-        with with_our_attention(config), _evaluating(layer):
+        with (
+            with_our_attention(config),
+            evaluating(layer),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             try:
                 reason = _mixes_tokens(layer, _arguments(layers[0], parameters, config))
             except Exception as error:  # the layer requires other arguments
@@ -845,19 +830,6 @@ def _mixing(
         if reason is not None:
             return f"{type(layer).__name__}: {reason}"
     return None
-
-
-@contextmanager
-def _evaluating(layer: torch.nn.Module) -> Iterator[None]:
-    training = [module for module in layer.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str, Any]:
@@ -954,7 +926,12 @@ def _formula_of(
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    with with_our_attention(config), _evaluating(layer):
+    with (
+        with_our_attention(config),
+        evaluating(layer),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         try:
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
             # One token: for more, weights would be packed.

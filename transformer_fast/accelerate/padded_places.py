@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import memory
 from .._context import is_traced
+from ..models.attention_weights import evaluating
 from ..nn.drop_in import KNOWN_PACKAGES, DropIn, subclass
 from .classes import ClassChange
 from .parts import is_model
@@ -304,6 +305,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
         stack.enter_context(torch.autocast("cpu", enabled=False))
         for module in model.modules():
             for name in ("_forward_hooks", "_forward_pre_hooks"):
@@ -313,9 +315,6 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
                     stack.callback(_put_back, hooks, others)
                 for key in others:
                     del hooks[key]
-            if module.training:
-                stack.callback(setattr, module, "training", True)
-                module.training = False
         yield
 
 

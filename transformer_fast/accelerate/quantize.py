@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import nn
 from .._explain import explain
+from ..models.attention_weights import evaluating
 from ..models.embedding import OutputProjection
 from ..nn.drop_in import warn_user
 from ..nn.int8 import INT8, Int8Weights, is_freed, why_float
@@ -232,7 +233,7 @@ def measure(model: torch.nn.Module, changes: Sequence[Change], inputs: Any, repo
     """
     from .verify import forward_only, parse_inputs
 
-    example, was = parse_inputs(inputs), [(m, m.training) for m in model.modules()]
+    example = parse_inputs(inputs)
     errors: dict[str, tuple[float, float]] = {}
     found = report.int8 = Int8Report()
     hooks: list[Any] = []
@@ -250,20 +251,18 @@ def measure(model: torch.nn.Module, changes: Sequence[Change], inputs: Any, repo
 
         return hook
 
-    model.eval()
     try:
-        after = forward_only(model, example).outputs
-        with undone(changes):
-            before = forward_only(model, example).outputs
-            for change in changes:
-                hook = compare(change)
-                hooks.append(change.module.register_forward_hook(hook, with_kwargs=True))
-            forward_only(model, example)
+        with evaluating(model):
+            after = forward_only(model, example).outputs
+            with undone(changes):
+                before = forward_only(model, example).outputs
+                for change in changes:
+                    hook = compare(change)
+                    hooks.append(change.module.register_forward_hook(hook, with_kwargs=True))
+                forward_only(model, example)
     finally:
         for each in hooks:
             each.remove()
-        for module, training in was:
-            module.training = training
     pairs = [(after[name], x) for name, x in before.items() if x.numel()]
     for new, old in pairs:
         if not new[old.isfinite()].isfinite().all():

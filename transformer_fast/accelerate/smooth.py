@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import functional
+from ..models.attention_weights import evaluating
 from ..nn.int8 import Int8Weight, run_linear
 from .quantize import QuantizeChange
 from .verify import forward_only, parse_inputs
@@ -96,21 +97,18 @@ def set_factors(
     readers = {
         change.module: [_Reader(change, name) for name in change.record.names] for change in changes
     }
-    was = [(module, module.training) for module in model.modules()]
     seen: Any = WeakIdKeyDictionary()
     hooks = [
         module.register_forward_pre_hook(functools.partial(_read, found, seen), with_kwargs=True)
         for module, found in readers.items()
     ]
-    model.eval()
     try:
-        for each in inputs:
-            forward_only(model, each)
+        with evaluating(model):
+            for each in inputs:
+                forward_only(model, each)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in was:
-            module.training = training
     groups = {id(one.group): one.group for found in readers.values() for one in found}
     with torch.no_grad():
         for group in groups.values():
