@@ -817,12 +817,8 @@ def _mixing(
     tested: the indices of the layers to test.
     """
     for layer in (layers[index] for index in tested):
-        with (
-            with_our_attention(config),
-            evaluating(layer),
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-        ):
+        no_autocast = torch.autocast("cpu", enabled=False)
+        with with_our_attention(config), evaluating(layer), torch.no_grad(), no_autocast:
             try:
                 reason = _mixes_tokens(layer, _arguments(layers[0], parameters, config))
             except Exception as error:  # the layer requires other arguments
@@ -926,12 +922,8 @@ def _formula_of(
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    with (
-        with_our_attention(config),
-        evaluating(layer),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
+    no_autocast = torch.autocast("cpu", enabled=False)
+    with with_our_attention(config), evaluating(layer), torch.no_grad(), no_autocast:
         try:
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
             # One token: for more, weights would be packed.
