@@ -152,59 +152,29 @@ def _check(
 
 @overload
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    key_lengths: Tensor | None = ...,
-    query_lengths: Tensor | None = ...,
-    softcap: float | None = ...,
-    need_weights: Literal[False] = ...,
-    backend: str | None = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    key_lengths: Tensor | None = ..., query_lengths: Tensor | None = ..., softcap: float | None = ...,
+    need_weights: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    key_lengths: Tensor | None = ...,
-    query_lengths: Tensor | None = ...,
-    softcap: float | None = ...,
-    need_weights: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    key_lengths: Tensor | None = ..., query_lengths: Tensor | None = ..., softcap: float | None = ...,
+    need_weights: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    key_lengths: Tensor | None = ...,
-    query_lengths: Tensor | None = ...,
-    softcap: float | None = ...,
-    need_weights: bool,
-    backend: str | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    key_lengths: Tensor | None = ..., query_lengths: Tensor | None = ..., softcap: float | None = ...,
+    need_weights: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def scaled_dot_product_attention(
