@@ -602,6 +602,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("command", "name", "value", "message"), WRONG)
 def test_commands_report_invalid_variables_in_one_line(command, name, value, message):
     (line,) = python("-m", *command, status=1, **{name: value}).stderr.splitlines()

@@ -340,6 +340,7 @@ def test_profiles_show_forward_and_backward(name: str) -> None:
     assert any(f"transformer_fast::{op_of(name)}_backward" in key for key in found)
 
 
+@pytest.mark.sampled(30, 60)
 @cases
 def test_programs_are_traced(name: str) -> None:
     """Dynamo and torch.export record PyTorch's and the package's operators in place of an entry."""

@@ -203,6 +203,7 @@ def trained_network(dtype: torch.dtype) -> Iterator[Call]:
         yield "in parts", feed_forward(600, 9, 16500, "gelu", 5, 0.4, dtype)
 
 
+@pytest.mark.sampled(30, 60)
 @pytest.mark.parametrize("target", PRODUCTS)
 def test_gradients_are_within_the_budget(target):
     calls = trained_linear if target.op == "linear" else trained_network

@@ -49,7 +49,7 @@ from transformer_fast.compile import inner, run_time
 from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 from transformer_fast.ops.layer_norm import TRAINING
 
-pytestmark = pytest.mark.sampled(15)
+pytestmark = pytest.mark.sampled(15, 60)
 
 #: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}
@@ -1056,6 +1056,7 @@ torch.testing.assert_close(found, layer.self_attn(x, x, x)[0])
 """
 
 
+@pytest.mark.thorough  # a process that compiles takes 20 s
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_private_functions_of_pytorch_may_be_missing() -> None:
     python("-c", WITHOUT_PRIVATE)

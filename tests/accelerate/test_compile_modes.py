@@ -214,7 +214,7 @@ def _results(
     return output.detach(), list(torch.autograd.grad(total, inputs, allow_unused=True))
 
 
-@pytest.mark.sampled(30, 60)
+@pytest.mark.sampled(15, 40)
 @pytest.mark.parametrize("border", BORDERS.values(), ids=BORDERS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_no_rewrite_crosses_a_border(program: Callable[..., Tensor], border: Border) -> None:
@@ -303,6 +303,7 @@ _SELECTIVE = functools.partial(
 )
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
     "options",

@@ -213,7 +213,7 @@ def test_padded_places_are_zero(name: str) -> None:
     ]  # only its owner's loop differs
 
 
-@pytest.mark.sampled(40, 60)
+@pytest.mark.sampled(20, 50)
 @pytest.mark.parametrize(
     "name", ["BertModel", "DebertaV2Model", "ModernBertModel", "MPNetModel", "T5EncoderModel"]
 )
@@ -350,7 +350,7 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
     assert "its layers have hooks" in stack_of(accelerate(theirs)).reason
 
 
-@pytest.mark.sampled(40, 50)
+@pytest.mark.sampled(20, 40)
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout])
 def test_hooks_see_the_shapes_of_transformers(name: str, kind: type) -> None:

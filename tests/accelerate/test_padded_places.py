@@ -40,7 +40,7 @@ from transformers.models.bert import modeling_bert as bert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.sampled(40),
+    pytest.mark.sampled(25, 70),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -117,7 +117,7 @@ def labels_of(inputs: dict[str, Tensor], padding: int, labels: int = 3) -> dict[
     return {**inputs, "labels": found.masked_fill(mask == 0, padding)}
 
 
-@pytest.mark.sampled(40, 60)
+@pytest.mark.sampled(25, 50)
 @pytest.mark.parametrize("padding", [-100, 0])
 @pytest.mark.parametrize("task", ["TokenClassification", "MaskedLM"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -37,7 +37,7 @@ from transformer_fast import _native, accelerate, restore
 from transformer_fast.accelerate import written_layers
 
 pytestmark = [
-    pytest.mark.sampled(15),
+    pytest.mark.sampled(15, 60),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 B, T = hand_written.B, hand_written.T

@@ -35,7 +35,7 @@ from transformer_fast import _native, functional, nn, strict
 from transformer_fast.nn import masks
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR
 
-pytestmark = pytest.mark.sampled(20, 40)
+pytestmark = pytest.mark.sampled(10, 30)
 
 MHA = "multi_head_attention_forward"
 #: PyTorch's samples by module name. Not here: losses, which take no dtype (test_cross_entropy.py),
