@@ -550,6 +550,15 @@ class _Session:
         return torch.from_numpy(self.session.run(None, feeds)[0])
 
 
+def saturates() -> bool:
+    """True if this CPU has no 8-bit dot products.
+
+    Other software then adds pairs of products in 16 bits, which saturate, unless the weights have 7
+    bits. ONNX Runtime and NNCF have an option for that.
+    """
+    return _native.module is None or "int8" not in _native.module.dot_types()
+
+
 def _quantised(graph: bytes) -> bytes:
     """Quantises an ONNX graph: its weights now, its activations when it runs."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -559,12 +568,10 @@ def _quantised(graph: bytes) -> bytes:
         before.write_bytes(graph)
         logging.disable(logging.WARNING)  # no advice to preprocess the graph
         try:
-            # Without 8-bit dot products it adds pairs of products in 16 bits, which saturate: its
-            # documentation recommends weights of 7 bits there.
-            saturates = _native.module is None or "int8" not in _native.module.dot_types()
             quantize_dynamic(
-                before, after, per_channel=True, weight_type=QuantType.QInt8, reduce_range=saturates
-            )
+                before, after, per_channel=True, weight_type=QuantType.QInt8,
+                reduce_range=saturates(),
+            )  # fmt: skip
         finally:
             logging.disable(logging.NOTSET)
         return after.read_bytes()
@@ -710,7 +717,11 @@ class OpenVino(Converter):
 
         nncf.set_log_level(logging.ERROR)
         data = nncf.Dataset([tuple(x.numpy() for x in one) for one in examples])
-        model = nncf.quantize(model, data, model_type=nncf.ModelType.TRANSFORMER)
+        fix = nncf.OverflowFix.ENABLE if saturates() else None
+        model = nncf.quantize(
+            model, data, model_type=nncf.ModelType.TRANSFORMER,
+            advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
+        )  # fmt: skip
         return fastest([_ByShape(model, hint) for hint in ("f32", "bf16")], examples)
 
 
