@@ -26,7 +26,6 @@ from transformer_fast.measure.calls import forced
 from transformer_fast.measure.cases import (
     PADDING,
     TIMES_FORWARD,
-    Batch,
     Seq2Seq,
     Size,
     encoder_work,
@@ -40,6 +39,7 @@ from . import Maker, Scope, accelerated, spread_biases, suite_of
 from .models import (
     ACCELERATED,
     EAGER,
+    LOSS_OF_LOGITS,
     START,
     Case,
     Decoding,
@@ -170,15 +170,15 @@ def renamed(theirs: State) -> State:
     return found
 
 
-class _OnBatches(nn.Module):
-    """Adapts a model of token tensors to `Batch` arguments; ``run``: the compiled model, if any."""
+def on_batches(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapts a model of token tensors to `Batch` arguments."""
+    return lambda source, target: run(source.tokens, target.tokens)
 
-    def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
-        super().__init__()
-        self.model, self.run = model, model if run is None else run
 
-    def forward(self, source: Batch, target: Batch) -> Tensor:
-        return self.run(source.tokens, target.tokens)
+def _step(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Step:
+    """Returns the training step of a hand-written model; ``run``: the compiled model, if any."""
+    call = on_batches(model if run is None else run)
+    return Step(model, lambda _, *batches: LOSS_OF_LOGITS(call, *batches))
 
 
 Models = tuple[nn.Module, nn.Module, nn.Module]
@@ -254,8 +254,7 @@ def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     models = models_of(scope, case.size, 0.1)
     return _forward(
         scope, "transformer", case, models, case.inputs(scope),
-        lambda run: lambda source, target: run(source.tokens, target.tokens),
-        lambda source, target: target.real,
+        on_batches, lambda source, target: target.real,
         case.work(scope, models[1]),
     )  # fmt: skip
 
@@ -265,11 +264,11 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
     model = copy.deepcopy(written)
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     candidates = [
-        Candidate(REWRITTEN, Step(_OnBatches(model, rewritten(model)))),
-        Candidate(ACCELERATED, Step(_OnBatches(accelerated(written)))),
+        Candidate(REWRITTEN, _step(model, rewritten(model))),
+        Candidate(ACCELERATED, _step(accelerated(written))),
         Candidate(NN, Step(ours)),
         Candidate("reference", reference),
-        Candidate(EAGER, Step(_OnBatches(copy.deepcopy(written))), ours=False),
+        Candidate(EAGER, _step(copy.deepcopy(written)), ours=False),
     ]
     inputs = case.inputs(scope)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
@@ -321,19 +320,11 @@ _ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
 #: The sizes of tutorials, at which the overhead of calls dominates.
 _TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
 
+_MODELS = [_BASE, _BASE._replace(share=0.65), *_TUTORIALS]
+_PADDED = [Layers(8, 128, 0.65)]
 hand_written = suite_of(
-    (
-        "hand-written encoder_layer",
-        _layer,
-        [Layers(8, 128), Layers(8, 128, 0.65)],
-        [Layers(8, 128, 0.65)],
-    ),
-    (
-        "hand-written transformer",
-        _transformer,
-        [_BASE, _BASE._replace(share=0.65), *_TUTORIALS],
-        [_ONE._replace(share=0.65)],
-    ),
+    ("hand-written encoder_layer", _layer, [Layers(8, 128), *_PADDED], _PADDED),
+    ("hand-written transformer", _transformer, _MODELS, [_ONE._replace(share=0.65)]),
     # Without padding, because results at padded positions differ and are part of the loss.
     ("hand-written training step", training_step, [_BASE, *_TUTORIALS], [_ONE]),
 )
