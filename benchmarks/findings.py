@@ -58,8 +58,6 @@ def row_from_json(found: dict[str, Any]) -> Row:
     for name, kind in _TUPLES.items():
         if name in values:
             values[name] = kind(**values[name])
-    if values.get("time") is not None:
-        values["time"] = values["time"]._replace(rounds=int(values["time"].rounds))
     values["samples"] = [sample / 1e6 for sample in values.get("samples", [])]
     return Row(**values)
 

@@ -40,7 +40,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,10 +112,8 @@ def versions(peers: Sequence[Peer]) -> dict[str, str]:
     """Returns the versions of the peers' installed packages."""
     found = {}
     for package in sorted({name for peer in peers for name in peer.packages}):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -431,8 +429,6 @@ class OneDnnPrepacked(Peer):
     def why_not(self) -> str | None:
         if not torch.backends.mkldnn.is_available():
             return "this torch was built without oneDNN"
-        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            return "this torch has no mkldnn._linear_pointwise"
         return None
 
     def op(self, op: str, arguments: Arguments) -> Offer:
@@ -845,20 +841,14 @@ def visible_keys(
     mask: Tensor | None, lengths: Tensor | None, causal: bool
 ) -> Callable[..., Tensor] | None:
     """Returns FlexAttention's ``mask_mod`` for the keys that a query may attend to; None: all."""
-    if (mask is None or mask.dtype != torch.bool) and lengths is None and not causal:
-        return None
+    from torch.nn.attention.flex_attention import and_masks
 
-    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        seen = s >= 0
-        if causal:
-            seen = seen & (s <= t)
-        if lengths is not None:
-            seen = seen & (s < lengths[b])
-        if mask is not None and mask.dtype == torch.bool:
-            seen = seen & mask[b, h, t, s]
-        return seen
-
-    return visible
+    parts: list[Callable[..., Tensor]] = [lambda b, h, t, s: s <= t] if causal else []
+    if lengths is not None:
+        parts.append(lambda b, h, t, s: s < lengths[b])
+    if mask is not None and mask.dtype == torch.bool:
+        parts.append(lambda b, h, t, s: mask[b, h, t, s])
+    return and_masks(*parts) if parts else None
 
 
 def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given: Any) -> Tensor:
@@ -867,18 +857,17 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
     The block mask is created in each call, because our kernels, too, evaluate the mask in each call.
     """
     query, key, value, mask, lengths, causal, scale, _, _, gqa, *_ = given
-    b, h, t, s = (*query.shape[:3], key.shape[2])
-    if mask is not None:
-        mask = mask.expand(b, h, t, s)
-    visible, added = visible_keys(mask, lengths, causal), None
+    shape = (*query.shape[:3], key.shape[2])
+    mask = None if mask is None else mask.expand(shape)
+    visible, blocks, added = visible_keys(mask, lengths, causal), None, None
     if mask is not None and mask.dtype != torch.bool:
 
         def added(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return score + mask[b, h, t, s]
 
-    blocks = None
     if visible is not None:
-        blocks = mask_of(visible, b, h if mask is not None else None, t, s, device=query.device)
+        heads = None if mask is None else shape[1]
+        blocks = mask_of(visible, shape[0], heads, *shape[2:], device=query.device)
     return attention(
         query, key, value, score_mod=added, block_mask=blocks, scale=scale, enable_gqa=gqa
     )
@@ -888,13 +877,6 @@ class FlexAttention(Peer):
     """PyTorch's FlexAttention, compiled, on GPUs."""
 
     name = "FlexAttention"
-
-    def why_not(self) -> str | None:
-        try:
-            import torch.nn.attention.flex_attention  # noqa: F401
-        except ImportError:
-            return "this torch has no FlexAttention"
-        return None
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
         """``known``: the mask is known before the calls; its block mask is created only once."""

@@ -272,11 +272,11 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
     ]
     inputs = case.inputs(scope)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
-    names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
+    names, their_names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
     return scope.case(
         "hand-written training step", case, inputs, candidates,
-        _StepChecker(oracle, reference, *names), case.work(scope, theirs)(*inputs[0][0]),
-        REWRITTEN, TIMES_FORWARD,
+        _GroupChecker(oracle, reference, names, _projections, their_names),
+        case.work(scope, theirs)(*inputs[0][0]), REWRITTEN, TIMES_FORWARD,
     )  # fmt: skip
 
 
@@ -285,35 +285,36 @@ class _GroupChecker(StepChecker):
 
     The gradient of a key's bias is exactly 0, because softmax is invariant to a constant, so the
     computed one is rounding error only and has no relative accuracy of its own.
+
+    ``theirs``: names of ``torch.nn``'s parameters, if steps of it are checked, too.
     """
 
     def __init__(
-        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str]
+        self,
+        oracle: Any,
+        reference: Any,
+        names: Sequence[str],
+        group: Callable[[str], str],
+        theirs: Sequence[str] = (),
     ) -> None:
-        self.groups: dict[str, list[int]] = {}
-        for index, name in enumerate(names, 1):
-            self.groups.setdefault(group(name), []).append(index)
-        super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
-
-    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
-        groups = ([result[i].flatten() for i in group] for group in self.groups.values())
-        return (result[0], *map(torch.cat, groups))
-
-
-class _StepChecker(_GroupChecker):
-    """Checks hand-written steps and those of ``torch.nn``, whose projections are one parameter."""
-
-    def __init__(self, oracle: Any, reference: Any, names: list[str], theirs: list[str]) -> None:
+        self.groups: dict[str, list[str]] = {}
+        for name in names:
+            self.groups.setdefault(group(name), []).append(name)
         self.names_by_hand, self.theirs = names, theirs
-        pattern = re.compile(r"\b(query|key|value)\b")
-        super().__init__(oracle, reference, names, lambda name: pattern.sub("in_proj", name))
+        super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
 
     def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
         loss, *gradients = result
         if len(gradients) == len(self.theirs):
             found = renamed(dict(zip(self.theirs, gradients, strict=True)))
-            gradients = [found[name] for name in self.names_by_hand]
-        return super()._results((loss, *gradients), arguments)
+        else:
+            found = dict(zip(self.names_by_hand, gradients, strict=True))
+        groups = ([found[name].flatten() for name in group] for group in self.groups.values())
+        return (loss, *map(torch.cat, groups))
+
+
+def _projections(name: str) -> str:
+    return re.sub(r"\b(query|key|value)\b", "in_proj", name)
 
 
 _ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
