@@ -6,10 +6,10 @@ This module has what the suites share, and `Scope`: dtype, device, backends, pee
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +29,7 @@ from ..peers import Peer, candidates
 Maker = Callable[[], BenchmarkCase]
 
 #: Arguments that are the same in all inputs of a case, as weights are in practice.
-_KEPT = frozenset(
-    name + number for name in ("weight", "scale", "bias") for number in ("", "1", "2")
-)
-
-
-def _parameter(value: Any) -> Any:
-    """Converts weights to parameters, as in modules: packed weights are cached for parameters only."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return nn.Parameter(value, requires_grad=False)
+_KEPT = {name + number for name in ("weight", "scale", "bias") for number in ("", "1", "2")}
 
 
 @dataclass(frozen=True)
@@ -85,24 +76,18 @@ class Scope:
     def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
         """Draws inputs of a case: weights are shared parameters, other arguments differ."""
         drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
-        names = OPS[op].arguments
-        weights = [_parameter(value) for value in drawn[0]]
-        return [
-            [
-                tuple(
-                    weight if name in _KEPT else mine
-                    for name, weight, mine in zip(names, weights, arguments, strict=False)
-                )
-            ]
-            for arguments in drawn
-        ]
+        kept = {
+            # As in modules: packed weights are cached for parameters only.
+            i: nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value
+            for i, (name, value) in enumerate(zip(OPS[op].arguments, drawn[0], strict=False))
+            if name in _KEPT
+        }
+        return [[tuple(kept.get(i, x) for i, x in enumerate(arguments))] for arguments in drawn]
 
     def tokens(self, first: int, vocabulary: int, *shape: int) -> list[list[Arguments]]:
         """Draws two inputs, each a tensor of tokens in [first, vocabulary)."""
-        drawn = (
-            torch.randint(first, vocabulary, shape, generator=self.generator(i)) for i in range(2)
-        )
-        return [[(tokens.to(self.device),)] for tokens in drawn]
+        draw = partial(torch.randint, first, vocabulary, shape)
+        return [[(draw(generator=self.generator(i)).to(self.device),)] for i in range(2)]
 
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
@@ -116,7 +101,7 @@ def suite_of(
     def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         for name, make, cases, quick in parts:
             for case in quick if scope.quick else cases:
-                yield f"{name} {case}", functools.partial(make, scope, case)
+                yield f"{name} {case}", partial(make, scope, case)
 
     return suite
 

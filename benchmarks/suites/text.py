@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import importlib.util
 import re
 import sysconfig
@@ -53,27 +54,19 @@ class Released:
     #: Smallest cosine to fp64's vector that 8-bit products of ours may have.
     COSINE = 0.995
 
-    @functools.cached_property
-    def folder(self) -> Path:
-        found = importlib.util.find_spec(self.PACKAGE)
-        assert found is not None
-        assert found.origin is not None
-        return Path(found.origin).parent / "model"
+    def _load(self, kind: str, **options: Any) -> Any:
+        import transformers
+
+        folder: Path = importlib.import_module(self.PACKAGE).MODEL_DIR
+        return getattr(transformers, kind).from_pretrained(folder, **options)
 
     def build(self) -> Any:
-        from transformers import AutoModel
-
-        return AutoModel.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        return self._load("AutoModel", dtype=torch.float32, attn_implementation="sdpa")
 
     def tokens(self, texts: Sequence[str]) -> list[Tensor]:
-        from transformers import AutoTokenizer
-
-        given = AutoTokenizer.from_pretrained(self.folder)(
-            list(texts), truncation=True, max_length=_LONGEST
-        )
-        return [torch.tensor(one) for one in given["input_ids"]]
+        tokenizer = self._load("AutoTokenizer")
+        given = tokenizer([*texts], truncation=True, max_length=_LONGEST)["input_ids"]
+        return [torch.tensor(one) for one in given]
 
 
 @functools.cache
@@ -120,12 +113,8 @@ TEXTS = {
 RELEASED = {"all-MiniLM-L6-v2": Text(Released(), 16, 16)}
 #: Models in the precisions of `HALF`, on one thread.
 HALVES = {"BERT-base, 3 layers": Text(Model("Bert", {"num_hidden_layers": 3}), 2, 2, full=True)}
-_QUICK = {
-    "MiniLM, small": Text(
-        Model("Bert", {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
-                       "num_hidden_layers": 2}), 12, 4,
-    )
-}  # fmt: skip
+_TINY = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+_QUICK = {"MiniLM, small": Text(Model("Bert", {**_TINY, "num_hidden_layers": 2}), 12, 4)}
 
 
 class Case(NamedTuple):
@@ -232,10 +221,9 @@ class Work:
         questions, texts = vectors.chunk(2)
         close = questions @ texts.T
         ranks = 1 + (close > close.diagonal()[:, None]).sum(1)
-        return {
-            "reciprocal rank": ranks.double().reciprocal().mean().item(),
-            "worst cosine": (vectors * self._exact).sum(1).min().item(),
-        }
+        rank = ranks.double().reciprocal().mean().item()
+        cosine = (vectors * self._exact).sum(1).min().item()
+        return {"reciprocal rank": rank, "worst cosine": cosine}
 
     def truth(self, precision: str, *arguments: Tensor) -> Tensor:
         """Returns the vectors in "float64", or PyTorch's in another precision, computed once."""
