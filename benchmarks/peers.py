@@ -469,6 +469,11 @@ def _converting() -> Iterator[None]:
         yield
 
 
+def maskless(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapts a function of x, and optionally its padding, to the arguments (x, None, padding)."""
+    return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
+
+
 class _Padded(nn.Module):
     """An encoder layer on tensors only: x, and optionally its padding."""
 
@@ -508,9 +513,7 @@ class Converter(Peer):
     def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
         x, _, padding = arguments
         run = self._run(_Padded(layer), *((x,) if padding is None else (x, padding)))
-        if isinstance(run, str):
-            return run
-        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
+        return run if isinstance(run, str) else maskless(run)
 
 
 def _exported(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> bytes:
@@ -654,8 +657,7 @@ class _ByShape:
     """
 
     def __init__(self, model: Any, hint: str) -> None:
-        self.model, self.threads = model, torch.get_num_threads()
-        self.hint = hint
+        self.model, self.hint, self.threads = model, hint, torch.get_num_threads()
         self.requests: dict[tuple[torch.Size, ...], Any] = {}
 
     def _compiled(self, shapes: Sequence[torch.Size]) -> Any:

@@ -54,18 +54,10 @@ class Scope:
         return twins(make, self.dtype, self.device)
 
     def case(
-        self,
-        op: str,
-        case: object,
-        inputs: list[list[Arguments]],
-        candidates: Sequence[Candidate],
-        checker: Checker,
-        work: Sequence[float],
-        chosen: str,
-        times: float = 1.0,
-        torch: tuple[str, ...] = ("torch eager", "torch.compile"),
-        reference: str = "reference",
-    ) -> BenchmarkCase:
+        self, op: str, case: object, inputs: list[list[Arguments]], candidates: Sequence[Candidate],
+        checker: Checker, work: Sequence[float], chosen: str, times: float = 1.0,
+        torch: tuple[str, ...] = ("torch eager", "torch.compile"), reference: str = "reference",
+    ) -> BenchmarkCase:  # fmt: skip
         """Returns a case; one input costs ``times * work``, with work (FLOPs, useful FLOPs, bytes)."""
         flops, useful, moved = (times * part for part in work)
         return BenchmarkCase(
@@ -143,14 +135,11 @@ class Directions:
     """
 
     def __init__(
-        self,
-        oracle: Callable[..., Tensor],
-        reference: Callable[..., Tensor],
-        precision: str,
+        self, oracle: Callable[..., Tensor], reference: Callable[..., Tensor], precision: str,
         cosine: float = COSINE_OF_INT8,
-    ) -> None:
-        self.oracle, self.reference, self.precision = oracle, reference, precision
-        self.cosine = cosine
+    ) -> None:  # fmt: skip
+        self.oracle, self.reference = oracle, reference
+        self.precision, self.cosine = precision, cosine
 
     def _error(self, result: Tensor, true: Tensor) -> float:
         if result.shape != true.shape:

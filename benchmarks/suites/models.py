@@ -7,6 +7,7 @@ Sizes are the paper's, 512/8/2048, unless a case has others.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from transformer_fast.measure.cases import (
 )
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
+from ..peers import maskless
 from . import Directions, Scope, accelerated, lengths, spread_biases, suite_of
 
 _SIZE = Size()
@@ -65,14 +67,8 @@ class Layers(NamedTuple):
 
 
 def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
-    kind = "encoder_layer" if case.layers is None else "encoder"
-    return encoder_case(
-        str(case),
-        case.inputs(scope),
-        _SIZE,
-        peers=lambda module, arguments: scope.offered(kind, module, arguments),
-        layers=case.layers,
-    )
+    offer = functools.partial(scope.offered, "encoder_layer" if case.layers is None else "encoder")
+    return encoder_case(str(case), case.inputs(scope), _SIZE, peers=offer, layers=case.layers)
 
 
 class _Attention(nn.Module):
@@ -120,9 +116,6 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     _, _, padding = inputs[0][0]
     real = ... if padding is None else ~padding
 
-    def of_call(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
-
     def padded(model: nn.Module) -> Callable[..., Tensor]:
         return lambda x, mask, padding: model(x, src_key_padding_mask=padding)
 
@@ -134,7 +127,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
         Candidate("transformer_fast.nn, float32", padded(ours)),
         Candidate(eager, with_fast_path(padded(theirs), False), ours=False),
         *(
-            replace(one, run=one.run and of_call(one.run))
+            replace(one, run=one.run and maskless(one.run))
             for one in scope.offered("module", stack, examples, "int8")
         ),
     ]
@@ -191,7 +184,7 @@ class Case(NamedTuple):
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     return transformer_case(
         str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
-        peers=lambda model, arguments: scope.offered("transformer", model, arguments),
+        peers=functools.partial(scope.offered, "transformer"),
     )  # fmt: skip
 
 

@@ -103,12 +103,9 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        memory: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         last = self.norm2
         x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
         if memory is not None:
@@ -185,16 +182,11 @@ Models = tuple[nn.Module, nn.Module, nn.Module]
 
 
 def _forward(
-    scope: Scope,
-    name: str,
-    case: object,
-    models: Models,
-    inputs: list[list[Arguments]],
-    adapt: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-    real: Callable[..., Tensor],
-    work: Callable[..., Sequence[float]],
-) -> BenchmarkCase:
+    scope: Scope, name: str, case: Layers | Case, models: Models, adapt: Callable[..., Any],
+    real: Callable[..., Tensor], work: Callable[..., Sequence[float]],
+) -> BenchmarkCase:  # fmt: skip
     """Returns the case of a forward pass; ``adapt``: adapts hand-written models to the inputs."""
+    inputs = case.inputs(scope)
     ours, theirs, written = models
     oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
     reference = forced(ours, "reference")
@@ -238,8 +230,7 @@ def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
 
     models = _models(scope, make, lambda theirs: Layer(size))
     work = encoder_work(size, parameter_bytes(models[1]))
-    inputs = case.inputs(scope)
-    return _forward(scope, "encoder_layer", case, models, inputs, visible, real_places, work)
+    return _forward(scope, "encoder_layer", case, models, visible, real_places, work)
 
 
 def models_of(scope: Scope, size: Size, dropout: float) -> Models:
@@ -252,11 +243,8 @@ def models_of(scope: Scope, size: Size, dropout: float) -> Models:
 
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     models = models_of(scope, case.size, 0.1)
-    return _forward(
-        scope, "transformer", case, models, case.inputs(scope),
-        on_batches, lambda source, target: target.real,
-        case.work(scope, models[1]),
-    )  # fmt: skip
+    real, work = lambda source, target: target.real, case.work(scope, models[1])
+    return _forward(scope, "transformer", case, models, on_batches, real, work)
 
 
 def training_step(scope: Scope, case: Case) -> BenchmarkCase:
@@ -290,13 +278,9 @@ class _GroupChecker(StepChecker):
     """
 
     def __init__(
-        self,
-        oracle: Any,
-        reference: Any,
-        names: Sequence[str],
-        group: Callable[[str], str],
+        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str],
         theirs: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.groups: dict[str, list[str]] = {}
         for name in names:
             self.groups.setdefault(group(name), []).append(name)
@@ -428,13 +412,8 @@ class _First(nn.Module):
         self.model, self.takes = model, takes
 
     def forward(self, given: Tensor) -> Tensor:
-        if self.takes == "pair":
-            found = self.model(input_ids=given, decoder_input_ids=given)
-        elif self.takes == "tokens":
-            found = self.model(input_ids=given)
-        else:
-            found = self.model(given)
-        first: Tensor = found[0]
+        pair = {"decoder_input_ids": given} if self.takes == "pair" else {}
+        first: Tensor = self.model(given, **pair)[0]
         return first
 
 
@@ -541,7 +520,7 @@ def _bytes_of_a_token(model: Any) -> int:
     return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
 
 
-def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
+def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
     from transformers import GenerationConfig
 
     head, counts = _GENERATE[name]
@@ -582,16 +561,12 @@ def third_party(scope: Scope) -> Iterator[tuple[str, Maker]]:
     if importlib.util.find_spec("transformers") is None:
         return
     prompts = Decoding(1, 32, 64, 32000, 6), Decoding(4, 32, 64, 32000, 6)
+    small = [Decoding(2, 8, 6, 1000, 2)]
     yield from suite_of(
         ("third-party", _model, [*MODELS], _QUICK),
         ("third-party training", _training, _TRAINED, _QUICK),
         *(
-            (
-                f"third-party {name}, generate",
-                lambda scope, case, name=name: _generate(scope, name, case),
-                prompts,
-                [Decoding(2, 8, 6, 1000, 2)],
-            )
+            (f"third-party {name}, generate", functools.partial(_generate, name), prompts, small)
             for name in _GENERATE
         ),
     )(scope)
