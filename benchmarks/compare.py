@@ -63,7 +63,7 @@ def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
 def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | None:
     """Returns the change of ``candidate`` between the old and new rows of a case; None: not timed.
 
-    It is compared with the candidate that was chosen before if it was not timed then: the dispatcher
+    If it was not timed before, it is compared with the candidate that was chosen then: the dispatcher
     may have chosen other backends for a module, such as 'cpu+torch' instead of 'cpu'.
     """
     after, before = _timed(new, candidate), _timed(old, candidate)
@@ -201,22 +201,15 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
         yield old, _time(ROOT, options, folder / f"new-{number}.json")
 
 
-def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
-    """Runs passes until the result is clear. Raises the exceptions of `_passes`."""
-    done: list[Pass] = []
-    for one in _passes(options, console):
-        done.append(one)
-        changes = judge(done)[0].values()
-        if other_machines(*one) or not any(verdict(x, options.tolerance) for x in changes):
-            break
-    return done
-
-
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a row is slower or is no longer timed, 2 if nothing can be compared, else 0."""
-    console = output()
+    console, passes = output(), []
     try:
-        passes = _judged(options, console)
+        for one in _passes(options, console):  # until the result is clear
+            passes.append(one)
+            changes = judge(passes)[0].values()
+            if other_machines(*one) or not any(verdict(x, options.tolerance) for x in changes):
+                break
     except subprocess.CalledProcessError as error:
         why = "\n".join((error.stderr or "").strip().splitlines()[-3:]) or str(error)
         parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
@@ -230,10 +223,10 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         bullets(console, unlike)
         return 2
     console.print(_table(found, options.tolerance))
-    worse = [key for key, seen in found.items() if verdict(seen, options.tolerance) == "slower"]
+    worse = sum(verdict(seen, options.tolerance) == "slower" for seen in found.values())
     if gone:
         console.print("\n[bold red]Timed before, and not any more:[/]")
         bullets(console, [f"{' '.join(key)}: {reason}" for key, reason in gone.items()])
-    slow = f"{len(worse)} slower by more than {form.percent(options.tolerance)}"
+    slow = f"{worse} slower by more than {form.percent(options.tolerance)}"
     console.print(f"\n{form.count(len(found), 'row')}, {slow}")
     return 1 if worse or gone else 0

@@ -231,14 +231,12 @@ def _tune(session: Session) -> None:
 def environment(item: Item, device: torch.device, clock: Clock) -> Item:
     found: Item = machine.describe(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        gpu = torch.cuda.get_device_properties(device)
         found |= proof.machine_of(device)._asdict()
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory"] = properties.total_memory
-        found["l2"] = properties.L2_cache_size
+        found |= {"multiprocessors": gpu.multi_processor_count, "memory": gpu.total_memory}
+        found["l2"] = gpu.L2_cache_size
     found["system"] = collect_env.get_env_info()._asdict()
-    found["peers"] = peers.versions([PEERS["flex_attention"], PEERS["liger"]])
-    return found
+    return found | {"peers": peers.versions([PEERS["flex_attention"], PEERS["liger"]])}
 
 
 def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:

@@ -73,11 +73,6 @@ def missing(*packages: str) -> str | None:
 Examples = Sequence[tuple[Tensor, ...]]
 
 
-def varied(examples: Examples) -> bool:
-    """True if the shapes of the calls differ."""
-    return len({tuple(x.shape for x in one) for one in examples}) > 1
-
-
 def fastest(runs: Sequence[Callable[..., Any]], examples: Examples) -> Callable[..., Any]:
     """Returns the function with the shortest time on the examples."""
 
@@ -94,9 +89,13 @@ class Peer:
     name: str
     #: Packages that its methods import; their versions are recorded with the results.
     packages: tuple[str, ...] = ()
+    #: True if an environment variable limits its instruction set (`benchmarks`).
+    limitable = True
 
     def why_not(self) -> str | None:
         """Returns the reason why the peer is not available here, or None."""
+        if not self.limitable and (isa := named_isa()) is not None:
+            return f"it cannot be limited to {isa}"
         return missing(*self.packages)
 
 
@@ -167,9 +166,9 @@ class Remote:
 
 
 def beyond_attention(arguments: Arguments) -> str | None:
-    """Returns the reason if an attention call uses features that no other software supports, or None.
+    """Returns the reason if an attention call has more features than masks and causality, or None.
 
-    These are all features except masks and causality.
+    Other software does not support them.
     """
     named = OPS["attention"].named(arguments)
     if named["dropout_p"]:
@@ -182,8 +181,7 @@ def beyond_attention(arguments: Arguments) -> str | None:
 
 
 def compiled_steps(**settings: Any) -> dict[str, Any]:
-    """Returns the settings of ``generate`` that compile a step with a static cache, the default of
-    transformers on GPUs."""
+    """Returns the settings with which ``generate`` compiles a step, as transformers does on GPUs."""
     from transformers import CompileConfig
 
     compiling = CompileConfig(**settings)
@@ -237,7 +235,7 @@ _FROZEN = {"freezing": True, "fx_graph_cache": False}
 
 
 class Frozen(Compiler):
-    """torch.compile with frozen weights."""
+    """torch.compile with weights as constants."""
 
     #: Settings of inductor, in effect for this peer only, and options of torch.compile.
     settings: ClassVar[dict[str, Any]]
@@ -259,7 +257,8 @@ class Frozen(Compiler):
         from torch._inductor import config
 
         torch._dynamo.reset()
-        dynamic, done = varied(examples), False
+        dynamic = len({tuple(x.shape for x in one) for one in examples}) > 1
+        done = False
         run = torch.compile(module, dynamic=dynamic, **self.options)
 
         def forward(*arguments: Any) -> Any:
@@ -293,11 +292,7 @@ class InductorTuned(Frozen):
     # The settings are options, too: Dynamo caches compiled code by module and backend, and without
     # options this backend would be equal to that of plain torch.compile.
     options: ClassVar[dict[str, Any]] = {"options": settings}
-
-    def why_not(self) -> str | None:
-        if (name := named_isa()) is not None:
-            return f"its templates cannot be limited to {name}"
-        return super().why_not()
+    limitable = False
 
 
 class _ZentorchLinear(nn.Module):
@@ -327,7 +322,7 @@ def _with_zentorch_int8(module: nn.Module) -> nn.Module:
 class Zentorch(Frozen):
     """AMD's plugin for torch.compile, and its attention."""
 
-    name, packages = "zentorch", ("zentorch",)
+    name, packages, limitable = "zentorch", ("zentorch",), False
     settings: ClassVar[dict[str, Any]] = {
         # Without freezing it packs weights in place, and other candidates share them.
         **_FROZEN,
@@ -345,8 +340,6 @@ class Zentorch(Frozen):
             return f"zentorch {version} is not for torch {torch.__version__}"
         if not torch.cpu._is_avx512_supported():
             return "without AVX-512 it passes everything to inductor"
-        if (name := named_isa()) is not None:
-            return f"it cannot be limited to {name}"
         return super().why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
@@ -528,7 +521,7 @@ def _exported(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> byt
 
 
 class _Session:
-    """Runs an ONNX graph; inputs that are None are not part of the graph."""
+    """Runs an ONNX graph; its inputs are the arguments that are not None."""
 
     def __init__(self, graph: bytes) -> None:
         import onnxruntime
@@ -608,12 +601,7 @@ class OnnxRuntime(Converter):
     """ONNX Runtime with all graph optimisations; for attention its MultiHeadAttention."""
 
     name, packages = "ONNX Runtime", ("onnx", "onnxscript", "onnxruntime")
-
-    def why_not(self) -> str | None:
-        why = super().why_not()
-        if why is None and (name := named_isa()) is not None:
-            return f"it cannot be limited to {name}"
-        return why
+    limitable = False
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision not in ("float32", "int8"):
@@ -881,7 +869,7 @@ class FlexAttention(Peer):
     name = "FlexAttention"
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: the mask is known before the calls; its block mask is created only once."""
+        """``known``: the block mask of a mask is created once, and not in every call."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":

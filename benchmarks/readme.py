@@ -88,7 +88,7 @@ def shown_machine(found: Sequence[Machine]) -> Machine:
 
 
 def speed(row: Row) -> str:
-    """Formats sentences a second, or the time of what has none."""
+    """Formats sentences a second; in cases without sentences the time."""
     if row.items is None or row.time is None:
         return report.seconds(row)
     return f"{_three(row.items / row.time.median)} /s"
@@ -163,13 +163,12 @@ def listed(found: Sequence[Finding]) -> str:
 
 def _range(values: Sequence[float]) -> str:
     """Formats '1.5 to 3.2'; one number if both are equal, '' if there are none."""
-    if not values:
-        return ""
-    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in (min(values), max(values))))
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends))
 
 
 def encoders(found: Sequence[Machine]) -> dict[str, str]:
-    """Returns the speed-ups of sentence encoders, sorted: float32 over PyTorch, int8 over float32."""
+    """Returns README's speed-ups of sentence encoders: float32 over PyTorch, int8 over float32."""
     floats, ints = [], []
     for one in found:
         for _, case in by_case(one.suites[TEXT]["rows"]):

@@ -340,7 +340,7 @@ def scaling(rows: Sequence[Row], title: str) -> str:
 
 
 def page(one: Machine, others: Iterable[Machine], pictures: Path | None = None) -> Iterator[str]:
-    """Yields the paragraphs on a machine; '' is to be skipped. Writes plots to ``pictures`` if given."""
+    """Yields the paragraphs on a machine; some are ''. Writes plots to ``pictures`` if given."""
 
     def picture(name: str, draw: Callable[..., str], shown: Sequence[Any]) -> str:
         if pictures is None or not (svg := draw(shown, name)):

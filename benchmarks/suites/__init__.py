@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import transformer_fast
 from transformer_fast.dispatch import BACKENDS
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
-from transformer_fast.measure.cases import twins
 from transformer_fast.measure.clock import ORDINARY, Plan
 from transformer_fast.specs import OPS, Case
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
@@ -49,9 +48,6 @@ class Scope:
     def offered(self, kind: str, *arguments: Any) -> list[Candidate]:
         """Returns the peers' candidates for that kind of work."""
         return candidates(self.peers, kind, *arguments)
-
-    def twins(self, make: Callable[[Any], nn.Module]) -> tuple[Any, Any]:
-        return twins(make, self.dtype, self.device)
 
     def case(
         self, op: str, case: object, inputs: list[list[Arguments]], candidates: Sequence[Candidate],

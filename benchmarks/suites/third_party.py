@@ -31,6 +31,7 @@ from transformer_fast.measure.cases import (
     encoder_work,
     parameter_bytes,
     real_places,
+    twins,
     with_fast_path,
 )
 
@@ -210,7 +211,7 @@ def _models(
 
     ``by_hand``: builds the hand-written model; its argument is that of torch.nn.
     """
-    ours, theirs = scope.twins(make)
+    ours, theirs = twins(make, scope.dtype, scope.device)
     written = by_hand(theirs).eval().to(scope.device, scope.dtype)
     written.load_state_dict(renamed(theirs.state_dict()))
     return ours, theirs, written
