@@ -33,14 +33,9 @@ def named_isa() -> str | None:
     return name if name in _THEIRS else None
 
 
-def hold_others() -> None:
-    """Sets the unset variables of `_NAMES`; no effect if torch is imported, since that is too late."""
-    if (name := named_isa()) is not None and "torch" not in sys.modules:
-        for theirs, value in zip(_NAMES, _THEIRS[name], strict=True):
-            os.environ.setdefault(theirs, value)
-
-
-hold_others()
+if (_isa := named_isa()) is not None and "torch" not in sys.modules:  # else it is too late
+    for _name, _value in zip(_NAMES, _THEIRS[_isa], strict=True):
+        os.environ.setdefault(_name, _value)
 
 # Last. An invalid TRANSFORMER_FAST_* variable is reported without a traceback if that happens while
 # the package of a command is imported (`transformer_fast._switches`).

@@ -14,16 +14,8 @@ import torch
 from transformer_fast import _native
 from transformer_fast._console import output, until_interrupted
 from transformer_fast._version import __version__
+from transformer_fast.cli import compare as shared
 from transformer_fast.cli import form
-from transformer_fast.cli.compare import (
-    DTYPES,
-    OneOrMore,
-    add_work,
-    device_of,
-    require_folder,
-    run,
-    show,
-)
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
@@ -51,8 +43,6 @@ SUITES: dict[str, Suite] = {
 #: Suites of the command ``scaling``, separate because they take long.
 SCALING: dict[str, Suite] = {f"scaling: {name}": suite for name, suite in ops.SCALING.items()}
 
-_QUICK_PEERS = ("onednn_prepacked",)
-
 
 def add_arguments(
     parser: argparse.ArgumentParser,
@@ -61,12 +51,11 @@ def add_arguments(
     plan: Plan = ORDINARY,
 ) -> None:
     """Adds the options of a run; ``kind``: suffix of the file name; ``plan``: the default plan."""
-    names = list(suites)
     parser.add_argument(
-        "--suite", action=OneOrMore, choices=names, default=names, metavar="SUITE",
-        help=f"one or more of: {'; '.join(names)} (default: all of them)",
+        "--suite", action=shared.OneOrMore, choices=[*suites], default=[*suites], metavar="SUITE",
+        help=f"one or more of: {'; '.join(suites)} (default: all of them)",
     )  # fmt: skip
-    add_work(parser, OPS)
+    shared.add_work(parser, OPS)
     parser.set_defaults(suites=suites, kind=kind, plan=plan, device="cpu", backend=list(BACKENDS))
     parser.add_argument(
         "--peer", nargs="*", default=None,
@@ -90,11 +79,9 @@ def add_arguments(
 
 
 def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
-    device, names = device_of(parser, options), options.peer
-    if names is None and options.quick:
-        names = _QUICK_PEERS
     try:
-        found = peers.load(names)
+        quick = ("onednn_prepacked",) if options.quick else None
+        found = peers.load(quick if options.peer is None else options.peer)
     except ValueError as error:
         parser.error(str(error))
     if options.cpu_time and torch.get_num_threads() > 1:
@@ -102,8 +89,8 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
     plan = QUICK if options.quick else THOROUGH if options.thorough else options.plan
     return Scope(
         plan=replace(plan, cpu_time=options.cpu_time),
-        dtype=DTYPES[options.dtype],
-        device=device,
+        dtype=shared.DTYPES[options.dtype],
+        device=shared.device_of(parser, options),
         backends=tuple(options.backend),
         peers=found,
         ops=tuple(options.op),
@@ -113,15 +100,14 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
 
 def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a result of ours is outside its error budget, else 0."""
-    require_folder(parser, options)
+    shared.require_folder(parser, options)
     scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)
     if scope.device.type == "cpu":
         about["peaks"] = roof.peaks()
     about["peers"] = peers.versions(scope.peers)
-    for line in (machine.line(about), machine.peaks_line(about)):
-        console.print(line)
+    console.print(f"{machine.line(about)}\n{machine.peaks_line(about)}")
     if _native.why_not is not None:
         console.print(f"no native kernels: {_native.why_not}", style="red")
     path = options.json
@@ -143,26 +129,19 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         )
     for name, work in cases.items():
         full = not scope.quick
-        rows, remarks = run(work, scope.plan, probe_before=full, memory=full)
+        rows, remarks = shared.run(work, scope.plan, probe_before=full, memory=full)
         if not rows:
             continue
         console.rule(name)
-        show(
-            console,
-            rows,
-            {
-                "Failed": form.failures(rows),
-                "Not run by a kernel of ours": remarks,
-                "Not measured": form.absent(rows),
-            },
-        )
+        notes = {"Not run by a kernel of ours": remarks, "Not measured": form.absent(rows)}
+        shared.show(console, rows, {"Failed": form.failures(rows), **notes})
         if (busy := form.busy(rows)) is not None:
             console.print(f"\n{busy}", style="yellow")
         failed += sum(row.failed for row in rows)
         if path is not None:
-            plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}
+            suite = {"machine": about, "plan": asdict(scope.plan), "dtype": options.dtype}
+            suite |= {"quick": options.quick, "rows": rows}
             # Written after each suite, so that an interrupted run keeps its results.
-            suite = {"machine": about, **plan, "rows": rows}
             findings.write(path, {name + suffix: suite}, partial=bool(options.words))
     if path is not None:
         console.print(f"\nwritten to {path}")
@@ -177,18 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    scaling = {"suites": SCALING, "kind": "-scaling", "plan": ops.SCALING_PLAN}
-    add_scaling = partial(add_arguments, **scaling)
+    scaling = partial(add_arguments, suites=SCALING, kind="-scaling", plan=ops.SCALING_PLAN)
     for name, summary, add, command in (
         ("run", "ops, layers, models, training (the default)", add_arguments, run_suites),
-        ("scaling", "how time grows with each size; about 10 minutes", add_scaling, run_suites),
-        (
-            "compare",
-            "this tree against a revision or a result file",
-            compare.add_arguments,
-            compare.main,
-        ),
-        ("report", "Markdown and plots from the result files", report.add_arguments, report.main),
+        ("scaling", "how time grows with each size; about 10 minutes", scaling, run_suites),
+        ("compare", "this tree against a revision or a file", compare.add_arguments, compare.main),
+        ("report", "Markdown of the result files", report.add_arguments, report.main),
     ):
         added = commands.add_parser(name, help=summary)
         add(added)

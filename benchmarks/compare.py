@@ -52,7 +52,7 @@ class Change(NamedTuple):
     value: float
     low: float
     high: float
-    #: True if there is no PyTorch row to normalise by; then absolute times of two processes.
+    #: True if no PyTorch row exists to normalise by: ``value`` is a ratio of absolute times.
     raw: bool
 
 
@@ -63,7 +63,7 @@ def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
 def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | None:
     """Returns the change of ``candidate`` between the old and new rows of a case; None: not timed.
 
-    It is compared with the candidate that was chosen before if it was not timed then: the dispatcher
+    If it was not timed before, it is compared with the candidate that was chosen then: the dispatcher
     may have chosen other backends for a module, such as 'cpu+torch' instead of 'cpu'.
     """
     after, before = _timed(new, candidate), _timed(old, candidate)
@@ -119,17 +119,11 @@ def other_machines(old: Suites, new: Suites) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="a result file, or a git revision")
-    parser.add_argument(
-        "new", metavar="NEW", nargs="?", type=Path,
-        help="a result file (default: time this tree now)",
-    )  # fmt: skip
+    new = "a result file (default: time this tree now)"
+    parser.add_argument("new", metavar="NEW", nargs="?", type=Path, help=new)
     parser.add_argument("--tolerance", type=float, default=0.05, help="slow-down allowed (0.05)")
-    parser.add_argument(
-        "--passes",
-        type=int,
-        default=3,
-        help="maximum number of passes, all of which must show a slow-down (3)",
-    )
+    how = "maximum number of passes, all of which must show a slow-down (3)"
+    parser.add_argument("--passes", type=int, default=3, help=how)
     parser.add_argument("--suite", nargs="+", default=list(_SUITES), help="ops layers")
     parser.add_argument("--op", nargs="+", help="only these ops")
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
@@ -148,9 +142,10 @@ def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
 
 def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
     """Runs a command and returns its output. Raises CalledProcessError."""
-    env = {**os.environ, **environment}
-    options: Any = {"check": True, "capture_output": True, "text": True}
-    return subprocess.run([*map(str, command)], cwd=cwd, env=env, **options).stdout.strip()
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=os.environ | environment, check=True,
+        capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
 
 
 def _worktree(revision: str, console: Console) -> Path:
@@ -170,13 +165,12 @@ def _worktree(revision: str, console: Console) -> Path:
 
 def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
     """Runs the suites with the code of that tree. Raises RuntimeError, ResultsError."""
-    command = [sys.executable, "-m", "benchmarks", "run", "--peer", "--json", path]
-    command += ["--suite", *options.suite]
-    command += ["--op", *options.op] if options.op else []
+    command = [sys.executable, "-m", "benchmarks", "run", "--peer", "--json", str(path)]
+    command += ["--suite", *options.suite, *(["--op", *options.op] if options.op else [])]
     command += ["--quick"] if options.quick else []
     path.unlink(missing_ok=True)
     # Exit status 1: a result is wrong. Its row then has no speed to compare.
-    status = subprocess.call([*map(str, command)], cwd=tree, stdout=subprocess.DEVNULL)
+    status = subprocess.call(command, cwd=tree, stdout=subprocess.DEVNULL)
     if status not in (0, 1) or not path.exists():
         raise RuntimeError(f"the suite ended with status {status} in {tree}")
     return findings.read(path)
@@ -207,22 +201,15 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
         yield old, _time(ROOT, options, folder / f"new-{number}.json")
 
 
-def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
-    """Runs passes until the result is clear. Raises the exceptions of `_passes`."""
-    done: list[Pass] = []
-    for one in _passes(options, console):
-        done.append(one)
-        seen = judge(done)[0].values()
-        if other_machines(*one) or not any(verdict(one, options.tolerance) for one in seen):
-            break
-    return done
-
-
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a row is slower or is no longer timed, 2 if nothing can be compared, else 0."""
-    console = output()
+    console, passes = output(), []
     try:
-        passes = _judged(options, console)
+        for one in _passes(options, console):  # until the result is clear
+            passes.append(one)
+            changes = judge(passes)[0].values()
+            if other_machines(*one) or not any(verdict(x, options.tolerance) for x in changes):
+                break
     except subprocess.CalledProcessError as error:
         why = "\n".join((error.stderr or "").strip().splitlines()[-3:]) or str(error)
         parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
@@ -236,10 +223,10 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         bullets(console, unlike)
         return 2
     console.print(_table(found, options.tolerance))
-    worse = [key for key, seen in found.items() if verdict(seen, options.tolerance) == "slower"]
+    worse = sum(verdict(seen, options.tolerance) == "slower" for seen in found.values())
     if gone:
         console.print("\n[bold red]Timed before, and not any more:[/]")
         bullets(console, [f"{' '.join(key)}: {reason}" for key, reason in gone.items()])
-    slow = f"{len(worse)} slower by more than {form.percent(options.tolerance)}"
+    slow = f"{worse} slower by more than {form.percent(options.tolerance)}"
     console.print(f"\n{form.count(len(found), 'row')}, {slow}")
     return 1 if worse or gone else 0

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +58,6 @@ def row_from_json(found: dict[str, Any]) -> Row:
     for name, kind in _TUPLES.items():
         if name in values:
             values[name] = kind(**values[name])
-    if values.get("time") is not None:
-        values["time"] = values["time"]._replace(rounds=int(values["time"].rounds))
     values["samples"] = [sample / 1e6 for sample in values.get("samples", [])]
     return Row(**values)
 
@@ -140,13 +138,13 @@ def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-#: PyTorch's rows: what a user runs without us and without tuning. One may be ours as well, where the
-#: dispatcher has PyTorch's op.
+#: PyTorch's rows: what a user runs without this package and without tuning. A row of ours may have
+#: such a name, too, where the dispatcher's backend is PyTorch's op.
 PYTORCH = ("torch", "torch eager", "torch fast path", "torch.compile")
 
 
 def alternatives(rows: Sequence[Row], foreign: bool) -> list[Row]:
-    """Returns the other candidates of a case that were right, fastest first; ``foreign``: not ours."""
+    """Returns the correct candidates besides the chosen one, fastest first; ``foreign``: not ours."""
     found = [
         row
         for row in rows
@@ -174,8 +172,7 @@ def findings(rows: Sequence[Row], suite: str = "", foreign: bool = False) -> lis
 
 def losses(found: Sequence[Finding]) -> list[Finding]:
     """Returns the cases in which another candidate is faster, worst first."""
-    lost = [finding for finding in found if finding.lost]
-    return sorted(lost, key=lambda finding: finding.against.value if finding.against else 1.0)
+    return sorted(filter(attrgetter("lost"), found), key=attrgetter("against.value"))
 
 
 @dataclass(frozen=True)
@@ -187,8 +184,9 @@ class Machine:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The machine when its last suite was taken."""
-        return max((suite["machine"] for suite in self.suites.values()), key=lambda x: x["date"])  # type: ignore[no-any-return]
+        """The description of the machine when its last suite was taken."""
+        every: list[dict[str, Any]] = [suite["machine"] for suite in self.suites.values()]
+        return max(every, key=itemgetter("date"))
 
     @property
     def title(self) -> str:
@@ -208,7 +206,7 @@ class Machine:
     def over_torch(self, suite: str | None = None) -> list[float]:
         """Returns the speed-ups over PyTorch's best, of one suite or of all tables but overhead.
 
-        Without ops of 8 bits, which PyTorch does not have: its row is our formula in its operators.
+        8-bit ops are left out: PyTorch has none, and its row is our formula in its operators.
         """
         return [
             row.vs_torch.value

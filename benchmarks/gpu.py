@@ -143,10 +143,6 @@ def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
     return [group for i in range(hands) if (group := items[i::hands])]
 
 
-def _dropout_p(call: dispatch.Call) -> float:
-    return getattr(call.arguments, "dropout_p", 0.0)
-
-
 def rank(case: GpuCase) -> int:
     """Returns the priority of a case; lower runs first, so that a short run has what matters most."""
     if case.op != "attention":
@@ -177,19 +173,14 @@ TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("attention", _LONG.format(64, "causal"), _FORWARD, _BACKWARD),
     ("attention", _LONG.format(64, "documents"), _FORWARD, _BACKWARD),
     ("attention", _LONG.format(64, "key lengths"), _FORWARD, _BACKWARD),
-    (
-        "add_layer_norm",
-        "65536x1024, dropout 0.1",
-        ("layer_norm_forward",),
-        ("layer_norm_backward",),
-    ),
+    ("add_layer_norm", "65536x1024, dropout 0.1", ("layer_norm_forward",), ("layer_norm_backward",)),
     ("attention", _LONG.format(128, "no mask"), _FORWARD, _BACKWARD),
     ("attention", _LONG.format(128, "causal"), _FORWARD, _BACKWARD),
     ("feed_forward", "16384x1024x4096, relu", ("matmul",), ("matmul",)),
     ("cross_entropy", "8192x32000", ("cross_entropy",), ("cross_entropy",)),
     ("attention", "(32,16,1,4096,64), key lengths", ("attention_decode",), ()),
     ("attention", "(1,16,1,4096,64), key lengths", ("attention_decode",), ()),
-)
+)  # fmt: skip
 
 
 def tune_items() -> list[Item]:
@@ -240,14 +231,12 @@ def _tune(session: Session) -> None:
 def environment(item: Item, device: torch.device, clock: Clock) -> Item:
     found: Item = machine.describe(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        gpu = torch.cuda.get_device_properties(device)
         found |= proof.machine_of(device)._asdict()
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory"] = properties.total_memory
-        found["l2"] = properties.L2_cache_size
+        found |= {"multiprocessors": gpu.multi_processor_count, "memory": gpu.total_memory}
+        found["l2"] = gpu.L2_cache_size
     found["system"] = collect_env.get_env_info()._asdict()
-    found["peers"] = peers.versions([PEERS["flex_attention"], PEERS["liger"]])
-    return found
+    return found | {"peers": peers.versions([PEERS["flex_attention"], PEERS["liger"]])}
 
 
 def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:
@@ -309,7 +298,8 @@ def bench(item: Item, device: torch.device, clock: Clock) -> Item:
             with torch.no_grad():
                 work(0)
             # With dropout PyTorch's result cannot be checked, because it drops other elements.
-            if name in ("cuda", "triton") or not unchecked(_dropout_p(trial.call)):
+            dropped = getattr(trial.call.arguments, "dropout_p", 0.0)
+            if name in ("cuda", "triton") or not unchecked(dropped):
                 parity = trial.parity(work)
                 if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
                     found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
@@ -397,10 +387,8 @@ def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
     found = []
     for entry in entries:
         job = ", ".join(str(v) for k, v in entry.items() if k not in ("result", "problem", "tiles"))
-        problems = []
-        if "problem" in entry:
-            problems = [entry["problem"]]
-        elif stage == "bench":
+        problems = [entry["problem"]] if "problem" in entry else []
+        if stage == "bench" and not problems:
             problems = [v["why_not"] for v in entry["result"].values() if v.get("wrong")]
         found += [f"{stage}, {job}: {one}" for one in problems]
     return found
@@ -408,17 +396,12 @@ def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
+        prog="python -m benchmarks.gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="stages to run (default: all)")
-    parser.add_argument(
-        "--seconds", type=float, default=1500.0, help="time limit of the run (1500)"
-    )
-    parser.add_argument(
-        "--json", type=Path, default=Path("gpu.json"), help="result file (gpu.json)"
-    )
+    parser.add_argument("--seconds", type=float, default=1500.0, help="time limit (1500)")
+    parser.add_argument("--json", type=Path, default="gpu.json", help="result file (gpu.json)")
     # Internal option of the subprocesses.
     parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
     return parser

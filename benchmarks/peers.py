@@ -1,7 +1,7 @@
 """Peers: other software that our kernels are compared with.
 
-A `Peer` has some of the following methods. Each returns a function to time; or a sentence why the
-peer cannot run the call; or None if the peer does not apply to this kind of work.
+A `Peer` has some of the following methods. Each returns a function to time; or the reason why the
+peer cannot run the call; or None if the peer is not for this kind of work.
 
     op(op, arguments)                function with the arguments and results of ``reference.<op>``
     encoder_layer(layer, arguments)  function of (x, mask, padding), equal to the torch.nn layer
@@ -37,21 +37,22 @@ import math
 import shutil
 import signal
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from transformer_fast import _native
 from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.benchmark_case import Arguments, Candidate
-from transformer_fast.measure.cases import compiled, fast_path, with_fast_path
+from transformer_fast.measure.cases import fast_path, with_fast_path
 from transformer_fast.specs import OPS
 
 from . import named_isa
@@ -72,29 +73,15 @@ def missing(*packages: str) -> str | None:
 Examples = Sequence[tuple[Tensor, ...]]
 
 
-def varied(examples: Examples) -> bool:
-    """True if the shapes of the calls differ."""
-    return len({tuple(x.shape for x in one) for one in examples}) > 1
-
-
-def in_precision(module: nn.Module, precision: str) -> nn.Module:
-    return copy.deepcopy(module).to(getattr(torch, precision))
-
-
 def fastest(runs: Sequence[Callable[..., Any]], examples: Examples) -> Callable[..., Any]:
-    """Returns the function with the shortest time on the examples: the best of three, in turn."""
+    """Returns the function with the shortest time on the examples."""
 
     def taken(run: Callable[..., Any]) -> float:
-        start = time.perf_counter()
-        for one in examples:
-            run(*one)
-        return time.perf_counter() - start
+        names, threads = {"run": run, "examples": examples}, torch.get_num_threads()
+        timer = Timer("for one in examples: run(*one)", globals=names, num_threads=threads)
+        return timer.blocked_autorange(min_run_time=0.1).median
 
-    for run in runs if len(runs) > 1 else ():
-        taken(run)  # the first call of a shape may compile
-    times = [[taken(run) for run in runs] for _ in range(3 if len(runs) > 1 else 1)]
-    best = [min(column) for column in zip(*times, strict=True)]
-    return runs[best.index(min(best))]
+    return min(runs, key=taken)
 
 
 class Peer:
@@ -102,9 +89,13 @@ class Peer:
     name: str
     #: Packages that its methods import; their versions are recorded with the results.
     packages: tuple[str, ...] = ()
+    #: True if an environment variable limits its instruction set (`benchmarks`).
+    limitable = True
 
     def why_not(self) -> str | None:
         """Returns the reason why the peer is not available here, or None."""
+        if not self.limitable and (isa := named_isa()) is not None:
+            return f"it cannot be limited to {isa}"
         return missing(*self.packages)
 
 
@@ -120,10 +111,8 @@ def versions(peers: Sequence[Peer]) -> dict[str, str]:
     """Returns the versions of the peers' installed packages."""
     found = {}
     for package in sorted({name for peer in peers for name in peer.packages}):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -177,9 +166,9 @@ class Remote:
 
 
 def beyond_attention(arguments: Arguments) -> str | None:
-    """Returns the reason if an attention call uses features that no other software supports, or None.
+    """Returns the reason if an attention call has more features than masks and causality, or None.
 
-    These are all features except masks and causality.
+    Other software does not support them.
     """
     named = OPS["attention"].named(arguments)
     if named["dropout_p"]:
@@ -192,8 +181,7 @@ def beyond_attention(arguments: Arguments) -> str | None:
 
 
 def compiled_steps(**settings: Any) -> dict[str, Any]:
-    """Returns the settings of ``generate`` that compile a step with a static cache, the default of
-    transformers on GPUs."""
+    """Returns the settings with which ``generate`` compiles a step, as transformers does on GPUs."""
     from transformers import CompileConfig
 
     compiling = CompileConfig(**settings)
@@ -201,15 +189,27 @@ def compiled_steps(**settings: Any) -> dict[str, Any]:
     return {"cache_implementation": "static", "compile_config": compiling}
 
 
-class TorchCompile(Peer):
-    """torch.compile of the code that a user of PyTorch would write."""
-
-    name = "torch.compile"
+class Compiler(Peer):
+    """A backend of torch.compile, or inductor with other settings."""
 
     def why_not(self) -> str | None:
         if shutil.which("g++") is None and shutil.which("c++") is None:
-            return "torch.compile needs a C++ compiler and there is none"
-        return None
+            return "torch.compile needs a C++ compiler, and none was found"
+        return super().why_not()
+
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
+        raise NotImplementedError
+
+    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
+        return self.hand_written(layer, lambda run: with_fast_path(run, False))
+
+    encoder = transformer = encoder_layer
+
+
+class TorchCompile(Compiler):
+    """torch.compile of the code that a user of PyTorch would write."""
+
+    name = "torch.compile"
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
@@ -217,11 +217,6 @@ class TorchCompile(Peer):
             return reason
         torch._dynamo.reset()
         return torch.compile(OPS[op].pytorch, dynamic=False)
-
-    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
-        return compiled(layer)
-
-    encoder = transformer = encoder_layer
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
         torch._dynamo.reset()
@@ -239,37 +234,31 @@ class TorchCompile(Peer):
 _FROZEN = {"freezing": True, "fx_graph_cache": False}
 
 
-class Frozen(Peer):
-    """torch.compile with frozen weights."""
+class Frozen(Compiler):
+    """torch.compile with weights as constants."""
 
     #: Settings of inductor, in effect for this peer only, and options of torch.compile.
     settings: ClassVar[dict[str, Any]]
     options: ClassVar[dict[str, Any]]
-
-    def why_not(self) -> str | None:
-        return PEERS["torch_compile"].why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
         if next(model.parameters()).device.type != "cpu":
             return "its settings are for the CPU"
         return adapt(self.compiled(model))
 
-    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
-        return self.hand_written(layer, lambda run: with_fast_path(run, False))
-
-    encoder = transformer = encoder_layer
-
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision == "int8":
             return None
-        return with_fast_path(self.compiled(in_precision(module, precision), examples), False)
+        module = copy.deepcopy(module).to(getattr(torch, precision))
+        return with_fast_path(self.compiled(module, examples), False)
 
     def compiled(self, module: nn.Module, examples: Examples = ()) -> Callable[..., Any]:
         """Compiles with dynamic shapes if those of the examples differ."""
         from torch._inductor import config
 
         torch._dynamo.reset()
-        dynamic, done = varied(examples), False
+        dynamic = len({tuple(x.shape for x in one) for one in examples}) > 1
+        done = False
         run = torch.compile(module, dynamic=dynamic, **self.options)
 
         def forward(*arguments: Any) -> Any:
@@ -303,11 +292,7 @@ class InductorTuned(Frozen):
     # The settings are options, too: Dynamo caches compiled code by module and backend, and without
     # options this backend would be equal to that of plain torch.compile.
     options: ClassVar[dict[str, Any]] = {"options": settings}
-
-    def why_not(self) -> str | None:
-        if (name := named_isa()) is not None:
-            return f"its templates cannot be limited to {name}"
-        return super().why_not()
+    limitable = False
 
 
 class _ZentorchLinear(nn.Module):
@@ -337,7 +322,7 @@ def _with_zentorch_int8(module: nn.Module) -> nn.Module:
 class Zentorch(Frozen):
     """AMD's plugin for torch.compile, and its attention."""
 
-    name, packages = "zentorch", ("zentorch",)
+    name, packages, limitable = "zentorch", ("zentorch",), False
     settings: ClassVar[dict[str, Any]] = {
         # Without freezing it packs weights in place, and other candidates share them.
         **_FROZEN,
@@ -355,8 +340,6 @@ class Zentorch(Frozen):
             return f"zentorch {version} is not for torch {torch.__version__}"
         if not torch.cpu._is_avx512_supported():
             return "without AVX-512 it passes everything to inductor"
-        if (name := named_isa()) is not None:
-            return f"it cannot be limited to {name}"
         return super().why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
@@ -439,8 +422,6 @@ class OneDnnPrepacked(Peer):
     def why_not(self) -> str | None:
         if not torch.backends.mkldnn.is_available():
             return "this torch was built without oneDNN"
-        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            return "this torch has no mkldnn._linear_pointwise"
         return None
 
     def op(self, op: str, arguments: Arguments) -> Offer:
@@ -472,41 +453,49 @@ class OneDnnPrepacked(Peer):
         return lambda x, *rest: second(first(x))
 
 
-def _exported(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> bytes:
-    """Returns the ONNX graph of the module in fp32, with its weights."""
+@contextmanager
+def _converting() -> Iterator[None]:
+    """Context manager for converters: without torch.nn's fast path, whose ops they do not support."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning: no torchvision
-    module, file = copy.deepcopy(module).float(), io.BytesIO()
     with fast_path(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
-        torch.onnx.export(
-            module, inputs, file, dynamo=True, external_data=False, verbose=False, **options
-        )
-    return file.getvalue()
+        yield
 
 
-class OnGraphs(Peer):
-    """Base of peers that run ONNX graphs, exported by PyTorch, on the CPU."""
+def maskless(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapts a function of x, and optionally its padding, to the arguments (x, None, padding)."""
+    return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
 
-    #: Supported dtypes of the graph's first input and output.
-    dtypes: tuple[torch.dtype, ...]
-    runner: type[Any]
 
-    def _run(self, module: nn.Module, x: Tensor, **others: Tensor) -> Callable[..., Tensor] | str:
-        """Exports the module for inputs of these shapes; returns a function that runs it."""
-        if x.device.type != "cpu" or x.dtype not in self.dtypes:
-            names = " or ".join(str(dtype)[6:] for dtype in self.dtypes)
-            return f"the exported graph is for {names} on the CPU"
-        names = ["x", *others]
-        return self.runner(
-            _exported(module, (x.float(),), kwargs=others, input_names=names), x.dtype
-        )
+class _Padded(nn.Module):
+    """An encoder layer on tensors only: x, and optionally its padding."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        found: Tensor = self.layer(x, src_key_padding_mask=padding)
+        return found
+
+
+class Converter(Peer):
+    """Base of peers that convert a module to a graph of their own, for the CPU."""
+
+    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
+        raise NotImplementedError
+
+    def _run(self, module: nn.Module, *inputs: Tensor) -> Any:
+        if inputs[0].device.type != "cpu":
+            return "its graph is for the CPU"
+        return self.module(module, [inputs], str(inputs[0].dtype).removeprefix("torch."))
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "feed_forward":
             return None
         x, *weights, activation, dropout_p, _ = arguments
         if activation != "relu" or dropout_p:
-            return "the exported graph has relu and no dropout"
+            return "the converted module has relu and no dropout"
         hidden, size = weights[0].shape
         network = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, size))
         for parameter, value in zip(network.parameters(), weights, strict=True):
@@ -516,14 +505,25 @@ class OnGraphs(Peer):
 
     def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
         x, _, padding = arguments
-        run = self._run(layer, x, **({} if padding is None else {"src_key_padding_mask": padding}))
-        if isinstance(run, str):
-            return run
-        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
+        run = self._run(_Padded(layer), *((x,) if padding is None else (x, padding)))
+        return run if isinstance(run, str) else maskless(run)
+
+
+def _exported(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> bytes:
+    """Returns the module as an ONNX graph with its weights."""
+    file = io.BytesIO()
+    with _converting():
+        torch.onnx.export(
+            copy.deepcopy(module), inputs, file, dynamo=True, external_data=False, verbose=False,
+            **options,
+        )  # fmt: skip
+    return file.getvalue()
 
 
 class _Session:
-    def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
+    """Runs an ONNX graph; its inputs are the arguments that are not None."""
+
+    def __init__(self, graph: bytes) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -536,13 +536,23 @@ class _Session:
         self.session = onnxruntime.InferenceSession(graph, options, providers=providers)
         self.names = [one.name for one in self.session.get_inputs()]
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        feeds = dict(zip(self.names, (x.numpy() for x in inputs), strict=True))
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        arrays = (x.numpy() for x in inputs if x is not None)
+        feeds = dict(zip(self.names, arrays, strict=True))
         return torch.from_numpy(self.session.run(None, feeds)[0])
 
 
+def saturates() -> bool:
+    """True if this CPU has no 8-bit dot products.
+
+    Other software then adds pairs of products in 16 bits, which saturate, unless the weights have 7
+    bits. ONNX Runtime and NNCF have an option for that.
+    """
+    return _native.module is None or "int8" not in _native.module.dot_types()
+
+
 def _quantised(graph: bytes) -> bytes:
-    """Quantises the weights of an ONNX graph, and activations when it runs."""
+    """Quantises an ONNX graph: its weights now, its activations when it runs."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with tempfile.TemporaryDirectory() as folder:
@@ -550,67 +560,51 @@ def _quantised(graph: bytes) -> bytes:
         before.write_bytes(graph)
         logging.disable(logging.WARNING)  # no advice to preprocess the graph
         try:
-            # Without 8-bit dot products it adds pairs of products in 16 bits, which saturate: its
-            # documentation recommends weights of 7 bits there.
-            saturates = _native.module is None or "int8" not in _native.module.dot_types()
             quantize_dynamic(
-                before, after, per_channel=True, weight_type=QuantType.QInt8, reduce_range=saturates
-            )
+                before, after, per_channel=True, weight_type=QuantType.QInt8,
+                reduce_range=saturates(),
+            )  # fmt: skip
         finally:
             logging.disable(logging.NOTSET)
         return after.read_bytes()
 
 
-def _attention_graph(arguments: Arguments) -> bytes:
-    """Returns a graph with ONNX Runtime's MultiHeadAttention for the shapes of this call.
+class _Attention(nn.Module):
+    """ONNX Runtime's MultiHeadAttention, to be exported; for the arguments of `_of_onnx`."""
 
-    Its inputs are query (B, T, H * D), key and value (B, H, S, D), and, if the call has them, int32
-    key lengths (B,) and a bias (B or 1, H or 1, T, S).
-    """
-    import onnx
-    from onnx import TensorProto, helper
+    def __init__(self, heads: int, causal: bool, scale: float | None) -> None:
+        super().__init__()
+        self.options = {"num_heads": heads, "unidirectional": int(causal)}
+        self.options |= {} if scale is None else {"scale": float(scale)}
 
-    query, key, value, mask, lengths, causal, scale, *_ = arguments
-    batch, heads, length, size = query.shape
-    inputs = {
-        "query": (batch, length, heads * size), "key": key.shape, "value": value.shape,
-        "lengths": None if lengths is None else lengths.shape,
-        "bias": None if mask is None else (*mask.shape[:2], length, key.shape[2]),
-    }  # fmt: skip
-    given = {name: shape for name, shape in inputs.items() if shape is not None}
-    # The fourth input, a bias of the projections, is omitted; omitted inputs have empty names.
-    order = ("query", "key", "value", "", "lengths", "bias")
-    names = [name if name in given else "" for name in order]
-    node = helper.make_node(
-        "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads,
-        unidirectional=int(causal), **({} if scale is None else {"scale": float(scale)}),
-    )  # fmt: skip
-
-    def described(name: str, shape: Sequence[int]) -> Any:
-        kind = TensorProto.INT32 if name == "lengths" else TensorProto.FLOAT
-        return helper.make_tensor_value_info(name, kind, shape)
-
-    output = described("output", (batch, length, heads * value.shape[-1]))
-    ends = [described(name, shape) for name, shape in given.items()], [output]
-    opsets = helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)
-    graph = helper.make_graph([node], "attention", *ends)
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, bias: Tensor | None
+    ) -> Any:
+        # The fourth input is a bias of the projections.
+        inputs = query, key, value, None, lengths, bias
+        return torch.onnx.ops.symbolic(
+            "com.microsoft::MultiHeadAttention", inputs, self.options, dtype=query.dtype,
+            shape=(*query.shape[:2], value.shape[1] * value.shape[3]), version=1,
+        )  # fmt: skip
 
 
-class OnnxRuntime(OnGraphs):
+def _of_onnx(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    """Returns query (B, T, H * D), key, value, int32 lengths, bias (B or 1, H or 1, T, S)."""
+    rows = query.transpose(1, 2).flatten(2)
+    bias = None if mask is None else mask.expand(*mask.shape[:2], query.shape[2], key.shape[2])
+    return rows, key, value, None if lengths is None else lengths.int(), bias
+
+
+class OnnxRuntime(Converter):
     """ONNX Runtime with all graph optimisations; for attention its MultiHeadAttention."""
 
     name, packages = "ONNX Runtime", ("onnx", "onnxscript", "onnxruntime")
-    dtypes, runner = (torch.float32,), _Session
-
-    def why_not(self) -> str | None:
-        why = super().why_not()
-        if why is None and (name := named_isa()) is not None:
-            return f"it cannot be limited to {name}"
-        return why
+    limitable = False
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
-        if precision == "bfloat16":
+        if precision not in ("float32", "int8"):
             return "it computes in float32 or in 8 bits"
         changing = [
             {
@@ -621,12 +615,12 @@ class OnnxRuntime(OnGraphs):
             for given in zip(*examples, strict=True)
         ]
         graph = _exported(module, examples[0], dynamic_shapes=tuple(changing))
-        return self.runner(_quantised(graph) if precision == "int8" else graph, torch.float32)
+        return _Session(_quantised(graph) if precision == "int8" else graph)
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         if op != "attention":
             return super().op(op, arguments)
-        query, key, _, mask, _, causal, _, _, _, gqa, _ = arguments[:11]
+        query, key, _, mask, _, causal, scale, _, _, gqa, _ = arguments[:11]
         if query.device.type != "cpu" or query.dtype != torch.float32:
             return "the graph is for float32 on the CPU"
         if mask is not None and mask.dtype == torch.bool:
@@ -635,107 +629,85 @@ class OnnxRuntime(OnGraphs):
             return "it supports no grouped heads, and aligns causality at the last key"
         if (reason := beyond_attention(arguments)) is not None:
             return reason
-        session = self.runner(_attention_graph(arguments), query.dtype)
+        heads = query.shape[1]
+        session = _Session(_exported(_Attention(heads, causal, scale), _of_onnx(*arguments)))
 
         def run(*given: Any) -> tuple[Tensor, None]:
-            query, key, value, mask, lengths, *_ = given
-            batch, heads, length, _ = query.shape
-            inputs = [query.transpose(1, 2).reshape(batch, length, -1), key, value]
-            if lengths is not None:
-                inputs.append(lengths.int())
-            if mask is not None:
-                inputs.append(mask.expand(*mask.shape[:2], length, key.shape[2]))
-            return session(*inputs).view(batch, length, heads, -1).transpose(1, 2), None
+            return session(*_of_onnx(*given)).unflatten(2, (heads, -1)).transpose(1, 2), None
 
         return run
 
 
-def _compiled_by_openvino(model: Any, threads: int, hint: str) -> Any:
-    import openvino
-
-    settings = {
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,
-        # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
-        "INFERENCE_PRECISION_HINT": hint,
-    }
-    return openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
-
-
-class _Request:
-    """A compiled graph, whose first input and output have the dtype ``dtype``."""
-
-    def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
-        import openvino
-        from openvino.preprocess import PrePostProcessor
-
-        self.half = dtype != torch.float32
-        model = openvino.Core().read_model(model=graph)
-        if self.half:
-            ends = PrePostProcessor(model)
-            ends.input(0).tensor().set_element_type(openvino.Type.bf16)
-            ends.output(0).tensor().set_element_type(openvino.Type.bf16)
-            model = ends.build()
-        self.tensor, self.bf16 = openvino.Tensor, openvino.Type.bf16
-        hint = "bf16" if self.half else "f32"
-        self.request = _compiled_by_openvino(model, torch.get_num_threads(), hint)
-
-    def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
-        # NumPy has no bf16, so the bits are passed as integers.
-        if self.half:
-            bits = x.view(torch.int16).numpy()
-            first = self.tensor(bits, list(x.shape), self.bf16)
-        else:
-            first = x.numpy()
-        inputs = {0: first, **{i: other.numpy() for i, other in enumerate(others, start=1)}}
-        result = self.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
-        # A copy, because the results of all candidates are tensors of their own.
-        found = torch.from_numpy(result.view("int16" if self.half else "float32").copy())
-        return found.view(torch.bfloat16) if self.half else found
-
-
 class _ByShape:
-    """A graph with dynamic shapes, compiled for each shape, which is faster than once for all."""
+    """An OpenVINO graph, compiled for each shape, which is faster than once for all.
+
+    NumPy has no bfloat16, so its bits are passed; OpenVINO returns them as float16.
+    """
 
     def __init__(self, model: Any, hint: str) -> None:
         self.model, self.hint, self.threads = model, hint, torch.get_num_threads()
         self.requests: dict[tuple[torch.Size, ...], Any] = {}
 
+    def _compiled(self, shapes: Sequence[torch.Size]) -> Any:
+        import openvino
+
+        model = self.model.clone()
+        model.reshape({i: list(shape) for i, shape in enumerate(shapes)})
+        settings = {
+            "INFERENCE_NUM_THREADS": self.threads,
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_CPU_PINNING": False,
+            # Without this it computes in bf16 on CPUs that support it, whatever the graph's dtype.
+            "INFERENCE_PRECISION_HINT": self.hint,
+        }
+        return openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
+
+    def _input(self, x: Tensor) -> Any:
+        import openvino
+
+        if x.dtype != torch.bfloat16:
+            return x.numpy()
+        return openvino.Tensor(x.view(torch.int16).numpy(), list(x.shape), openvino.Type.bf16)
+
     def __call__(self, *inputs: Tensor) -> Tensor:
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.requests:
-            model = self.model.clone()
-            model.reshape({i: list(shape) for i, shape in enumerate(shapes)})
-            self.requests[shapes] = _compiled_by_openvino(model, self.threads, self.hint)
-        given = {i: x.numpy() for i, x in enumerate(inputs)}
+            self.requests[shapes] = self._compiled(shapes)
+        given = {i: self._input(x) for i, x in enumerate(inputs)}
         found = self.requests[shapes].infer(given, share_inputs=True, share_outputs=True)[0]
-        return torch.from_numpy(found.copy())
+        # A copy, because the results of all candidates are tensors of their own.
+        result = torch.from_numpy(found.copy())
+        return result.view(torch.bfloat16) if result.dtype == torch.float16 else result
 
 
-class OpenVino(OnGraphs):
-    """OpenVINO, in full precision for fp32, in bf16 for bf16; int8 is calibrated by NNCF."""
+class OpenVino(Converter):
+    """OpenVINO by its own conversion, which fuses attention; int8 is calibrated by NNCF."""
 
-    name, packages = "OpenVINO", ("onnx", "onnxscript", "openvino")
-    dtypes, runner = (torch.float32, torch.bfloat16), _Request
+    name, packages = "OpenVINO", ("openvino",)
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
-        """Its own conversion, which fuses attention. Of int8 with both precision hints the faster."""
+        """For int8, both precision hints are tried, and the faster is returned."""
         import openvino
 
-        with fast_path(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
+        hints = {"float32": "f32", "bfloat16": "bf16", "int8": ""}
+        if precision not in hints:
+            return f"it is measured in {', '.join(hints)}"
+        with _converting():
             model = openvino.convert_model(copy.deepcopy(module), example_input=examples[0])
         if precision != "int8":
-            return _ByShape(model, "f32" if precision == "float32" else "bf16")
+            return _ByShape(model, hints[precision])
         if (reason := missing("nncf")) is not None:
             return reason
         import nncf
 
         nncf.set_log_level(logging.ERROR)
         data = nncf.Dataset([tuple(x.numpy() for x in one) for one in examples])
-        model = nncf.quantize(model, data, model_type=nncf.ModelType.TRANSFORMER)
+        fix = nncf.OverflowFix.ENABLE if saturates() else None
+        model = nncf.quantize(
+            model, data, model_type=nncf.ModelType.TRANSFORMER,
+            advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
+        )  # fmt: skip
         return fastest([_ByShape(model, hint) for hint in ("f32", "bf16")], examples)
 
 
@@ -859,20 +831,14 @@ def visible_keys(
     mask: Tensor | None, lengths: Tensor | None, causal: bool
 ) -> Callable[..., Tensor] | None:
     """Returns FlexAttention's ``mask_mod`` for the keys that a query may attend to; None: all."""
-    if (mask is None or mask.dtype != torch.bool) and lengths is None and not causal:
-        return None
+    from torch.nn.attention.flex_attention import and_masks
 
-    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        seen = s >= 0
-        if causal:
-            seen = seen & (s <= t)
-        if lengths is not None:
-            seen = seen & (s < lengths[b])
-        if mask is not None and mask.dtype == torch.bool:
-            seen = seen & mask[b, h, t, s]
-        return seen
-
-    return visible
+    parts: list[Callable[..., Tensor]] = [lambda b, h, t, s: s <= t] if causal else []
+    if lengths is not None:
+        parts.append(lambda b, h, t, s: s < lengths[b])
+    if mask is not None and mask.dtype == torch.bool:
+        parts.append(lambda b, h, t, s: mask[b, h, t, s])
+    return and_masks(*parts) if parts else None
 
 
 def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given: Any) -> Tensor:
@@ -881,18 +847,17 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
     The block mask is created in each call, because our kernels, too, evaluate the mask in each call.
     """
     query, key, value, mask, lengths, causal, scale, _, _, gqa, *_ = given
-    b, h, t, s = (*query.shape[:3], key.shape[2])
-    if mask is not None:
-        mask = mask.expand(b, h, t, s)
-    visible, added = visible_keys(mask, lengths, causal), None
+    shape = (*query.shape[:3], key.shape[2])
+    mask = None if mask is None else mask.expand(shape)
+    visible, blocks, added = visible_keys(mask, lengths, causal), None, None
     if mask is not None and mask.dtype != torch.bool:
 
         def added(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return score + mask[b, h, t, s]
 
-    blocks = None
     if visible is not None:
-        blocks = mask_of(visible, b, h if mask is not None else None, t, s, device=query.device)
+        heads = None if mask is None else shape[1]
+        blocks = mask_of(visible, shape[0], heads, *shape[2:], device=query.device)
     return attention(
         query, key, value, score_mod=added, block_mask=blocks, scale=scale, enable_gqa=gqa
     )
@@ -903,15 +868,8 @@ class FlexAttention(Peer):
 
     name = "FlexAttention"
 
-    def why_not(self) -> str | None:
-        try:
-            import torch.nn.attention.flex_attention  # noqa: F401
-        except ImportError:
-            return "this torch has no FlexAttention"
-        return None
-
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: the mask is known before the calls; its block mask is created only once."""
+        """``known``: the block mask of a mask is created once, and not in every call."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":

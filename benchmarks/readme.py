@@ -20,19 +20,8 @@ from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import speed_up
 
-from . import report
-from .findings import (
-    FOLDER,
-    PYTORCH,
-    Finding,
-    Machine,
-    alternatives,
-    by_case,
-    findings,
-    is_scaling,
-    losses,
-    machines,
-)  # fmt: skip
+from . import findings, report
+from .findings import FOLDER, Finding, Machine, by_case, is_scaling, losses, machines
 from .report import COLOURS, markdown
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -56,17 +45,16 @@ def precision_of(name: str) -> str:
 
 
 _SORTED = "{}, sorted, {}, 2 threads"
+_SIZES = {"MiniLM": ("float32", "bfloat16", "int8"), "BERT-base": ("float32", "int8")}
 #: Rows of README's table: (workload, suite, case).
 LINES = (
     *(
         (f"{size}-size encoder, {precision}", TEXT, _SORTED.format(size, precision))
-        for size, precisions in (
-            ("MiniLM", ("float32", "bfloat16", "int8")), ("BERT-base", ("float32", "int8"))
-        )
+        for size, precisions in _SIZES.items()
         for precision in precisions
     ),
     ("training step, 6+6 layers, float32", "training", "6+6, (8,128), V = 32000"),
-)  # fmt: skip
+)
 _HALF = "BERT-base, 3 layers, unsorted, bfloat16, 1 thread"
 #: Cases whose names README spells out.
 _SPELLED = {
@@ -100,7 +88,7 @@ def shown_machine(found: Sequence[Machine]) -> Machine:
 
 
 def speed(row: Row) -> str:
-    """Formats sentences a second, or the time of what has none."""
+    """Formats sentences a second; in cases without sentences the time."""
     if row.items is None or row.time is None:
         return report.seconds(row)
     return f"{_three(row.items / row.time.median)} /s"
@@ -111,8 +99,10 @@ def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
 
     PyTorch's row is in the same precision; StopIteration if there is none.
     """
-    ours, others = next(row for row in rows if row.chosen), alternatives(rows, foreign=True)
-    torch = next(row for row in others if row.candidate in _TORCH.get(precision, PYTORCH))
+    ours = next(row for row in rows if row.chosen)
+    others = findings.alternatives(rows, foreign=True)
+    names = _TORCH.get(precision, findings.PYTORCH)
+    torch = next(row for row in others if row.candidate in names)
     other = next((row for row in others if row is not torch), None)
     ratio = speed_up(torch.samples, ours.samples).value
     beside = "-" if other is None else f"{named(other)} {speed(other)}"
@@ -130,9 +120,8 @@ def _medians(one: Machine, case: str) -> dict[str, float]:
 
 
 def _rows(one: Machine, suite: str, case: str) -> list[Row]:
-    return next(
-        rows for (_, name), rows in by_case(one.suites[suite]["rows"]).items() if name == case
-    )
+    cases = by_case(one.suites[suite]["rows"])
+    return next(rows for (_, name), rows in cases.items() if name == case)
 
 
 def worst(one: Machine) -> list[Finding]:
@@ -145,7 +134,7 @@ def worst(one: Machine) -> list[Finding]:
                 continue
             timed = sorted(filter(attrgetter("time"), rows), key=attrgetter("time.median"))
             if timed and not timed[0].chosen:  # else no loss, and no need for the slow bootstrap
-                found += findings(rows, name, foreign=True)
+                found += findings.findings(rows, name, foreign=True)
     return losses(found)
 
 
@@ -174,22 +163,19 @@ def listed(found: Sequence[Finding]) -> str:
 
 def _range(values: Sequence[float]) -> str:
     """Formats '1.5 to 3.2'; one number if both are equal, '' if there are none."""
-    if not values:
-        return ""
-    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in (min(values), max(values))))
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends))
 
 
 def encoders(found: Sequence[Machine]) -> dict[str, str]:
-    """Returns the speed-ups of sentence encoders, sorted: float32 over PyTorch, int8 over float32."""
+    """Returns README's speed-ups of sentence encoders: float32 over PyTorch, int8 over float32."""
     floats, ints = [], []
     for one in found:
-        cases = [
-            case for _, case in by_case(one.suites[TEXT]["rows"]) if ", sorted, float32" in case
-        ]
-        for case in cases:
-            plain, eight = (_medians(one, x) for x in (case, case.replace("float32", "int8")))
-            floats.append(plain["torch eager"] / plain[OURS])
-            ints.append(plain[OURS] / eight[OURS])
+        for _, case in by_case(one.suites[TEXT]["rows"]):
+            if ", sorted, float32" in case:
+                plain, eight = (_medians(one, x) for x in (case, case.replace("float32", "int8")))
+                floats.append(plain["torch eager"] / plain[OURS])
+                ints.append(plain[OURS] / eight[OURS])
     return {"encoders": _range(floats), "int8": _range(ints), "cpus": str(len(found))}
 
 
@@ -280,23 +266,21 @@ def generated(text: str, values: Mapping[str, str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if ``--check`` finds that README or its plot is out of date, else 0."""
+    """Returns 1 if ``--check`` finds that README is out of date, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true")
     what.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
     before = README.read_text(encoding="utf-8")
-    after, picture = generated(before, figures()), plot(shown_machine(machines()))[0]
+    after = generated(before, figures())
     if options.write:
         README.write_text(after, encoding="utf-8")
-        PLOT.write_text(picture, encoding="utf-8")
+        PLOT.write_text(plot(shown_machine(machines()))[0], encoding="utf-8")
         return 0
-    lines = (before.splitlines(), after.splitlines(), "README.md", "generated")
-    changes = list(difflib.unified_diff(*lines, lineterm="", n=0))
+    changes = [*difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)]
     if changes:
-        print("\n".join(changes))
-        print("README.md is out of date; run `python -m benchmarks.readme --write`")
+        print(*changes, "README.md is out of date: `python -m benchmarks.readme --write`", sep="\n")
     return 1 if changes else 0
 
 

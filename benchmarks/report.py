@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -28,17 +28,8 @@ from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import Ratio, Summary
 
-from .findings import (
-    FOLDER,
-    Finding,
-    Machine,
-    ResultsError,
-    by_case,
-    is_scaling,
-    losses,
-    machines,
-    taken,
-)
+from . import findings
+from .findings import FOLDER, Finding, Machine, by_case, is_scaling, losses
 
 LEGEND = (
     "Every figure is the median of samples taken in rounds. In each round all candidates of a case "
@@ -116,9 +107,7 @@ COLUMNS: dict[str, Callable[[Finding], str]] = {
     "vs it (95 %)": lambda found: interval(found.against),
     "Gflop/s (dense)": lambda found: _rates(found.chosen),
     "roof": lambda found: _roof(found.chosen),
-    "MiB": lambda found: form.three_digits((found.chosen.peak_bytes or math.nan) / 2**20).replace(
-        "nan", ""
-    ),
+    "MiB": lambda found: form.three_digits(n / 2**20) if (n := found.chosen.peak_bytes) else "",
     "error in refs": lambda found: form.times(found.chosen.error_ratio),
 }
 
@@ -142,12 +131,10 @@ def texts(rows: Sequence[Row]) -> str:
     if rows[0].op != "text_encoder":
         return ""
     names = list(dict.fromkeys(row.candidate for row in rows if row.time is not None))
-    cases = {
-        case: {row.candidate: row for row in group} for (_, case), group in by_case(rows).items()
-    }
-    lines = [
-        [case, *(_of_text(known.get(name)) for name in names)] for case, known in cases.items()
-    ]
+    lines = []
+    for (_, case), group in by_case(rows).items():
+        known = {row.candidate: row for row in group}
+        lines.append([case, *(_of_text(known.get(name)) for name in names)])
     shown = markdown(("sentences a second (cosine)", *names), lines, 1)
     scored = [row for row in rows if row.scores]
     if not scored:
@@ -179,9 +166,8 @@ def _notes(one: Machine, others: Iterable[Machine]) -> str:
         peers |= suite["machine"].get("peers") or {}
         names = {row.candidate for row in suite["rows"] if row.time}
         timed |= names
-        if names & {"OpenVINO", "ONNX Runtime"} and "rest" not in suite.get(
-            "plan", {}
-        ):  # taken before there was `Plan.rest`
+        # Without `Plan.rest`, which older runs did not have.
+        if names & {"OpenVINO", "ONNX Runtime"} and "rest" not in suite.get("plan", {}):
             hurried.append(name)
     newest = max((x for x in others if x.title == one.title), key=lambda x: str(x.about["date"]))
     parts = [
@@ -197,7 +183,9 @@ def _notes(one: Machine, others: Iterable[Machine]) -> str:
 
 
 def _taken(suite: dict[str, Any]) -> str:
-    parts = (f"{when} ({form.count(cases, 'case')})" for when, cases in taken(suite).items())
+    parts = (
+        f"{when} ({form.count(cases, 'case')})" for when, cases in findings.taken(suite).items()
+    )
     clock = " Times are CPU time of one thread." if suite.get("plan", {}).get("cpu_time") else ""
     return f"Taken {', '.join(parts)}.{clock}"
 
@@ -252,13 +240,11 @@ def bars(groups: Mapping[str, Mapping[str, tuple[float, str]]], title: str) -> s
     for place, label in enumerate(labels):
         shown = [(i, *group[label]) for i, group in enumerate(groups.values()) if label in group]
         at, values, colours = zip(*shown, strict=True)
-        drawn = axes.bar(
-            [i + width * place for i in at], values, 0.92 * width, color=colours, label=label
-        )
+        left = [i + width * place for i in at]
+        drawn = axes.bar(left, values, 0.92 * width, color=colours, label=label)
         axes.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=2, fontsize=9)
-    axes.set_xticks(
-        [i + width * (len(labels) - 1) / 2 for i in range(len(groups))], list(groups), fontsize=11
-    )
+    middles = [i + width * (len(labels) - 1) / 2 for i in range(len(groups))]
+    axes.set_xticks(middles, list(groups), fontsize=11)
     axes.grid(axis="x", visible=False)
     axes.tick_params(length=0)
     axes.set_title(title, loc="left", fontsize=11)
@@ -309,14 +295,12 @@ def _draw_lines(
 def _draw_roofs(axes: Axes, rows: Sequence[Row]) -> None:
     """Draws the roofline's time by size, and that of fp32's second roof if it has one."""
     able = [g[0] for g in by_case([r for r in rows if r.roof_share]).values()]
-    for name, dashes in (("roof_share", "--"), ("split_share", ":")):
-        points = [
-            (float(r.case), r.time.median * getattr(r, name))
-            for r in able
-            if r.time and getattr(r, name)
-        ]
+    for name, dashes, label in (
+        ("roof_share", "--", "roof"), ("split_share", ":", "roof of bf16 pieces")
+    ):  # fmt: skip
+        shares = [(row, share) for row in able if row.time and (share := getattr(row, name))]
+        points = [(float(row.case), row.time.median * share) for row, share in shares if row.time]
         if points:
-            label = "roof" if name == "roof_share" else "roof of bf16 pieces"
             axes.plot(*zip(*points, strict=True), dashes, color="#555555", label=label, linewidth=1)
 
 
@@ -356,14 +340,12 @@ def scaling(rows: Sequence[Row], title: str) -> str:
 
 
 def page(one: Machine, others: Iterable[Machine], pictures: Path | None = None) -> Iterator[str]:
-    """Yields the paragraphs on a machine; '' is to be skipped. Writes plots to ``pictures`` if given."""
+    """Yields the paragraphs on a machine; some are ''. Writes plots to ``pictures`` if given."""
 
-    def picture(name: str, draw: Callable[[], str]) -> str:
-        if pictures is None or not (svg := draw()):
+    def picture(name: str, draw: Callable[..., str], shown: Sequence[Any]) -> str:
+        if pictures is None or not (svg := draw(shown, name)):
             return ""
-        file = (
-            pictures / f"{one.slug}-{''.join(c if c.isalnum() else '-' for c in name.lower())}.svg"
-        )
+        file = pictures / f"{one.slug}-{re.sub('[^a-z0-9]', '-', name.lower())}.svg"
         file.write_text(svg, encoding="utf-8")
         return f"![{name}]({pictures.name}/{file.name})"
 
@@ -385,12 +367,12 @@ def page(one: Machine, others: Iterable[Machine], pictures: Path | None = None) 
     for name, cases in one.ordinary.items():
         yield f"### {name}"
         yield _taken(one.suites[name])
-        yield picture(name, lambda name=name, cases=cases: speed_ups(cases, name))  # type: ignore[misc]
+        yield picture(name, speed_ups, cases)
         yield texts(one.suites[name]["rows"])
         yield shown(cases, 1)
     for name in filter(is_scaling, one.suites if pictures else ()):
         yield f"### {name}"
-        yield picture(name, lambda name=name: scaling(one.suites[name]["rows"], name))  # type: ignore[misc]
+        yield picture(name, scaling, one.suites[name]["rows"])
 
 
 def report(found: Sequence[Machine]) -> str:
@@ -408,8 +390,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Writes report.md beside the results and returns 0; exits with 2 if there are no results."""
     try:
-        found = machines(options.results)
-    except (OSError, ResultsError) as error:
+        found = findings.machines(options.results)
+    except (OSError, findings.ResultsError) as error:
         parser.error(str(error))
     if not found:
         parser.error(f"there are no result files in {options.results}; run `make bench` first")

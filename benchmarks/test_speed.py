@@ -23,6 +23,8 @@ from .suites import Maker, Scope, models, ops
 
 #: The candidate that the dispatcher chooses; its row names the backends that ran.
 OURS = "transformer_fast"
+#: Fields of a row that are stored with its time.
+STORED = ("chosen", "roof_share", "split_share", "bound", "error", "error_ratio")
 MODULES = {
     "layers": (models.layers, (OURS, "reference", "torch eager", "torch fast path")),
     "decode": (models.decoding, (OURS, "reference", "torch eager")),
@@ -94,13 +96,8 @@ def test_speed(benchmark: Any, case: tuple[str, BenchmarkCase], name: str) -> No
         benchmark.has_error = True
         give_no_speed(row)
     about = machine.describe()
-    benchmark.extra_info.update(
-        backend=row.candidate,
-        chosen=row.chosen,
-        roof_share=row.roof_share,
-        split_share=row.split_share,
-        bound=row.bound,
-        error=row.error,
-        error_ratio=row.error_ratio,
-        **{field: about[field] for field in ("threads", "isa", "commit")},
-    )
+    benchmark.extra_info |= {
+        "backend": row.candidate,
+        **{name: getattr(row, name) for name in STORED},
+        **{name: about[name] for name in ("threads", "isa", "commit")},
+    }

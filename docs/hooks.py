@@ -35,7 +35,15 @@ def _page(one: findings.Machine) -> str:
     # Without a table of contents at its right, a table of twelve columns fits.
     head = f"---\nhide: [toc]\n---\n\n# {_title(one)}\n\n{machine.line(one.about)}"
     body = "\n\n".join(filter(None, report.page(one, MACHINES, PLOTS)))
+    # Cells wrap between a value and its interval, but neither in the interval nor before a unit.
+    body = re.sub(r"(?m)^\|.*", lambda line: _joined(line[0]), body)
     return f"{head}\n\n{body}\n".replace("\n### ", "\n## ")
+
+
+def _joined(line: str) -> str:
+    """Joins '1.2 ms', '57 %' and '1.1-1.3' with a non-breaking space or hyphen."""
+    line = re.sub(r"(?<=\d) (?=([mnµ]?s|%)[ )])", "\u00a0", line)
+    return re.sub(r"(?<=\d)-(?=\d)", "\u2011", line)
 
 
 def _ways() -> str:

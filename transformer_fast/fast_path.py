@@ -221,7 +221,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         return ()
     limit, size = _RULES[op]
     has_entry = _native.autograd is not None and op in _ENTRIES
-    aside = ", if an entry in C++ has not taken them" if has_entry else ""
+    aside = ", unless an entry in C++ runs them" if has_entry else ""
     drops = "dropout_p" in RECORDS[op]._fields
 
     def when(call: Call) -> bool:

@@ -6,10 +6,10 @@ This module has what the suites share, and `Scope`: dtype, device, backends, pee
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import transformer_fast
 from transformer_fast.dispatch import BACKENDS
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
-from transformer_fast.measure.cases import twins
 from transformer_fast.measure.clock import ORDINARY, Plan
 from transformer_fast.specs import OPS, Case
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
@@ -29,16 +28,7 @@ from ..peers import Peer, candidates
 Maker = Callable[[], BenchmarkCase]
 
 #: Arguments that are the same in all inputs of a case, as weights are in practice.
-_KEPT = frozenset(
-    name + number for name in ("weight", "scale", "bias") for number in ("", "1", "2")
-)
-
-
-def _parameter(value: Any) -> Any:
-    """Converts weights to parameters, as in modules: packed weights are cached for parameters only."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return nn.Parameter(value, requires_grad=False)
+_KEPT = {name + number for name in ("weight", "scale", "bias") for number in ("", "1", "2")}
 
 
 @dataclass(frozen=True)
@@ -59,22 +49,11 @@ class Scope:
         """Returns the peers' candidates for that kind of work."""
         return candidates(self.peers, kind, *arguments)
 
-    def twins(self, make: Callable[[Any], nn.Module]) -> tuple[Any, Any]:
-        return twins(make, self.dtype, self.device)
-
     def case(
-        self,
-        op: str,
-        case: object,
-        inputs: list[list[Arguments]],
-        candidates: Sequence[Candidate],
-        checker: Checker,
-        work: Sequence[float],
-        chosen: str,
-        times: float = 1.0,
-        torch: tuple[str, ...] = ("torch eager", "torch.compile"),
-        reference: str = "reference",
-    ) -> BenchmarkCase:
+        self, op: str, case: object, inputs: list[list[Arguments]], candidates: Sequence[Candidate],
+        checker: Checker, work: Sequence[float], chosen: str, times: float = 1.0,
+        torch: tuple[str, ...] = ("torch eager", "torch.compile"), reference: str = "reference",
+    ) -> BenchmarkCase:  # fmt: skip
         """Returns a case; one input costs ``times * work``, with work (FLOPs, useful FLOPs, bytes)."""
         flops, useful, moved = (times * part for part in work)
         return BenchmarkCase(
@@ -85,24 +64,18 @@ class Scope:
     def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
         """Draws inputs of a case: weights are shared parameters, other arguments differ."""
         drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
-        names = OPS[op].arguments
-        weights = [_parameter(value) for value in drawn[0]]
-        return [
-            [
-                tuple(
-                    weight if name in _KEPT else mine
-                    for name, weight, mine in zip(names, weights, arguments, strict=False)
-                )
-            ]
-            for arguments in drawn
-        ]
+        kept = {
+            # As in modules: packed weights are cached for parameters only.
+            i: nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value
+            for i, (name, value) in enumerate(zip(OPS[op].arguments, drawn[0], strict=False))
+            if name in _KEPT
+        }
+        return [[tuple(kept.get(i, x) for i, x in enumerate(arguments))] for arguments in drawn]
 
     def tokens(self, first: int, vocabulary: int, *shape: int) -> list[list[Arguments]]:
         """Draws two inputs, each a tensor of tokens in [first, vocabulary)."""
-        drawn = (
-            torch.randint(first, vocabulary, shape, generator=self.generator(i)) for i in range(2)
-        )
-        return [[(tokens.to(self.device),)] for tokens in drawn]
+        draw = partial(torch.randint, first, vocabulary, shape)
+        return [[(draw(generator=self.generator(i)).to(self.device),)] for i in range(2)]
 
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
@@ -116,7 +89,7 @@ def suite_of(
     def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         for name, make, cases, quick in parts:
             for case in quick if scope.quick else cases:
-                yield f"{name} {case}", functools.partial(make, scope, case)
+                yield f"{name} {case}", partial(make, scope, case)
 
     return suite
 
@@ -158,14 +131,11 @@ class Directions:
     """
 
     def __init__(
-        self,
-        oracle: Callable[..., Tensor],
-        reference: Callable[..., Tensor],
-        precision: str,
+        self, oracle: Callable[..., Tensor], reference: Callable[..., Tensor], precision: str,
         cosine: float = COSINE_OF_INT8,
-    ) -> None:
-        self.oracle, self.reference, self.precision = oracle, reference, precision
-        self.cosine = cosine
+    ) -> None:  # fmt: skip
+        self.oracle, self.reference = oracle, reference
+        self.precision, self.cosine = precision, cosine
 
     def _error(self, result: Tensor, true: Tensor) -> float:
         if result.shape != true.shape:

@@ -7,6 +7,7 @@ Sizes are the paper's, 512/8/2048, unless a case has others.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from transformer_fast.measure.cases import (
 )
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
+from ..peers import maskless
 from . import Directions, Scope, accelerated, lengths, spread_biases, suite_of
 
 _SIZE = Size()
@@ -65,18 +67,12 @@ class Layers(NamedTuple):
 
 
 def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
-    kind = "encoder_layer" if case.layers is None else "encoder"
-    return encoder_case(
-        str(case),
-        case.inputs(scope),
-        _SIZE,
-        peers=lambda module, arguments: scope.offered(kind, module, arguments),
-        layers=case.layers,
-    )
+    offer = functools.partial(scope.offered, "encoder_layer" if case.layers is None else "encoder")
+    return encoder_case(str(case), case.inputs(scope), _SIZE, peers=offer, layers=case.layers)
 
 
 class _Attention(nn.Module):
-    """Self-attention as in nn.MultiheadAttention, made of Linears, which 8-bit tools convert."""
+    """nn.MultiheadAttention's self-attention, made of Linears, which 8-bit tools can convert."""
 
     def __init__(self, theirs: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -120,9 +116,6 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
     _, _, padding = inputs[0][0]
     real = ... if padding is None else ~padding
 
-    def of_call(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
-
     def padded(model: nn.Module) -> Callable[..., Tensor]:
         return lambda x, mask, padding: model(x, src_key_padding_mask=padding)
 
@@ -134,7 +127,7 @@ def _int8_layers(scope: Scope, case: Layers) -> BenchmarkCase:
         Candidate("transformer_fast.nn, float32", padded(ours)),
         Candidate(eager, with_fast_path(padded(theirs), False), ours=False),
         *(
-            replace(one, run=one.run and of_call(one.run))
+            replace(one, run=one.run and maskless(one.run))
             for one in scope.offered("module", stack, examples, "int8")
         ),
     ]
@@ -191,7 +184,7 @@ class Case(NamedTuple):
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     return transformer_case(
         str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
-        peers=lambda model, arguments: scope.offered("transformer", model, arguments),
+        peers=functools.partial(scope.offered, "transformer"),
     )  # fmt: skip
 
 
@@ -229,7 +222,7 @@ def _following(target: Batch) -> Tensor:
     return target.tokens.roll(-1, 1).flatten()
 
 
-_THEIRS = by_logits(nn.functional.cross_entropy)
+LOSS_OF_LOGITS = by_logits(nn.functional.cross_entropy)
 
 
 class Gradients:
@@ -237,9 +230,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model, self.loss = model, loss
-
-    def update(self) -> None:
-        """Does nothing; `Step` replaces it by the optimizer's step."""
+        self.update: Callable[[], object] = lambda: None
 
     @torch.enable_grad()
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -254,16 +245,11 @@ class Gradients:
 class Step(Gradients):
     """A training step with AdamW; each candidate needs a model of its own.
 
-    The learning rate is 0, so AdamW does all its arithmetic but does not change the weights. So every
-    step of every candidate can be checked against the same truth.
+    The learning rate is 0: AdamW does all its arithmetic and does not change the weights, so that
+    every step of every candidate can be checked against the same truth.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss = _THEIRS,
-        fused: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Loss = LOSS_OF_LOGITS, fused: bool = True) -> None:
         super().__init__(model.train(), loss)
         self.update = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused).step
 
@@ -279,7 +265,10 @@ def _torch_fused(theirs: nn.Module) -> Candidate:
 
 def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
     # No dropout, because other random numbers would give other results.
-    ours, theirs = scope.twins(lambda nn: spread_biases(Seq2Seq(nn, case.size, dropout=0.0)))
+    def make(nn: Any) -> nn.Module:
+        return spread_biases(Seq2Seq(nn, case.size, dropout=0.0))
+
+    ours, theirs = twins(make, scope.dtype, scope.device)
     inputs = case.inputs(scope)
     loss = by_logits(functional.cross_entropy)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
@@ -432,27 +421,24 @@ class GreedyJudge:
 
 def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     batch, source, new, vocabulary, layers = case
-    size = Size(layers=layers, vocabulary=vocabulary)
-    ours, theirs = scope.twins(lambda nn: Translator(nn, size, source + new + 2))
+    size, longest = Size(layers=layers, vocabulary=vocabulary), source + new + 2
+    ours, theirs = twins(lambda nn: Translator(nn, size, longest), scope.dtype, scope.device)
     inputs = scope.tokens(3, vocabulary, batch, source)
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])
     chosen = found.backends
     checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
-    eager, too_long = recomputing(theirs, new), None
+    eager = recomputing(theirs, new), None
     if batch > 1 and not scope.quick:
-        too_long = (
-            "torch.nn has no KV cache; recomputing all positions per token takes too long here"
-        )
+        eager = None, "torch.nn has no KV cache, and computing all positions per token takes long"
     candidates = [
         Candidate(chosen, cached(ours, new)),
         Candidate("reference", forced(cached(ours, new), "reference")),
-        Candidate(EAGER, None if too_long else eager, too_long, ours=False),
+        Candidate(EAGER, *eager, ours=False),
         *scope.offered("decode", theirs, inputs[0][0], new),
     ]
-    flops = flops_of(
-        theirs.logits, *inputs[0][0], torch.full((batch, new), START, device=scope.device)
-    )
+    starts = torch.full((batch, new), START, device=scope.device)
+    flops = flops_of(theirs.logits, *inputs[0][0], starts)
     # The decoder's weights are read once per token, the encoder's once.
     each = parameter_bytes(theirs.decoder) + parameter_bytes(theirs.output)
     work = flops, flops, parameter_bytes(theirs.encoder) + new * each
@@ -482,33 +468,17 @@ def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
 
 _ONE, _BASE = (Case(4, 32, 1000, 2),), Case(8, 128, 32000, 6)
 
+_SMALL = Layers(8, 128), Layers(1, 32), Layers(8, 128, 0.65)
+_LAYERS = [Layers(8, 128), Layers(32, 128), Layers(2, 1024), Layers(1, 32)]
+_LAYERS += [Layers(batch, 128, 0.65) for batch in (8, 32)]
+_PADDED = [Layers(batch, 128, 0.65, 6) for batch in (8, 32)]
+_FULL = [Layers(*shape, layers=6) for shape in ((1, 32), (1, 128), (8, 128), (2, 1024))]
 layers = suite_of(
-    (
-        "encoder_layer",
-        _layers,
-        [
-            *(Layers(8, 128), Layers(32, 128), Layers(2, 1024), Layers(1, 32)),
-            *(Layers(8, 128, 0.65), Layers(32, 128, 0.65)),
-        ],
-        [Layers(8, 128), Layers(1, 32), Layers(8, 128, 0.65)],
-    ),
-    (
-        "encoder of",
-        _layers,
-        [Layers(8, 128, 0.65, _SIZE.layers), Layers(32, 128, 0.65, _SIZE.layers)],
-        [Layers(2, 64, 0.65, _SIZE.layers)],
-    ),
+    ("encoder_layer", _layers, _LAYERS, _SMALL),
+    ("encoder of", _layers, _PADDED, [Layers(2, 64, 0.65, 6)]),
 )
-_STACKS = [Layers(*shape, layers=6) for shape in ((1, 32), (1, 128), (8, 128), (2, 1024))]
-_STACKS.append(Layers(8, 128, 0.65, 6))
-int8_layers = suite_of(
-    (
-        "int8",
-        _int8_layers,
-        [Layers(8, 128), Layers(1, 32), Layers(8, 128, 0.65), *_STACKS],
-        [Layers(1, 32), Layers(2, 8, 0.65)],
-    )
-)
+_INT8 = [*_SMALL, *_FULL, _PADDED[0]]
+int8_layers = suite_of(("int8", _int8_layers, _INT8, [Layers(1, 32), Layers(2, 8, 0.65)]))
 transformers = suite_of(("transformer", _transformer, [_BASE, _BASE._replace(share=0.65)], _ONE))
 training = suite_of(
     ("training step", _training, [_BASE], _ONE),

@@ -33,10 +33,11 @@ _MOST_FLOPS, _MOST_QUICK_FLOPS = 2e10, 6e8
 def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
     """Yields the benchmark cases in the scope; in a quick run only small ones."""
     for op in scope.ops:
-        for case in OPS[op].bench_cases:
+        spec = OPS[op]
+        for case in spec.bench_cases:
             arguments = case.build(scope.dtype, "meta", None)
-            small = OPS[op].flops(arguments) <= _QUICK_FLOPS
-            if not scope.quick or (small and OPS[op].bytes(arguments) <= _QUICK_BYTES):
+            small = spec.flops(arguments) <= _QUICK_FLOPS and spec.bytes(arguments) <= _QUICK_BYTES
+            if small or not scope.quick:
                 yield op, case
 
 
@@ -75,11 +76,8 @@ def _call(scope: Scope, op: str) -> BenchmarkCase:
     run = functools.partial(spec.public, functional) if spec.public else getattr(functional, op)
     public = Candidate(f"{benchmark_case.chosen}, public function", run)
     return replace(
-        benchmark_case,
-        candidates=[public, *benchmark_case.candidates],
-        chosen=public.name,
-        # The arithmetic is negligible, so there is no roofline.
-        flops=0.0, useful_flops=0.0, bytes=0.0,
+        benchmark_case, candidates=[public, *benchmark_case.candidates], chosen=public.name,
+        flops=0.0, useful_flops=0.0, bytes=0.0,  # no roofline: the arithmetic is negligible
     )  # fmt: skip
 
 
@@ -107,14 +105,14 @@ def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) ->
     others = replace(scope, peers=[one for one in scope.peers if one.name != "torch.compile"])
     offered = others.offered("op", op, arguments)
     benchmark_case = op_case(op, name, inputs, scope.backends, offered)
-    if op == "attention" and (scores := scores_of(arguments)) > _MOST_SCORES:
-        left_out = {"run": None, "reason": f"it computes {scores:.1e} scores one by one"}
-        candidates = [
-            replace(one, **left_out) if one.name == "reference" and one.run else one
-            for one in benchmark_case.candidates
-        ]
-        return replace(benchmark_case, candidates=candidates)
-    return benchmark_case
+    if op != "attention" or (scores := scores_of(arguments)) <= _MOST_SCORES:
+        return benchmark_case
+    reason = f"it computes {scores:.1e} scores one by one"
+    candidates = [
+        Candidate("reference", None, one.reason or reason) if one.name == "reference" else one
+        for one in benchmark_case.candidates
+    ]
+    return replace(benchmark_case, candidates=candidates)
 
 
 def _series(op: str, values: Sequence[float] | None, build: Callable[[Any], Case]) -> Suite:
@@ -141,38 +139,32 @@ def attention(batch: int, length: int, size: int = 64, **options: Any) -> Case:
 
 
 def _padded(real: float) -> Case:
-    if real == 1.0:
-        return attention(8, 512)
-    return attention(8, 512, lengths=lambda draw, *_: lengths(8, 512, real).to(draw.device))
+    kept = (
+        {} if real == 1.0 else {"lengths": lambda draw, *_: lengths(8, 512, real).to(draw.device)}
+    )
+    return attention(8, 512, **kept)
 
 
 def _masked(density: float) -> Case:
-    mask = _bools("ts", density) if density < 1.0 else None
-    return attention(2, 1024, mask=mask)
+    return attention(2, 1024, mask=_bools("ts", density) if density < 1.0 else None)
 
 
 _LENGTHS, _SHARES = _powers(32, 16384), (0.1, 0.25, 0.5, 0.75, 1.0)
+_SIZES = (8, 16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 #: The end of each key names the quantity on the x axis; the case's name is its value.
 SCALING = {
     "attention (1,8,T,64), T": _series("attention", _LENGTHS, lambda t: attention(1, t)),
-    "causal attention (1,8,T,64), T": _series(
-        "attention", _LENGTHS, lambda t: attention(1, t, causal=True)
-    ),
+    "causal attention (1,8,T,64), T":
+        _series("attention", _LENGTHS, lambda t: attention(1, t, causal=True)),
     "attention (B,8,128,64), B": _series("attention", _powers(1, 64), lambda b: attention(b, 128)),
-    "attention (2,8,1024,D), D": _series(
-        "attention", (8, 16, 32, 48, 64, 80, 96, 128, 192, 256), lambda d: attention(2, 1024, d)
-    ),
+    "attention (2,8,1024,D), D": _series("attention", _SIZES, lambda d: attention(2, 1024, d)),
     "attention (8,8,512,64), share of real keys": _series("attention", _SHARES, _padded),
     "attention (2,8,1024,64), density of a random mask": _series("attention", _SHARES, _masked),
-    "feed_forward 512x2048, rows": _series(
-        "feed_forward", _powers(1, 16384), feed_forward._bench
-    ),
-    "layer_norm 512, rows": _series(
-        "layer_norm", _powers(1, 65536)[::2], lambda rows: layer_norm._bench(rows, 512)
-    ),
+    "feed_forward 512x2048, rows": _series("feed_forward", _powers(1, 16384), feed_forward._bench),
+    "layer_norm 512, rows":
+        _series("layer_norm", _powers(1, 65536)[::2], lambda rows: layer_norm._bench(rows, 512)),
     "attention (4,8,1024,64), threads": _series("attention", None, lambda _: attention(4, 1024)),
-    "feed_forward 4096x512x2048, threads": _series(
-        "feed_forward", None, lambda _: feed_forward._bench(4096)
-    ),
+    "feed_forward 4096x512x2048, threads":
+        _series("feed_forward", None, lambda _: feed_forward._bench(4096)),
 }  # fmt: skip

