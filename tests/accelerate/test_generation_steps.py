@@ -55,7 +55,9 @@ def build(name: str, **settings: Any) -> Any:
     )  # fmt: skip
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "positions" not in key:
+            if "positions" in key:  # large, so that greedy search does not repeat one token
+                parameter.normal_(0, 3)
+            elif parameter.dim() == 2:
                 torch.nn.init.xavier_normal_(parameter)
             elif parameter.dim() == 1 and "norm" not in key:
                 parameter.normal_(0, 0.1)
@@ -175,8 +177,7 @@ def tokens_of(model: Any, batch: int = 3, **options: Any) -> Tensor:
 def test_tokens_are_those_of_transformers(name: str, batch: int, steps: list[int]) -> None:
     model = build(name)
     expected = {each: tokens_of(model, batch, **given) for each, given in OPTIONS.items()}
-    # Some repeat one token, which proves little; `test_logits_of_steps` compares the numbers.
-    assert sum(len(tokens.unique()) > 5 for tokens in expected.values()) >= len(expected) / 2
+    assert all(len(tokens.unique()) > 5 for tokens in expected.values())
     accelerate(model)
     for option, tokens in expected.items():
         steps.clear()
