@@ -16,6 +16,7 @@ from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
 from transformer_fast.ops.arguments import LayerStack
+from transformer_fast.recipe import Kind, NormKind
 from transformer_fast.reference import (
     add_layer_norm,
     attention,
@@ -193,7 +194,7 @@ def test_a_step_matches_its_ops(
         kept = cache
         if quantized and dtype == torch.float32 and "bf16" in _native.module.dot_types(isa):
             kept, memories = cache.bfloat16(), [m.bfloat16() for m in memories]
-        stack = stack_of(tensors, scales, eps, norm_first, activation)
+        stack = stack_of(tensors, scales, eps, norm_first, activation, bool(memories))
         step = DecodeStack(stack, x.shape[0], memories, mask, lengths)
         y = step(x, kept, start)
         cache.copy_(kept)
@@ -215,9 +216,17 @@ def parameters() -> list[list[Any]]:
 
 
 def stack_of(
-    parameters: list[Any], scales: list[Any], eps: list[float], norm_first: bool, activation: str
-) -> LayerStack:
-    return LayerStack([], norm_first, [], HEADS, True, activation, parameters, scales, eps)
+    parameters: list[Any], scales: list[Any], eps: list[float], norm_first: bool, activation: str,
+    crossed: bool,
+) -> LayerStack:  # fmt: skip
+    kinds = [Kind.SELF_ATTENTION, Kind.CROSS_ATTENTION, Kind.FEED_FORWARD]
+    if not crossed:
+        del kinds[1]
+    norms = [NormKind.LAYER] * len(kinds)
+    return LayerStack(
+        [*map(int, kinds)], norm_first, [*map(int, norms)], HEADS, True, activation, parameters, scales,
+        eps,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -233,7 +242,7 @@ def packed_of(step: DecodeStack) -> list[Tensor | None]:
 
 
 def make_step(parameters: list[list[Any]]) -> DecodeStack:
-    return DecodeStack(stack_of(flat(parameters), [], [1e-5, 1e-5], False, "relu"), 8, [])
+    return DecodeStack(stack_of(flat(parameters), [], [1e-5, 1e-5], False, "relu", False), 8, [])
 
 
 def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
@@ -349,11 +358,12 @@ def test_invalid_steps_raise() -> None:
         memories: Any = (memory,),
         change: tuple[int, int, Tensor | None] | None = None,
         lengths: Tensor | None = None,
+        crossed: bool = True,
     ) -> None:
         sublayers = [list(s) for s in good]
         if change is not None:
             sublayers[change[0]][change[1]] = change[2]
-        stack = stack_of(flat(sublayers), [], [1e-5] * 3, False, "relu")
+        stack = stack_of(flat(sublayers), [], [1e-5] * 3, False, "relu", crossed)
         DecodeStack(stack, 2, memories, key_lengths=lengths)(x, cache, start)
 
     step()
@@ -374,7 +384,8 @@ def test_invalid_steps_raise() -> None:
         "memory must be": {"memories": [memory[0]]},
         "input does not fit memory": {"memories": [memory[:, :, :1]]},
         "a memory for each of 1 layers": {"memories": [memory] * 2},
-        "2 sub-layers for each of 1 layers": {"memories": []},
+        "2 sub-layers for each of 1 layers": {"crossed": False},
+        "attend to its cache, and to its memory": {"memories": []},
         "key_lengths must hold 2 integers": {"lengths": torch.tensor([1])},
     }.items():
         with pytest.raises(RuntimeError, match=wrong):
@@ -384,11 +395,11 @@ def test_invalid_steps_raise() -> None:
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck_of_decode_stack(crossed: bool) -> None:
     eps = [1e-5] * (6 if crossed else 4)
-    stack = stack_of(flat(make_sublayers(crossed)), [], eps, True, "relu")
+    stack = stack_of(flat(make_sublayers(crossed)), [], eps, True, "relu", crossed)
     memories = [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)]
     step = DecodeStack(stack, 2, memories)
     arguments = (
         torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, memories,
-        stack.parameters, packed_of(step), [], eps, True, 1, None, None,
+        stack.kinds, stack.parameters, packed_of(step), [], eps, True, stack.norms, 1, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.decode_stack.cpu, arguments)

@@ -242,7 +242,7 @@ def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -
 def examine(model: Any, stacks: list[tuple[str, Any]]) -> Findings:
     """Runs the model on a few tokens with padding; stacks: its stacks by name."""
     reason = "no trial call is known for it"
-    with _undisturbed(model):
+    with undisturbed(model):
         for inputs in _inputs(model):
             try:
                 found = _compare(model, inputs, stacks)
@@ -300,7 +300,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Runs the block in inference, without users' hooks; restores random state and flags."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

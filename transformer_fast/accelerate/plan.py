@@ -11,7 +11,16 @@ from torch.nn.parameter import is_lazy
 
 from .._cgroup import thread_advice
 from ..nn.drop_in import KNOWN_PACKAGES, recorded_classes
-from . import classes, hugging_face, mlp, packing, padded_places, quantize, written_layers
+from . import (
+    classes,
+    generation,
+    hugging_face,
+    mlp,
+    packing,
+    padded_places,
+    quantize,
+    written_layers,
+)
 from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
@@ -100,7 +109,11 @@ def make_plan(
         changed = [
             change
             for change in recorded(name, module)
-            if not (hugging_face.is_over(change) or padded_places.is_change(change))
+            if not (
+                hugging_face.is_over(change)
+                or padded_places.is_change(change)
+                or generation.is_change(change)
+            )
         ]
         by_name = not changed and is_model(module) and is_ours(module.config)
         if by_name:
@@ -159,11 +172,24 @@ def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
     for name in plan.computed:
         switched = packing.policy(name, model.get_submodule(name), False)
         changes += [] if switched is None else [switched]
+    _add_notes(report, notes)
+    return changes
+
+
+def generation_plan(
+    model: torch.nn.Module, filter_fn: Filter | None, report: Report
+) -> list[Change]:
+    """Returns the changes of decoders whose steps become one call, after all changes of layers."""
+    changes, notes = generation.make_plan(model, filter_fn or (lambda module, name: True))
+    _add_notes(report, notes)
+    return [*changes]
+
+
+def _add_notes(report: Report, notes: dict[str, str]) -> None:
     for index, entry in enumerate(report.entries):
         if entry.name in notes and entry.outcome != "left":
             reason = "; ".join(filter(None, (entry.reason, notes[entry.name])))
             report.entries[index] = replace(entry, reason=reason)
-    return changes
 
 
 def complete(model: torch.nn.Module, report: Report) -> None:
@@ -200,7 +226,9 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     for module in _modules(model):  # parents before children
         if module in left:
             ours -= set(_modules(module))
-        elif isinstance(module, (packing.UnpaddedLayers, padded_places.PaddedModel)):
+        elif isinstance(
+            module, (packing.UnpaddedLayers, padded_places.PaddedModel, generation.StepDecoder)
+        ):
             pass  # the modules inside are counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:
             inner = [] if isinstance(module, _STACKS) else _modules(module)

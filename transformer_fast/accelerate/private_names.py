@@ -16,7 +16,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         "AccurateGELUActivation", "FastGELUActivation", "GELUActivation", "GELUTanh",
         "NewGELUActivation", "SiLUActivation",
     ),
-    "transformers.cache_utils": ("DynamicCache",),
+    "transformers.cache_utils": ("DynamicCache", "DynamicLayer", "EncoderDecoderCache"),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
     "transformers.masking_utils": (
         "and_masks", "bidirectional_mask_function", "causal_mask_function", "sdpa_mask",
@@ -39,6 +39,8 @@ NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 #: The mask.
 MASK = "attention_mask"
+#: The encoder's output (B, S, M) in a decoder, and its mask, of layers and of the decoder alike.
+MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"
 #: Cosines and sines of rotary position embeddings.
 ROTATION = "position_embeddings"
 #: Keys and values of earlier calls; "cache" from transformers 5.24 on.

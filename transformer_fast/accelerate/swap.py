@@ -101,7 +101,7 @@ def accelerate(
         Exception: what the model raises during ``verify``; the model is then unchanged.
     """
     from .classes import apply_all, undo_all
-    from .plan import complete, make_plan, padding_plan
+    from .plan import complete, generation_plan, make_plan, padding_plan
     from .quantize import check_options, finish, measure
     from .quantize import make_plan as plan_of_weights
     from .smooth import set_factors
@@ -120,21 +120,21 @@ def accelerate(
     changes = make_plan(model, filter_fn, report, skip_padding)
     apply_all(changes)
     try:
-        padding = padding_plan(model, report)
-        apply_all(padding)
-        changes += padding
+        for more in (padding_plan(model, report), generation_plan(model, filter_fn, report)):
+            apply_all(more)
+            changes += more
         if verify is not None and changes:
             from .verify import verify_changes
 
             verify_changes(model, changes, verify, report)
         if quantize is not None and report.verified is not False:
-            more: Any = plan_of_weights(model, filter_fn, report)
+            weights: Any = plan_of_weights(model, filter_fn, report)
             if calibration is not None:
-                set_factors(model, more, calibration)
-            apply_all(more)
-            changes += more
-            if verify is not None and more:
-                measure(model, more, verify, report)
+                set_factors(model, weights, calibration)
+            apply_all(weights)
+            changes += weights
+            if verify is not None and weights:
+                measure(model, weights, verify, report)
         if report.verified is False:
             undo_all(changes)
             changes = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ..nn.drop_in import warn_user
+from . import generation
 from .classes import Change, undone
 from .packing import UnpaddedLayers
 from .report import Report
@@ -99,19 +100,22 @@ def _compare_model(
 ) -> str | None:
     model.train(mode == "training")
     generator = torch.Generator().manual_seed(0)
+    then = generation.next_step if any(map(generation.is_change, changes)) else None
 
     def run(jitter: torch.Generator | None = None, exact: bool = False) -> Run:
         torch.manual_seed(0)
         if mode == "inference" and jitter is None and not exact:
-            return forward_only(model, inputs)
-        return _with_gradients(model, inputs, jitter, exact)
+            return forward_only(model, inputs, then)
+        return _with_gradients(model, inputs, jitter, exact, then)
 
-    with _without_dropout(model):
+    # Layers and steps that run as one call check their attributes, also the probabilities of dropout.
+    keeps_dropout = mode == "inference" and not _draws(model, inputs)
+    with nullcontext() if keeps_dropout else _without_dropout(model):
         after = run()
         with undone(changes):
             with _recording(changes, calls if mode == "inference" else None):
                 before = run()
-            if mode == "training" and _is_random(model, inputs, before):
+            if mode == "training" and _is_random(model, inputs, before, then):
                 report.notes.append(
                     "Verify: the model draws random numbers in train mode, which was therefore "
                     "not compared."
@@ -121,9 +125,18 @@ def _compare_model(
             return _difference(before, after, moved, lambda: run(exact=True))
 
 
-def _is_random(model: torch.nn.Module, inputs: Inputs, before: Run) -> bool:
+def _draws(model: torch.nn.Module, inputs: Inputs) -> bool:
+    """True if a call in eval mode may draw random numbers."""
+    if not all(p.is_cpu for p in model.parameters()):
+        return True
+    state = torch.get_rng_state()
+    forward_only(model, inputs)
+    return not torch.equal(state, torch.get_rng_state())
+
+
+def _is_random(model: torch.nn.Module, inputs: Inputs, before: Run, then: Then | None) -> bool:
     torch.manual_seed(1)
-    again = _with_gradients(model, inputs)
+    again = _with_gradients(model, inputs, then=then)
     pairs = zip(before.outputs.values(), again.outputs.values(), strict=True)
     return not all(torch.allclose(x, y, equal_nan=True) for x, y in pairs)
 
@@ -270,11 +283,24 @@ def _is_variable(leaf: Any) -> bool:
     return _is_real(leaf) and not bool(leaf.isinf().any())
 
 
-def forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
+#: (model, its arguments, its outputs) -> the arguments of a second call, or None.
+Then = Callable[[torch.nn.Module, Inputs, Any], "dict[str, Any] | None"]
+
+
+def _run(
+    call: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, then: Then | None
+) -> Any:
+    """Returns the outputs of the call, and of the call that follows it, if any."""
+    outputs = call(*inputs.args, **inputs.kwargs)
+    following = None if then is None else then(model, inputs, outputs)
+    return outputs if following is None else (outputs, call(**following))
+
+
+def forward_only(model: torch.nn.Module, inputs: Inputs, then: Then | None = None) -> Run:
     """Runs the model as it is, without gradients."""
     with torch.no_grad():
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(inputs))
-        outputs = model(*args, **kwargs)
+        outputs = _run(model, model, Inputs(args, kwargs), then)
     return Run({name: x.clone() for name, x in _outputs(outputs).items()}, None)
 
 
@@ -288,6 +314,7 @@ def _with_gradients(
     inputs: Inputs,
     jitter: torch.Generator | None = None,
     exact: bool = False,
+    then: Then | None = None,
 ) -> Run:
     """Computes outputs and gradients, on copies of parameters and buffers.
 
@@ -323,8 +350,11 @@ def _with_gradients(
     with torch.enable_grad():
         # Autograd forbids in-place operations on leaves, so the model gets products with 1.
         args, kwargs = tree_map(lambda x: x * 1 if _is_variable(x) else x, (args, kwargs))
-        found = torch.func.functional_call(model, state, args, kwargs)
-        outputs = _outputs(found)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(model, state, args, kwargs)
+
+        outputs = _outputs(_run(call, model, Inputs(args, kwargs), then))
         sums = (_weighted(x, i) for i, x in enumerate(outputs.values()) if x.requires_grad)
         total = sum(sums, torch.zeros(())) * scale
     grads = None

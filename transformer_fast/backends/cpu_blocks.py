@@ -95,8 +95,9 @@ class DecodeStack:
 
     Args:
         stack: of each layer self-attention, attention to the memory (in all layers or in none) and
-            feed-forward network. Weights are those of self-attention (3 M, M) and (M, M), of attention
-            to the memory (M, M) both, and of the network (F, M) and (M, F).
+            feed-forward network. Weights are those of self-attention (3 M, M), joined or in parts, and
+            (M, M), of attention to the memory, the query's and the output's, (M, M) both, and of the
+            network (F, M) and (M, F).
         rows: of the inputs to come.
         memories: each layer's keys and values of the memory, (2, B, H, S, D); none: no such
             sub-layers.
@@ -124,8 +125,9 @@ class DecodeStack:
         """
         stack, packed = self.stack, self.packed(self.weights, self.rows)
         return torch.ops.transformer_fast.decode_stack.cpu(
-            input, cache, start, self.memories, stack.parameters, packed, stack.scales, stack.eps,
-            stack.norm_first, CODES[stack.activation], self.mask, self.key_lengths,
+            input, cache, start, self.memories, stack.kinds, stack.parameters, packed, stack.scales,
+            stack.eps, stack.norm_first, stack.norms, CODES[stack.activation], self.mask,
+            self.key_lengths,
         )  # fmt: skip
 
 

@@ -410,8 +410,8 @@ def _lengths(input: Any, batch_first: bool, starts: Any) -> list[int]:
 
 
 def _decode_flops(
-    input: Any, cache: Any, start: int, memories: Sequence[Any], parameters: Sequence[Any],
-    *rest: Any, out_val: Any = None,
+    input: Any, cache: Any, start: int, memories: Sequence[Any], kinds: Sequence[int],
+    parameters: Sequence[Any], *rest: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     """Returns the FLOPs of ``decode_stack``: T tokens of each of R sequences."""
     rows, width = input.shape

@@ -763,6 +763,19 @@ class Layers : LayerRunner {
   AttentionCall own_, cross_;
 };
 
+std::vector<SublayerKind> checked_kinds(const char* op, const std::vector<int64_t>& kinds,
+                                        const std::vector<int64_t>& norms) {
+  for (const int64_t norm : norms)
+    STD_TORCH_CHECK(norm >= kNoNorm && norm < kNormKinds, op, ": there is no norm of kind ", norm);
+  std::vector<SublayerKind> each;
+  for (const int64_t kind : kinds) {
+    STD_TORCH_CHECK(kind >= 0 && kind < kSublayerKinds, op, ": there is no sub-layer of kind ",
+                    kind);
+    each.push_back(static_cast<SublayerKind>(kind));
+  }
+  return each;
+}
+
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
               std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
@@ -770,16 +783,10 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               MaybeTensor mask, bool is_causal, MaybeTensor memory_mask, bool memory_is_causal,
               MaybeTensor starts, MaybeTensor memory_starts, MaybeTensor cos, MaybeTensor sin) {
   check_block_input(kOp, input);
-  for (const int64_t norm : norms)
-    STD_TORCH_CHECK(norm >= kNoNorm && norm < kNormKinds, kOp, ": there is no norm of kind ", norm);
-  std::vector<SublayerKind> each;
-  for (const int64_t kind : kinds) {
-    STD_TORCH_CHECK(kind >= 0 && kind < kSublayerKinds, kOp, ": there is no sub-layer of kind ",
-                    kind);
-    each.push_back(static_cast<SublayerKind>(kind));
-    STD_TORCH_CHECK(each.back() != SublayerKind::cross_attention || memory.has_value(), kOp,
+  const std::vector<SublayerKind> each = checked_kinds(kOp, kinds, norms);
+  for (const SublayerKind kind : each)
+    STD_TORCH_CHECK(kind != SublayerKind::cross_attention || memory.has_value(), kOp,
                     ": attention to a memory needs one");
-  }
   Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
              starts, memory_starts);
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
@@ -905,8 +912,9 @@ void check_places(const char* name, const Tensor& tensor, const Tensor& input, S
 }
 
 Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
-                    std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
-                    std::vector<MaybeTensor> scales, std::vector<double> eps, bool norm_first,
+                    std::vector<int64_t> kinds, std::vector<MaybeTensor> parameters,
+                    std::vector<MaybeTensor> packed, std::vector<MaybeTensor> scales,
+                    std::vector<double> eps, bool norm_first, std::vector<int64_t> norms,
                     int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
@@ -922,13 +930,17 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                   kDecodeOp, ": the cache has ", cache.size(4), " places");
   STD_TORCH_CHECK(length <= 1 || start == 0, kDecodeOp,
                   ": several tokens at once must be the first");
-  std::vector<SublayerKind> kinds{SublayerKind::self_attention, SublayerKind::feed_forward};
-  if (crossed) kinds.insert(kinds.begin() + 1, SublayerKind::cross_attention);
-  STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kDecodeOp,
-                  ": there must be ", kinds.size(), " sub-layers for each of ", layers, " layers");
-  const std::vector<Sublayer> sublayers = read_sublayers(
-      kDecodeOp, kinds, parameters, packed, scales, eps,
-      std::vector<int64_t>(kinds.size(), static_cast<int64_t>(NormKind::layer)), input, 1);
+  const std::vector<SublayerKind> each = checked_kinds(kDecodeOp, kinds, norms);
+  STD_TORCH_CHECK(eps.size() == each.size() * static_cast<size_t>(layers), kDecodeOp,
+                  ": there must be ", each.size(), " sub-layers for each of ", layers, " layers");
+  const auto count = [&](SublayerKind kind) { return std::count(each.begin(), each.end(), kind); };
+  STD_TORCH_CHECK(count(SublayerKind::self_attention) == 1 &&
+                      count(SublayerKind::cross_attention) == (crossed ? 1 : 0),
+                  kDecodeOp,
+                  ": each layer must attend to its cache, and to its memory if there is ",
+                  "one, once");
+  const std::vector<Sublayer> sublayers =
+      read_sublayers(kDecodeOp, each, parameters, packed, scales, eps, norms, input, 1);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
                   "bfloat16 dot products");
@@ -963,10 +975,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "bool memory_is_causal, Tensor? starts, Tensor? memory_starts, Tensor? cos, "
       "Tensor? sin) -> Tensor");
   m.def(
-      "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
+      "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, int[] kinds, "
       "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "
-      "int activation, "
-      "Tensor? mask, Tensor? key_lengths) -> Tensor");
+      "int[] norms, int activation, Tensor? mask, Tensor? key_lengths) -> Tensor");
   m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }
 

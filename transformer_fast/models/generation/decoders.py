@@ -83,7 +83,7 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
                 recipe = read_layer(module, _ATTENTION, guard, path=f"layers.{i}.")
             except Unreadable as reason:
                 raise Unreadable(f"layers.{i}.{reason}") from None
-            recipes.append(_without_memory(recipe, width) if width else recipe)
+            recipes.append(without_memory(recipe, width) if width else recipe)
         return recipes
 
     bound = bound_to(stack, kinds, read)
@@ -106,13 +106,15 @@ def read_stack(stack: Any, crossed: bool) -> Stack:
     return Stack(d_model, own.heads, first.norm_first, layers, final, bound)
 
 
-def _without_memory(recipe: Layer[Place], width: int) -> Layer[Place]:
+def without_memory(recipe: Layer[Place], width: int) -> Layer[Place]:
     """Returns the recipe for steps, in which attention to the memory projects only the queries."""
     sublayers = []
     for one in recipe.sublayers:
         if one.kind is Kind.CROSS_ATTENTION:
-            joined, out = one.maps
-            one = replace(one, maps=(joined.each(partial(replace, rows=(0, width))), out))
+            query, *others, out = one.maps
+            if not others:
+                query = query.each(partial(replace, rows=(0, width)))
+            one = replace(one, maps=(query, out))
         sublayers.append(one)
     return replace(recipe, sublayers=tuple(sublayers))
 
@@ -223,16 +225,19 @@ def bind_join(sample: Tensor, norm: Norm[Any], norm_first: bool) -> Join:
 def bind_stack(
     sample: Tensor,
     cache: Tensor,
-    stack: Stack,
+    steps: Bound,
     memories: Sequence[Tensor],
     mask: Tensor | None,
     key_lengths: Tensor | None,
 ) -> Callable[..., Tensor] | None:
-    """Returns a function that runs all layers in one call; None: they need separate kernels."""
+    """Returns a function that runs all layers in one call; None: they need separate kernels.
+
+    steps: the layers, as `without_memory` returns them.
+    """
     if sample.shape[0] == 0 or is_traced():
         return None
     try:
-        group, *others = stack.steps.groups
+        group, *others = steps.groups
     except Unreadable:
         return None
     if others:
@@ -610,7 +615,7 @@ class CachedDecoder(StepDecoder):
         keys = self.cache[0, 0]
         memories = [cross.memory for cross in self.crosses]
         self.whole = bind_stack(
-            x, self.cache, self.stack, memories, self.places.mask, self.places.lengths
+            x, self.cache, self.stack.steps, memories, self.places.mask, self.places.lengths
         )
         if self.whole is None:
             self.layers = self.layers or self._separate()

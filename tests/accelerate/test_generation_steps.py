@@ -1,0 +1,435 @@
+"""Steps of `generate` of transformers' encoder-decoders after `accelerate`: all layers in one call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from module_checks import check_budget
+from torch import Tensor
+
+from transformer_fast import _native, accelerate, restore
+from transformer_fast.accelerate import generation
+from transformer_fast.testing import GRADIENT_FACTOR
+
+pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
+)
+import transformers
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+VOCABULARY, WIDTH, LAYERS, PAD, END = 97, 64, 3, 1, 2
+#: Post-norm with scaled embeddings and sinusoidal positions; with learned positions and a norm of the
+#: embeddings; pre-norm with a final norm; with positions that depend on the tokens.
+MODELS = {
+    "marian": ("MarianConfig", "MarianMTModel"),
+    "bart": ("BartConfig", "BartForConditionalGeneration"),
+    "mbart": ("MBartConfig", "MBartForConditionalGeneration"),
+    "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration"),
+}
+
+
+def build(name: str, **settings: Any) -> Any:
+    """Returns a model with random weights that does not repeat one token."""
+    config, kind = (getattr(transformers, each) for each in MODELS[name])
+    torch.manual_seed(0)
+    model = kind(
+        config(**{
+            "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": LAYERS,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96, "max_position_embeddings": 80, "pad_token_id": PAD,
+            "eos_token_id": END, "bos_token_id": 0, "decoder_start_token_id": END,
+            "forced_eos_token_id": None, "scale_embedding": True, "tie_word_embeddings": False,
+            **settings,
+        })
+    )  # fmt: skip
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "positions" in key:  # large, so that greedy search does not repeat one token
+                parameter.normal_(0, 3)
+            elif parameter.dim() == 2:
+                torch.nn.init.xavier_normal_(parameter)
+            elif parameter.dim() == 1 and "norm" not in key:
+                parameter.normal_(0, 0.1)
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
+        head.weight[[PAD, END]] = 0  # a logit that is never the largest
+    return model.eval().requires_grad_(False)
+
+
+def sources(batch: int = 3) -> dict[str, Tensor]:
+    """Returns sentences of 7, 6, ... tokens, padded."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, (batch, 7), generator=generator)
+    mask = torch.arange(7) < 7 - torch.arange(batch)[:, None]
+    return {"input_ids": tokens.where(mask, PAD), "attention_mask": mask.long()}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the number of sequences in each step that ran as one call."""
+    found: list[int] = []
+    call = generation._Chain.__call__
+
+    def counted(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = call(self, x, *args, **kwargs)
+        found.append(len(x))
+        return y
+
+    monkeypatch.setattr(generation._Chain, "__call__", counted)
+    return found
+
+
+@pytest.fixture
+def marian(steps: list[int]) -> Iterator[Any]:
+    model = build("marian")
+    accelerate(model)
+    steps.clear()
+    return model
+
+
+LENGTH = 24
+
+
+@torch.no_grad()
+def logits_of(model: Any, batch: int = 3, **options: Any) -> Tensor:
+    """Returns the logits (B, LENGTH, V) of one step after another, with given tokens."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(3, VOCABULARY, (batch, LENGTH), generator=generator)
+    given = sources(batch)
+    encoded = model.get_encoder()(**given)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    found = [
+        model(
+            encoder_outputs=encoded, attention_mask=given["attention_mask"],
+            decoder_input_ids=token, cache=cache, use_cache=True, **options,
+        ).logits
+        for token in tokens.split(1, 1)
+    ]  # fmt: skip
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_steps(name: str, dtype: torch.dtype, steps: list[int]) -> None:
+    model = build(name).to(dtype)
+    expected, oracle = logits_of(model), logits_of(copy.deepcopy(model).double())
+    report = accelerate(model)
+    decoder = next(n for n, m in model.named_modules() if isinstance(m, generation.StepDecoder))
+    assert generation.ONE_CALL in report[decoder].reason
+    steps.clear()
+    found = logits_of(model)
+    assert steps == [3] * (LENGTH - 1)
+    check_budget(found, expected, oracle, GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_steps_in_int8(name: str, steps: list[int]) -> None:
+    model = build(name)
+    oracle = logits_of(copy.deepcopy(model).double())
+    accelerate(model, quantize="int8")
+    steps.clear()
+    found = logits_of(model)
+    assert steps == [3] * (LENGTH - 1)
+    expected = logits_of(model, output_hidden_states=True)  # module by module
+    assert steps == [3] * (LENGTH - 1)
+    check_budget(found, expected, oracle)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "min_new_tokens": 20},
+    "length penalty, early stopping, n-grams": {
+        "num_beams": 4, "length_penalty": 0.6, "early_stopping": True, "no_repeat_ngram_size": 2,
+        "min_new_tokens": 5,
+    },
+    "several results": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": "never"},
+    "suppressed and forced": {
+        "suppress_tokens": [5, 6, 7], "forced_bos_token_id": 9, "bad_words_ids": [[8]],
+    },
+    "early ends": {"eos_token_id": [*range(2, 9)]},
+    "early ends, beams": {"eos_token_id": [*range(2, 9)], "num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 5, "num_return_sequences": 2},
+    "prompt": {"decoder_input_ids": torch.tensor([[END, 11, 12]]).repeat(3, 1)},
+}  # fmt: skip
+
+
+def tokens_of(model: Any, batch: int = 3, **options: Any) -> Tensor:
+    if "decoder_input_ids" in options:
+        options["decoder_input_ids"] = options["decoder_input_ids"][:batch]
+    torch.manual_seed(3)
+    return model.generate(**sources(batch), max_new_tokens=36, **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [("marian", 3), ("marian", 1), ("m2m_100", 3), ("bart", 1), ("mbart", 3)]
+)
+def test_tokens_are_those_of_transformers(name: str, batch: int, steps: list[int]) -> None:
+    model = build(name)
+    expected = {each: tokens_of(model, batch, **given) for each, given in OPTIONS.items()}
+    assert all(len(tokens.unique()) > 5 for tokens in expected.values())
+    accelerate(model)
+    for option, tokens in expected.items():
+        steps.clear()
+        assert torch.equal(tokens_of(model, batch, **OPTIONS[option]), tokens), option
+        assert len(steps) >= tokens.shape[1] - 4, option
+    restore(model)
+    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+    steps.clear()
+    assert torch.equal(tokens_of(model, batch, **OPTIONS["beams"]), expected["beams"])
+    assert not steps
+
+
+def test_beams_share_the_keys_of_their_source(
+    marian: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    init = generation._Memory.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        made.append(self.beams)
+
+    monkeypatch.setattr(generation._Memory, "__init__", noted)
+    allocated: list[int] = []
+    allocate = generation._Places._allocate
+
+    def counted(self: Any, *args: Any) -> None:
+        allocate(self, *args)
+        allocated.append(self.length)
+
+    monkeypatch.setattr(generation._Places, "_allocate", counted)
+    tokens_of(marian, num_beams=4)
+    assert steps[:1] == [12]
+    assert made == [4]
+    assert allocated == [1, 34]  # it grows once in 35 steps
+
+
+@torch.no_grad()
+def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
+    """A cache shows what it holds, and may be read, cropped, copied, reordered and handed on."""
+    theirs = build("marian")
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, VOCABULARY, (3, 16), generator=generator)
+
+    def run(model: Any) -> Iterator[Any]:
+        given = sources()
+        encoded = model.get_encoder()(**given)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        place = 0
+
+        def call(count: int, cache: Any) -> Tensor:
+            nonlocal place
+            part = tokens[:, place : place + count]
+            place += count
+            return model(  # type: ignore[no-any-return]
+                encoder_outputs=encoded, attention_mask=given["attention_mask"],
+                decoder_input_ids=part, cache=cache, use_cache=True,
+            ).logits  # fmt: skip
+
+        yield call(2, cache)
+        yield call(1, cache)
+        yield call(1, cache)
+        yield [(x.keys, x.values) for x in cache.self_attention_cache.layers]
+        assert cache.get_seq_length() == 4
+        yield call(3, cache)  # several tokens: module by module
+        yield call(1, cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 5
+        yield call(1, cache)
+        cache.reorder_cache(torch.tensor([0, 0, 1]))  # mixes the sources; masks hide no less
+        yield call(1, cache)
+        yield call(1, cache)
+        copied = copy.deepcopy(cache)
+        assert type(copied.self_attention_cache) is DynamicCache
+        yield call(1, cache)
+        place -= 1
+        yield call(1, copied)
+        for layer in cache.self_attention_cache.layers:
+            layer.keys, layer.values = layer.keys * 1.5, layer.values - 1
+        for layer in cache.cross_attention_cache.layers:
+            layer.values.mul_(2)
+        yield call(1, cache)
+        kept = pickle.loads(pickle.dumps(cache))
+        assert type(kept.cross_attention_cache) is DynamicCache
+        yield call(1, kept)
+        with torch.inference_mode():
+            inside = call(1, cache)
+        yield inside.clone()
+        yield call(1, cache)
+
+    for found, expected in zip(run(marian), run(theirs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(steps) == 12
+
+
+def test_a_cache_is_handed_on_to_a_second_call(marian: Any, steps: list[int]) -> None:
+    theirs = build("marian")
+
+    def run(model: Any) -> Tensor:
+        given = sources()
+        encoded = model.get_encoder()(**given)
+        given = {"attention_mask": given["attention_mask"], "encoder_outputs": encoded}
+        first = model.generate(**given, max_new_tokens=9, return_dict_in_generate=True)
+        second = model.generate(
+            **given, cache=first.cache, decoder_input_ids=first.sequences, max_new_tokens=9
+        )
+        return second  # type: ignore[no-any-return]
+
+    expected = run(theirs)
+    assert torch.equal(run(marian), expected)
+    assert len(steps) == 8 + 8  # transformers computes the prompt again, at later places
+
+
+def _hooked(model: Any) -> None:
+    model.model.decoder.layers[1].fc1.register_forward_hook(lambda *_: None)
+
+
+def _patched(model: Any) -> None:
+    layer = model.model.decoder.layers[1]
+    layer.forward = layer.forward
+
+
+def _with_eager_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_attentions": True, "return_dict_in_generate": True},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"decoder_attention_mask": torch.tensor([[1, 1], [0, 1], [1, 1]]),
+         "decoder_input_ids": torch.tensor([[END, 9], [PAD, END], [END, 11]])},
+        _hooked, _patched, _with_eager_attention,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_calls_run_module_by_module(change: Any, steps: list[int]) -> None:
+    model = build("marian")
+    options = change if isinstance(change, dict) else {}
+
+    def tokens() -> Any:
+        found = model.generate(**sources(), max_new_tokens=8, **options)
+        return found.sequences if hasattr(found, "sequences") else found
+
+    expected = tokens()
+    accelerate(model)
+    if not options:
+        change(model)
+    steps.clear()
+    assert torch.equal(tokens(), expected)
+    assert not steps
+
+
+def test_steps_with_gradients_or_in_training_run_module_by_module(
+    marian: Any, steps: list[int]
+) -> None:
+    given = sources()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    token = torch.full((3, 1), END)
+    for _ in range(2):
+        marian(**given, decoder_input_ids=token, cache=cache)
+    marian.train()
+    with torch.no_grad():
+        marian(**given, decoder_input_ids=token, cache=cache)
+    assert not steps
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_changed_weights_take_effect(quantize: str | None, steps: list[int]) -> None:
+    model = build("marian")
+    accelerate(model, quantize=quantize)
+    before = tokens_of(model)
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.neg_()
+            layer.encoder_attn.q_proj.bias.add_(1)
+    fresh = build("marian")
+    fresh.load_state_dict(model.state_dict())
+    accelerate(fresh, quantize=quantize)
+    steps.clear()
+    found = tokens_of(model)
+    assert len(steps) == 35
+    assert not torch.equal(found, before)
+    assert torch.equal(found, tokens_of(fresh))
+    model.resize_token_embeddings(VOCABULARY + 3)
+    model.model.decoder.layers = model.model.decoder.layers[:2]
+    model.config.decoder_layers = 2
+    steps.clear()
+    tokens_of(model)
+    assert not steps  # it is another model
+
+
+def test_accelerate_is_idempotent_and_copies_keep_their_steps(
+    marian: Any, steps: list[int]
+) -> None:
+    expected = tokens_of(marian)
+    report = accelerate(marian)
+    assert not report.swapped
+    assert generation.ONE_CALL in report["model.decoder"].reason
+    copied = copy.deepcopy(marian)
+    steps.clear()
+    assert torch.equal(tokens_of(copied), expected)
+    assert len(steps) == 35
+    theirs = pickle.loads(pickle.dumps(marian))
+    assert not any(isinstance(m, generation.StepDecoder) for m in theirs.modules())
+
+
+def test_filter_and_other_decoders_are_reported() -> None:
+    model = build("marian")
+    report = accelerate(model, filter_fn=lambda module, name: "decoder.layers.1.fc" not in name)
+    assert "module by module: filter_fn excludes" in report["model.decoder"].reason
+    restore(model)
+    layer = model.model.decoder.layers[2]
+    layer.extra = torch.nn.Parameter(torch.zeros(3), False)
+    report = accelerate(model)
+    assert "parameters or buffers besides" in report["model.decoder"].reason
+
+
+class Doubled(transformers.models.marian.modeling_marian.MarianDecoder):
+    """A decoder whose steps differ from its layers one after another."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        if len(self.layers) > 1:
+            found.last_hidden_state = found.last_hidden_state * 2
+        return found
+
+
+def test_decoders_with_other_code_keep_it() -> None:
+    model = build("marian")
+    model.model.decoder.__class__ = Doubled
+    report = accelerate(model)
+    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+    assert "module by module" in report["model.decoder"].reason
+
+
+def test_verify_covers_steps(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("marian")
+    given = {**sources(), "decoder_input_ids": torch.tensor([[END, 9, 8]] * 3), "use_cache": True}
+    assert accelerate(model, verify=given).verified
+    assert steps[-1] == 3
+    restore(model)
+    monkeypatch.setattr(generation, "_difference", lambda *_: None)
+    run = generation._Memory.bind
+    monkeypatch.setattr(
+        generation._Memory,
+        "bind",
+        lambda *a: lambda *b: run(*a)(*b).mul_(1.01),  # type: ignore[misc]
+    )
+    report = accelerate(model, verify=given)
+    assert report.verified is False
+    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
