@@ -82,26 +82,22 @@ void set_saved(AttentionBackwardArgs& args, const Tensor& output, const Tensor& 
 }
 
 // Inputs: query, key, value.
-struct AttentionBackward final : Backward<3, 6> {
-  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
-  double scale;
+struct AttentionBackward : Function<3, 7> {
+  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics, kSeed };
+  double scale, p;
   bool causal;
-  Drop drop;
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(3);
-    if (!grads[0].defined()) return found;
-    const Tensor inputs[] = {saved_tensor(kQuery), saved_tensor(kKey), saved_tensor(kValue)};
-    const Tensor mask = saved_tensor(kMask), output = saved_tensor(kOutput),
-                 statistics = saved_tensor(kStatistics);
-    const auto& [query, key, value] = inputs;
-    if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], query, key, value, mask, drop.seed},
-                        {scale, static_cast<double>(causal), drop.p});
-    const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
+  std::array<double, 3> numbers() const { return {scale, static_cast<double>(causal), p}; }
+  variable_list run(const Given& given) const {
+    const auto& [query, key, value, mask, output, statistics, seed] = given.tensors;
+    const Tensor& grad = given.grads[0];
+    if (!is_plain(given))
+      return by_formula(given, {grad, query, key, value, mask, seed}, numbers());
+    variable_list found(inputs);
+    const Tensor dy = grad.stride(3) == 1 ? grad : grad.contiguous();
     AttentionBackwardArgs args{};
     set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
-    set_saved(args, output, statistics, drop);
+    set_saved(args, output, statistics, {p, seed});
     args.query = data(query);
     args.key = data(key);
     args.value = data(value);
@@ -112,8 +108,8 @@ struct AttentionBackward final : Backward<3, 6> {
     long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
                             &args.grad_value_stride};
     for (int i = 0; i < 3; ++i) {
-      if (!wants(i)) continue;
-      found[i] = gradient_like(inputs[i]);
+      if (!given.wants[i]) continue;
+      found[i] = gradient_like(given.tensors[i]);
       *results[i] = found[i].mutable_data_ptr();
       set_strides(*strides[i], found[i]);
     }
@@ -140,7 +136,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   auto node = make_node<AttentionBackward>(op, query, key, value);
   node->scale = scale;
   node->causal = causal;
-  node->drop = drop;
+  node->p = drop.p;
   torch::autograd::set_history(output, node);
   node->save(AttentionBackward::kQuery, &query);
   node->save(AttentionBackward::kKey, &key);
@@ -148,6 +144,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   node->save(AttentionBackward::kMask, mask);
   node->save(AttentionBackward::kOutput, output, true);
   node->save(AttentionBackward::kStatistics, statistics);
+  node->save(AttentionBackward::kSeed, drop.seed);
   return output;
 }
 
@@ -238,25 +235,25 @@ HeadParts parts_of(const JoinedHeads& heads, const Tensor& joined) {
 }
 
 // Input: the projections of queries, keys and values, side by side.
-struct JoinedBackward final : Backward<1, 4> {
-  enum { kJoined, kMask, kOutput, kStatistics };
+struct JoinedBackward : Function<1, 5> {
+  enum { kJoined, kMask, kOutput, kStatistics, kSeed };
   JoinedHeads heads;
   bool causal;
-  Drop drop;
+  double p;
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(1);
-    if (!grads[0].defined() || !wants(0)) return found;
-    const Tensor joined = saved_tensor(kJoined), mask = saved_tensor(kMask),
-                 output = saved_tensor(kOutput), statistics = saved_tensor(kStatistics);
-    if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], joined, mask, drop.seed},
-                        {static_cast<double>(heads.count), static_cast<double>(heads.batch_first),
-                         static_cast<double>(causal), drop.p});
-    const Tensor dy = grads[0].contiguous();
+  std::array<double, 4> numbers() const {
+    return {static_cast<double>(heads.count), static_cast<double>(heads.batch_first),
+            static_cast<double>(causal), p};
+  }
+  variable_list run(const Given& given) const {
+    const auto& [joined, mask, output, statistics, seed] = given.tensors;
+    if (!is_plain(given)) return by_formula(given, {given.grads[0], joined, mask, seed}, numbers());
+    variable_list found(inputs);
+    if (!given.wants[0]) return found;
+    const Tensor dy = given.grads[0].contiguous();
     AttentionBackwardArgs args{};
     set_parts(args, parts_of(heads, joined), mask, causal);
-    set_saved(args, output, statistics, drop);
+    set_saved(args, output, statistics, {p, seed});
     args.grad = data(dy);
     for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
     found[0] = empty(joined.sizes());
@@ -304,12 +301,13 @@ Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& head
   auto node = make_node<JoinedBackward>(op, joined);
   node->heads = heads;
   node->causal = causal;
-  node->drop = drop;
+  node->p = drop.p;
   torch::autograd::set_history(output, node);
   node->save(JoinedBackward::kJoined, &joined);
   node->save(JoinedBackward::kMask, mask);
   node->save(JoinedBackward::kOutput, output, true);
   node->save(JoinedBackward::kStatistics, statistics);
+  node->save(JoinedBackward::kSeed, drop.seed);
   return output;
 }
 

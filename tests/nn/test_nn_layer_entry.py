@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import same_bits
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -83,7 +85,8 @@ def test_results_are_those_of_the_ops(
     if p == 0.0:
         exact = gradients(wide, x.detach().double().requires_grad_(), **given)
         for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
-            compare(f"{index}", one, other, oracle, factor=3.0)
+            found = compare(f"{index}", one, other, oracle, factor=3.0)
+            assert found.ok, found
     for one, other in zip(ours, ops, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -134,6 +137,29 @@ def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
     assert len(names[::2]) == len(found)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_compiled_autograd(norm_first: bool, entered: list[bool]) -> None:
+    """A compiled step whose forward is eager."""
+    torch._dynamo.reset()
+    model, x = layer(0.3, norm_first=norm_first), inputs()
+    padding = masks("both")
+    expected = gradients(model, x, **padding)
+
+    @torch._dynamo.disable
+    def forward() -> Tensor:
+        torch.manual_seed(2)
+        return (model(x, **padding) * torch.linspace(0.1, 1.0, M)).sum()
+
+    counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: forward().backward(), backend="eager")()
+    assert all(entered)
+    assert counters["compiled_autograd"]["captures"] == 1
+    found = [x.grad, *[parameter.grad for parameter in model.parameters()]]
+    assert same_bits(found, expected[1:])
 
 
 def test_writes_between_forward_and_backward_are_errors() -> None:
