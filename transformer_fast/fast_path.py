@@ -313,7 +313,7 @@ def _trace_entries(dynamo: Any) -> None:
 if _native.autograd is not None:
     assert _native.module is not None
     _native.autograd.connect(_native.module.kernel_table, own_settings, settings, is_observed)
-    _native.autograd.bind("encoder_layer", None, None, attention.joined_gradients_again, *[0] * 6)
+    _native.autograd.bind("encoder_layer", None, None, attention.parts_gradients_again, *[0] * 6)
     when_imported("torch._dynamo", _trace_entries)
 
 

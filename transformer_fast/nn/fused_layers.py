@@ -156,13 +156,34 @@ _enter = fast_path.entry("encoder_layer")
 
 
 def _entered(
-    bound: Bound, group: Group, x: Tensor, mask: Tensor | None, is_causal: bool
+    bound: Bound,
+    group: Group,
+    x: Tensor,
+    own: tuple[Tensor | None, bool] = NO_MASK,
+    memory: Tensor | None = None,
+    cross: tuple[Tensor | None, bool] = NO_MASK,
 ) -> Tensor | None:
-    """Returns the output of an encoder layer in one call of its entry; None if that declines."""
+    """Returns the output of a layer in one call of its entry; None if that declines.
+
+    own, cross: as in `Fused`.
+    """
     given = group.stack.for_entry
     if given is None:
         return None
-    return _enter(x, *given, mask, is_causal, None, None, False, bound.dropouts[0])  # type: ignore[no-any-return]
+    return _enter(x, *given, *own, memory, *cross, bound.dropouts[0])  # type: ignore[no-any-return]
+
+
+def try_enter(layer: Any, x: Tensor, own: Masks, memory: Tensor, cross: Masks) -> Tensor | None:
+    """Returns the output of a decoder layer in training, or None if its modules must be called."""
+    if is_plain_eager(x, memory) is None or not x.dim() == memory.dim() == 3:
+        return None
+    try:
+        bound = bind(layer)
+        (group,) = bound.groups
+        masks = (_to_sdpa(own, x, x, group.stack), _to_sdpa(cross, memory, x, group.stack))
+    except Unreadable:
+        return None
+    return _entered(bound, group, x, masks[0], memory, masks[1])
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
@@ -175,7 +196,7 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         (group,) = bound.groups
     except Unreadable:
         return None
-    if own is NO_MASKS and (y := _entered(bound, group, x, None, False)) is not None:
+    if own is NO_MASKS and (y := _entered(bound, group, x)) is not None:
         return y
     assert bound.parameters is not None
     tensors = bound.parameters.tensors
@@ -190,7 +211,7 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         mask, is_causal = _to_sdpa(own, x, x, group.stack)
     except Unreadable:
         return None
-    if own is not NO_MASKS and (y := _entered(bound, group, x, mask, is_causal)) is not None:
+    if own is not NO_MASKS and (y := _entered(bound, group, x, (mask, is_causal))) is not None:
         return y
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
