@@ -287,6 +287,11 @@ def entry(op: str) -> Callable[..., Any]:
     return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
 
 
+def entry_limit(op: str) -> int:
+    """Returns the size below which the op's entry runs the kernels itself."""
+    return _ENTRIES[op][0]
+
+
 def bind(op: str) -> None:
     """Sets what the op's entry calls, after a change of the op's kernels."""
     if _native.autograd is None or op not in _ENTRIES:

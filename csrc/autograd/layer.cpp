@@ -231,13 +231,12 @@ PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
       (memory->dim() != 3 || !is_float(*memory) || !memory->is_contiguous() ||
        memory->size(batch_dim) != batch || memory->size(2) != x.size(2) || memory->numel() == 0))
     return dispatch();
-  const auto fits = [&](const Tensor* mask, bool causal, int64_t keys) {
-    return !mask || (!causal && mask->scalar_type() == at::kBool &&
+  const auto fits = [&](const Tensor* mask, int64_t keys) {
+    return !mask || (mask->scalar_type() == at::kBool &&
                      mask_fits(*mask, {batch, layers.heads, length, keys}, at::kFloat));
   };
-  if (!fits(layers.mask, layers.causal, length) ||
-      (layers.memory &&
-       !fits(layers.memory_mask, layers.memory_causal, layers.memory->size(1 - batch_dim))) ||
+  if (!fits(layers.mask, length) ||
+      (layers.memory && !fits(layers.memory_mask, layers.memory->size(1 - batch_dim))) ||
       !are_small(layers))
     return dispatch();
   if (layers.grad) {

@@ -103,7 +103,10 @@ def decoder_gradients(model: Any, x: Tensor, memory: Tensor, masked: bool = True
         padding = torch.zeros(B, T + 2, dtype=torch.bool)
         padding[1, 5:] = True
         causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
-        given = {"tgt_mask": causal, "memory_key_padding_mask": padding}
+        given = {
+            "tgt_mask": causal, "tgt_key_padding_mask": padding[:, :T], "tgt_is_causal": True,
+            "memory_key_padding_mask": padding,
+        }  # fmt: skip
     torch.manual_seed(2)
     y = model(x, memory, **given)
     loss = (y * torch.linspace(0.1, 1.0, M)).sum()
@@ -149,7 +152,7 @@ def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
     padding[1, 5:] = True
 
     def loss(memory: Tensor) -> Tensor:
-        y = model(x.detach(), memory, causal, memory_key_padding_mask=padding)
+        y = model(x.detach(), memory, causal, None, padding[:, :T], padding, True)
         return (y * torch.linspace(0.1, 1.0, M)).sum()
 
     (found,) = torch.autograd.grad(loss(memory), memory)
