@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +15,8 @@ import pytest
 import torch
 from harness import check_threads, same_bits
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -361,6 +365,61 @@ def test_programs_are_traced(name: str) -> None:
     for strict in (False, True):
         program = torch.export.export(Program(), bare, strict=strict)
         torch.testing.assert_close(program.module()(*bare), expected, rtol=1e-4, atol=1e-5)
+
+
+def _widened(argument: Any) -> Any:
+    if not (isinstance(argument, Tensor) and argument.is_floating_point()):
+        return argument
+    return argument.detach().double().requires_grad_(argument.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@cases
+def test_compiled_autograd_runs_the_nodes(name: str, backend: str) -> None:
+    """A program of "eager" calls the kernels, one of "aot_eager" consists of the reference's formula.
+
+    Tensors, seeds of dropout included, are arguments of the program.
+    """
+    torch._dynamo.reset()
+    case = CASES[name]()
+    dropped = "dropout_p" in inspect.signature(case.function).parameters
+    if dropped and backend == "eager":  # traced, random numbers are thousands of operators
+        case = case._replace(options={**case.options, "dropout_p": 0.3})
+    assert enters(case, name)
+
+    def gradients(
+        seed: int, places: range, case: Case = case, compiled: bool = False
+    ) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        results = as_results(case())
+        starts = [parity.upstream(result, place) for place, result in enumerate(results)]
+        compiler = torch.compile(backend=backend)
+        with compiled_autograd._enable(compiler) if compiled else nullcontext():
+            return torch.autograd.grad(results, [case.leaves[n] for n in places], starts)
+
+    counters.clear()
+    for seed, places in ((1, every := range(len(case.leaves))), (2, every), (3, range(1))):
+        expected, found = gradients(seed, places), gradients(seed, places, compiled=True)
+        if backend == "eager":
+            assert same_bits(found, expected)
+        else:
+            wide = case._replace(arguments=tuple(map(_widened, case.arguments)))
+            oracle = gradients(seed, places, wide)
+            for one, other, exact in zip(found, expected, oracle, strict=True):
+                close = parity.compare(name, one, other, exact, factor=3.0)
+                assert close.ok, close
+        with torch.no_grad():
+            case.leaves[0].mul_(0.9)
+    captures = 1 if len(case.leaves) == 1 else 2  # the second call runs the first one's program
+    assert counters["compiled_autograd"]["captures"] == captures
+    result = as_results(case())[0].sum()
+    result.backward()
+    with (
+        compiled_autograd._enable(torch.compile(backend=backend)),
+        pytest.raises(RuntimeError, match="second time"),
+    ):
+        result.backward()
 
 
 @cases

@@ -287,6 +287,11 @@ def entry(op: str) -> Callable[..., Any]:
     return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
 
 
+def entry_limit(op: str) -> int:
+    """Returns the size below which the op's entry runs the kernels itself."""
+    return _ENTRIES[op][0]
+
+
 def bind(op: str) -> None:
     """Gives the op's entry in C++ the kernel that it calls; to be repeated when kernels change."""
     if _native.autograd is None or op not in _ENTRIES:
@@ -313,7 +318,7 @@ def _trace_entries(dynamo: Any) -> None:
 if _native.autograd is not None:
     assert _native.module is not None
     _native.autograd.connect(_native.module.kernel_table, own_settings, settings, is_observed)
-    _native.autograd.bind("encoder_layer", None, None, attention.joined_gradients_again, *[0] * 6)
+    _native.autograd.bind("encoder_layer", None, None, attention.parts_gradients_again, *[0] * 6)
     when_imported("torch._dynamo", _trace_entries)
 
 

@@ -82,26 +82,22 @@ void set_saved(AttentionBackwardArgs& args, const Tensor& output, const Tensor& 
 }
 
 // Inputs: query, key, value.
-struct AttentionBackward final : Backward<3, 6> {
-  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics };
-  double scale;
+struct AttentionBackward : Function<3, 7> {
+  enum { kQuery, kKey, kValue, kMask, kOutput, kStatistics, kSeed };
+  double scale, p;
   bool causal;
-  Drop drop;
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(3);
-    if (!grads[0].defined()) return found;
-    const Tensor inputs[] = {saved_tensor(kQuery), saved_tensor(kKey), saved_tensor(kValue)};
-    const Tensor mask = saved_tensor(kMask), output = saved_tensor(kOutput),
-                 statistics = saved_tensor(kStatistics);
-    const auto& [query, key, value] = inputs;
-    if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], query, key, value, mask, drop.seed},
-                        {scale, static_cast<double>(causal), drop.p});
-    const Tensor dy = grads[0].stride(3) == 1 ? grads[0] : grads[0].contiguous();
+  std::array<double, 3> numbers() const { return {scale, static_cast<double>(causal), p}; }
+  variable_list run(const Given& given) const {
+    const auto& [query, key, value, mask, output, statistics, seed] = given.tensors;
+    const Tensor& grad = given.grads[0];
+    if (!is_plain(given))
+      return by_formula(given, {grad, query, key, value, mask, seed}, numbers());
+    variable_list found(inputs);
+    const Tensor dy = grad.stride(3) == 1 ? grad : grad.contiguous();
     AttentionBackwardArgs args{};
     set_shape(args, query, key, value, mask, causal, static_cast<float>(scale));
-    set_saved(args, output, statistics, drop);
+    set_saved(args, output, statistics, {p, seed});
     args.query = data(query);
     args.key = data(key);
     args.value = data(value);
@@ -112,8 +108,8 @@ struct AttentionBackward final : Backward<3, 6> {
     long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
                             &args.grad_value_stride};
     for (int i = 0; i < 3; ++i) {
-      if (!wants(i)) continue;
-      found[i] = gradient_like(inputs[i]);
+      if (!given.wants[i]) continue;
+      found[i] = gradient_like(given.tensors[i]);
       *results[i] = found[i].mutable_data_ptr();
       set_strides(*strides[i], found[i]);
     }
@@ -140,7 +136,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   auto node = make_node<AttentionBackward>(op, query, key, value);
   node->scale = scale;
   node->causal = causal;
-  node->drop = drop;
+  node->p = drop.p;
   torch::autograd::set_history(output, node);
   node->save(AttentionBackward::kQuery, &query);
   node->save(AttentionBackward::kKey, &key);
@@ -148,6 +144,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
   node->save(AttentionBackward::kMask, mask);
   node->save(AttentionBackward::kOutput, output, true);
   node->save(AttentionBackward::kStatistics, statistics);
+  node->save(AttentionBackward::kSeed, drop.seed);
   return output;
 }
 
@@ -196,78 +193,86 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
 }
 
+// The columns of queries, of keys, and of values.
+int64_t width_of(const HeadParts& parts) {
+  int64_t columns = 0;
+  for (const Tensor& each : parts.tensors) columns += each.defined() ? each.size(2) : 0;
+  return columns / 3;
+}
+
+// Calls set(i, t, column) for queries, keys and values: part i begins at this column of tensor t.
+template <class Set>
+void each_part(const HeadParts& parts, const Set& set) {
+  const int64_t width = width_of(parts);
+  for (int i = 0, t = 0; i < 3; ++t)
+    for (int64_t at = 0; at < parts.tensors[t].size(2); at += width) set(i++, t, at);
+}
+
 // Sets sizes, mask, pointers and strides.
 template <class Args>
-void set_parts(Args& args, const HeadParts& parts, const Tensor& mask, bool causal) {
-  const int64_t size = parts.width / parts.heads;
-  args.batch = parts.batch;
+void set_parts(Args& args, const HeadParts& parts, const Tensor& output, const Tensor& mask,
+               bool causal) {
+  const int batch = parts.batch_first ? 0 : 1;
+  const int64_t size = width_of(parts) / parts.heads;
+  args.batch = output.size(batch);
   args.heads = args.key_heads = parts.heads;
-  args.queries = parts.queries;
-  args.keys = parts.keys;
+  args.queries = output.size(1 - batch);
   args.size = args.value_size = size;
   args.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
   args.causal = causal;
   args.type = Element::float32;
-  args.query = parts.data[0];
-  args.key = parts.data[1];
-  args.value = parts.data[2];
-  const auto set = [&](long* strides, int64_t columns, int64_t length) {
-    strides[0] = parts.batch_first ? length * columns : columns;
+  const auto set = [&](auto& strides, const Tensor& tensor) {
+    strides[0] = tensor.stride(batch);
     strides[1] = size;
-    strides[2] = parts.batch_first ? columns : parts.batch * columns;
+    strides[2] = tensor.stride(1 - batch);
   };
-  set(args.query_stride, parts.columns[0], parts.queries);
-  set(args.key_stride, parts.columns[1], parts.keys);
-  set(args.value_stride, parts.columns[2], parts.keys);
-  args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
-  set(args.output_stride, parts.width, parts.queries);
+  const void** data[] = {&args.query, &args.key, &args.value};
+  decltype(args.query_stride)* strides[] = {&args.query_stride, &args.key_stride,
+                                            &args.value_stride};
+  each_part(parts, [&](int i, int t, int64_t column) {
+    const Tensor& tensor = parts.tensors[t];
+    *data[i] = tensor.const_data_ptr<float>() + column;
+    set(*strides[i], tensor);
+    (*strides[i])[3] = 1;
+    if (i > 0) args.keys = tensor.size(1 - batch);
+  });
+  set(args.output_stride, output);
   set_mask(args, mask);
 }
 
-HeadParts parts_of(const JoinedHeads& heads, const Tensor& joined) {
-  const int64_t width = joined.size(2) / 3, length = joined.size(heads.batch_first ? 1 : 0);
-  const auto* from = joined.const_data_ptr<float>();
-  return {.heads = heads.count,
-          .batch_first = heads.batch_first,
-          .batch = joined.size(heads.batch_first ? 0 : 1),
-          .queries = length,
-          .keys = length,
-          .width = width,
-          .data = {from, from + width, from + 2 * width},
-          .columns = {3 * width, 3 * width, 3 * width}};
-}
+// Inputs: the tensors of HeadParts.
+struct PartsBackward : Function<3, 7> {
+  enum { kMask = 3, kOutput, kStatistics, kSeed };
+  int64_t heads;
+  bool batch_first, causal;
+  double p;
 
-// Input: the projections of queries, keys and values, side by side.
-struct JoinedBackward final : Backward<1, 4> {
-  enum { kJoined, kMask, kOutput, kStatistics };
-  JoinedHeads heads;
-  bool causal;
-  Drop drop;
-
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(1);
-    if (!grads[0].defined() || !wants(0)) return found;
-    const Tensor joined = saved_tensor(kJoined), mask = saved_tensor(kMask),
-                 output = saved_tensor(kOutput), statistics = saved_tensor(kStatistics);
-    if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], joined, mask, drop.seed},
-                        {static_cast<double>(heads.count), static_cast<double>(heads.batch_first),
-                         static_cast<double>(causal), drop.p});
-    const Tensor dy = grads[0].contiguous();
+  std::array<double, 4> numbers() const {
+    return {static_cast<double>(heads), static_cast<double>(batch_first),
+            static_cast<double>(causal), p};
+  }
+  variable_list run(const Given& given) const {
+    const auto& [first, second, third, mask, output, statistics, seed] = given.tensors;
+    if (!is_plain(given))
+      return by_formula(given, {given.grads[0], first, second, third, mask, seed}, numbers());
+    variable_list found(inputs);
+    const Tensor dy = given.grads[0].contiguous();
+    const HeadParts parts{heads, batch_first, {first, second, third}};
     AttentionBackwardArgs args{};
-    set_parts(args, parts_of(heads, joined), mask, causal);
-    set_saved(args, output, statistics, drop);
+    set_parts(args, parts, output, mask, causal);
+    set_saved(args, output, statistics, {p, seed});
     args.grad = data(dy);
     for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
-    found[0] = empty(joined.sizes());
-    auto* to = found[0].mutable_data_ptr<float>();
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
     long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
                             &args.grad_value_stride};
-    for (int i = 0; i < 3; ++i) {
-      *results[i] = to + i * dy.size(2);
-      for (int d = 0; d < 3; ++d) (*strides[i])[d] = args.query_stride[d];
-    }
+    long (*like[])[4] = {&args.query_stride, &args.key_stride, &args.value_stride};
+    each_part(parts, [&](int i, int t, int64_t column) {
+      if (!given.wants[t]) return;
+      if (!found[t].defined()) found[t] = empty(parts.tensors[t].sizes());
+      *results[i] = found[t].mutable_data_ptr<float>() + column;
+      for (int d = 0; d < 3; ++d) (*strides[i])[d] = (*like[i])[d];
+    });
     kernels->attention_backward(args);
     return found;
   }
@@ -284,32 +289,26 @@ bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type) {
   return true;
 }
 
-Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
-                    Tensor* statistics) {
+Tensor attend_parts(const Op& op, const HeadParts& parts, const Tensor* mask, bool causal,
+                    const Drop& drop, bool grad) {
   RECORD_FUNCTION("transformer_fast::attention", c10::ArrayRef<const c10::IValue>{});
-  Tensor output = parts.batch_first ? empty({parts.batch, parts.queries, parts.width})
-                                    : empty({parts.queries, parts.batch, parts.width});
+  const auto& [first, second, third] = parts.tensors;
+  Tensor output = empty(with_columns(first, width_of(parts))), statistics;
   AttentionArgs args{};
-  set_parts(args, parts, mask ? *mask : Tensor(), causal);
-  run(args, output, drop, statistics);
-  return output;
-}
-
-Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
-                     const Tensor* mask, bool causal, const Drop& drop, bool grad) {
-  Tensor statistics;
-  Tensor output =
-      attend_parts(parts_of(heads, joined), mask, causal, drop, grad ? &statistics : nullptr);
+  set_parts(args, parts, output, mask ? *mask : Tensor(), causal);
+  run(args, output, drop, grad ? &statistics : nullptr);
   if (!grad) return output;
-  auto node = make_node<JoinedBackward>(op, joined);
-  node->heads = heads;
+  auto node = make_node<PartsBackward>(op, first, second, third);
+  node->heads = parts.heads;
+  node->batch_first = parts.batch_first;
   node->causal = causal;
-  node->drop = drop;
+  node->p = drop.p;
   torch::autograd::set_history(output, node);
-  node->save(JoinedBackward::kJoined, &joined);
-  node->save(JoinedBackward::kMask, mask);
-  node->save(JoinedBackward::kOutput, output, true);
-  node->save(JoinedBackward::kStatistics, statistics);
+  for (int t = 0; t < 3; ++t) node->save(t, parts.tensors[t]);
+  node->save(PartsBackward::kMask, mask);
+  node->save(PartsBackward::kOutput, output, true);
+  node->save(PartsBackward::kStatistics, statistics);
+  node->save(PartsBackward::kSeed, drop.seed);
   return output;
 }
 

@@ -1,10 +1,12 @@
-// Base class of the autograd nodes.
+// The autograd nodes, and the base class of their functions.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <type_traits>
@@ -16,62 +18,44 @@ namespace tf::autograd {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// A node with `inputs` inputs, which are its edges, and `saved` tensors. Saved tensors are checked
-// for changes in place, seen by saved-tensor hooks, and released after a backward.
-template <int inputs, int saved>
-struct Backward : torch::autograd::Node {
+// Base class of the functions of nodes: run(Given) returns the gradients of `inputs` tensors from
+// those of the results and `saved` tensors, and numbers() returns all else that it depends on. A
+// function is independent of its node, since compiled autograd runs it without one.
+template <int input_count, int saved_count>
+struct Function {
+  static constexpr int inputs = input_count, saved = saved_count;
+  struct Given {
+    variable_list grads;
+    std::array<Tensor, saved> tensors;
+    std::array<bool, inputs> wants;  // of which inputs: `autograd.grad` may leave some out
+  };
   const Op* op;
-  std::array<SavedVariable, saved> tensors;
-  std::array<bool, saved> is_output{};
-  bool released = false;
-
-  std::string name() const override { return std::string(op->name) + "_backward"; }
-
-  void save(int place, const Tensor& tensor, bool output = false) {
-    tensors[place] = SavedVariable(tensor, output);
-    is_output[place] = output;
-  }
-  void save(int place, const Tensor* tensor, bool wanted = true) {
-    if (tensor && wanted) save(place, *tensor);
-  }
-  Tensor saved_tensor(int place) {
-    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
-    return is_output[place] ? tensors[place].unpack(this->getptr()) : tensors[place].unpack();
-  }
-  void release_variables() override {
-    for (SavedVariable& each : tensors) each.reset_data();
-    released = true;
-  }
-
-  // Whether autograd needs the gradient of this input: `autograd.grad` may leave some out.
-  bool wants(int input) const {
-    return this->next_edge(input).is_valid() && this->task_should_compute_output(input);
-  }
 
   // True if the gradient's memory suffices, and nothing observes operators or differentiates again.
   // Autocast does not matter: gradients have the dtypes of the forward.
-  static bool is_plain(std::initializer_list<const Tensor*> gradients) {
+  static bool is_plain(const Given& given) {
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     if (at::GradMode::is_enabled() || keys.included_ != c10::default_included_set) return false;
     if ((keys.excluded_ | c10::default_excluded_set) != c10::default_excluded_set) return false;
-    for (const Tensor* each : gradients)
-      if (each->defined() && (!has_plain_keys(*each) || each->_fw_grad(0).defined())) return false;
+    for (const Tensor& each : given.grads)
+      if (each.defined() && (!has_plain_keys(each) || each._fw_grad(0).defined())) return false;
     return true;
   }
 
-  // The gradients by the formula of the reference, which can be differentiated again:
+  // The gradients by the formula of the reference, which can be differentiated again and traced:
   // formula(*arguments, wants) returns a gradient or None for each input.
-  variable_list by_formula(std::initializer_list<Tensor> given,
-                           std::initializer_list<double> numbers) {
+  variable_list by_formula(const Given& given, std::initializer_list<Tensor> tensors,
+                           at::ArrayRef<double> numbers) const {
     pybind11::gil_scoped_acquire gil;
-    const auto count = static_cast<Py_ssize_t>(given.size() + numbers.size());
+    const auto count = static_cast<Py_ssize_t>(tensors.size() + numbers.size());
     const Reference arguments(PyTuple_New(count + 1)), wanted(PyTuple_New(inputs));
     Py_ssize_t place = 0;
-    for (const Tensor& each : given)
+    for (const Tensor& each : tensors)
       PyTuple_SET_ITEM(arguments.object, place++, THPVariable_Wrap(each));
     for (const double each : numbers)
       PyTuple_SET_ITEM(arguments.object, place++, PyFloat_FromDouble(each));
-    for (int i = 0; i < inputs; ++i) PyTuple_SET_ITEM(wanted.object, i, PyBool_FromLong(wants(i)));
+    for (int i = 0; i < inputs; ++i)
+      PyTuple_SET_ITEM(wanted.object, i, PyBool_FromLong(given.wants[i]));
     PyTuple_SET_ITEM(arguments.object, place, Py_NewRef(wanted.object));
     const Reference found(PyObject_CallObject(op->formula, arguments.object));
     if (!found.object) raise_python_error();
@@ -86,9 +70,88 @@ struct Backward : torch::autograd::Node {
   }
 };
 
+// The node of a function. Its edges are the inputs. Saved tensors are checked for changes in place,
+// seen by saved-tensor hooks, and released after a backward.
+template <class F>
+struct Backward final : torch::autograd::Node, F {
+  std::array<SavedVariable, F::saved> tensors;
+  std::array<bool, F::saved> is_output{};
+  bool released = false;
+
+  std::string name() const override { return std::string(this->op->name) + "_backward"; }
+
+  void save(int place, const Tensor& tensor, bool output = false) {
+    tensors[place] = SavedVariable(tensor, output);
+    is_output[place] = output;
+  }
+  void save(int place, const Tensor* tensor, bool wanted = true) {
+    if (tensor && wanted) save(place, *tensor);
+  }
+  void release_variables() override {
+    for (SavedVariable& each : tensors) each.reset_data();
+    released = true;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    if (!has_gradients(grads)) return variable_list(F::inputs);
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    typename F::Given given{std::move(grads), {}, wants()};
+    for (int i = 0; i < F::saved; ++i)
+      given.tensors[i] = is_output[i] ? tensors[i].unpack(this->getptr()) : tensors[i].unpack();
+    return F::run(given);
+  }
+
+  // Compiled autograd: tensors are arguments of the graph, which is specialised on all else.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    args.collect(std::string(this->op->name));
+    for (int i = 0; i < F::saved; ++i) args.collect(tensors[i], is_output[i]);
+    for (const double each : F::numbers()) args.collect(each);
+    for (const bool each : wants()) args.collect(each);
+  }
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    using namespace torch::dynamo::autograd;
+    PackedArgs packed;
+    for (SavedVariable& each : tensors) {
+      saved.before(each);
+      packed.pack(each.unpack());
+    }
+    const auto run = [function = F(*this), wants = wants()](
+                         const variable_list& grads, const std::vector<c10::IValue>& arguments) {
+      if (!has_gradients(grads)) return variable_list(F::inputs);
+      typename F::Given given{grads, {}, wants};
+      for (int i = 0; i < F::saved; ++i) given.tensors[i] = arguments[i].toTensor();
+      return function.run(given);
+    };
+    const auto& compiler = getPyCompilerInterface();
+    const std::string function = compiler->bind_function(
+        saved.get_py_compiler(), typeid(F).name(), run,
+        std::vector<at::TypePtr>(F::saved, at::TensorType::get()), /*is_custom_function=*/true);
+    variable_list found = compiler->call_function(
+        saved.get_py_compiler(), "apply_functional", function, grads, packed.vec(),
+        IValuePacker<std::vector<std::optional<InputMetadata>>>::pack(
+            get_input_metadata(this->next_edges())));
+    for (SavedVariable& each : tensors) saved.after(each);
+    return found;
+  }
+
+ private:
+  static bool has_gradients(const variable_list& grads) {
+    return std::any_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); });
+  }
+  std::array<bool, F::inputs> wants() const {
+    std::array<bool, F::inputs> found;
+    for (int i = 0; i < F::inputs; ++i)
+      found[i] = this->next_edge(i).is_valid() && this->task_should_compute_output(i);
+    return found;
+  }
+};
+
 // A node; its class is counted by intrusive_ptr from PyTorch 2.13 on, by shared_ptr before.
-template <class Node, class... Inputs>
+template <class F, class... Inputs>
 auto make_node(const Op& op, const Inputs&... inputs) {
+  using Node = Backward<F>;
   const auto finish = [&](auto node) {
     node->op = &op;
     node->set_next_edges(torch::autograd::collect_next_edges(inputs...));

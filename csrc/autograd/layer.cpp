@@ -1,5 +1,5 @@
-// encoder_layer: small layers, composed of the steps of small calls. Encoder layers with gradients;
-// without gradients decoder layers, too, and stacks.
+// encoder_layer: small encoder and decoder layers, and stacks of them, composed of the steps of
+// small calls.
 #include "autograd/ops.h"
 
 namespace tf::autograd {
@@ -28,12 +28,12 @@ double number(PyObject* object) {
 
 struct Layers {
   c10::SmallVector<Pair, 8> pairs;
-  JoinedHeads heads;
-  bool norm_first, grad = false;
+  int64_t heads;
+  bool norm_first, batch_first, grad = false;
   int activation;
   const Tensor *x, *mask = nullptr, *memory = nullptr, *memory_mask = nullptr;
   bool causal, memory_causal;
-  c10::SmallVector<double, 8> dropouts;  // four of each layer, or none
+  c10::SmallVector<double, 8> dropouts;  // two of each sub-layer, or none
   const Op* op;
 };
 
@@ -80,7 +80,7 @@ bool are_small(const Layers& layers) {
     if (!each->direct) return false;
   const Tensor& x = *layers.x;
   const int64_t width = x.size(2), rows = x.numel() / width;
-  const int64_t length = x.size(layers.heads.batch_first ? 1 : 0);
+  const int64_t length = x.size(layers.batch_first ? 1 : 0);
   const int64_t keys = layers.memory ? layers.memory->numel() / width : rows;
   if (std::max(rows, keys) * width * 3 * width >= linear.own ||
       rows * width * std::max(length, keys) >= attention.own ||
@@ -101,7 +101,6 @@ bool are_small(const Layers& layers) {
       if (!is_map(pair.weight1, pair.bias1, is_joined ? 3 * width : width, width) ||
           !is_map(pair.weight2, pair.bias2, width, width))
         return false;
-      if (layers.grad && (!is_joined || pair.kind != kSelfAttention)) return false;
       if (pair.kind == kCrossAttention && !layers.memory) return false;
     }
     is_split = pair.kind == kQueriesAndKeys;
@@ -114,48 +113,33 @@ Tensor map(const Tensor& input, const Tensor& weight, const Tensor* bias) {
   return multiply(linear, input, weight, bias, kIdentity, needs_grad({&input, &weight, bias}));
 }
 
-// The heads of one attention, side by side. Only joined self-attention has a node.
+// The heads of one attention, side by side.
 Tensor attend(const Layers& layers, const Pair& pair, const Pair* queries_and_keys,
               const Tensor& inside, const Drop& drop) {
   const bool is_cross = pair.kind == kCrossAttention;
   const Tensor& source = is_cross ? *layers.memory : inside;
-  const Tensor* mask = is_cross ? layers.memory_mask : layers.mask;
-  const bool causal = is_cross ? layers.memory_causal : layers.causal;
-  if (!is_cross && !queries_and_keys) {
-    const Tensor joined = map(inside, *pair.weight1, pair.bias1);
-    return attend_joined(*layers.op, joined, layers.heads, mask, causal, drop,
-                         needs_grad({&joined}));
-  }
-  const int64_t width = inside.size(2), batch_dim = layers.heads.batch_first ? 0 : 1;
-  HeadParts parts{.heads = layers.heads.count,
-                  .batch_first = layers.heads.batch_first,
-                  .batch = inside.size(batch_dim),
-                  .queries = inside.size(1 - batch_dim),
-                  .keys = source.size(1 - batch_dim),
-                  .width = width,
-                  .data = {},
-                  .columns = {}};
-  Tensor found[3];
+  HeadParts parts{layers.heads, layers.batch_first, {}};
+  auto& [first, second, third] = parts.tensors;
+  const auto rows = [&](const Tensor& input, int64_t begin, int64_t size) {
+    const Tensor weight = pair.weight1->narrow(0, begin, size);
+    const Tensor bias = pair.bias1 ? pair.bias1->narrow(0, begin, size) : Tensor();
+    return map(input, weight, pair.bias1 ? &bias : nullptr);
+  };
   if (queries_and_keys) {
-    found[0] = map(inside, *queries_and_keys->weight1, queries_and_keys->bias1);
-    found[1] = map(source, *queries_and_keys->weight2, queries_and_keys->bias2);
-    found[2] = map(source, *pair.weight1, pair.bias1);
+    first = map(inside, *queries_and_keys->weight1, queries_and_keys->bias1);
+    second = map(source, *queries_and_keys->weight2, queries_and_keys->bias2);
+    third = map(source, *pair.weight1, pair.bias1);
+  } else if (is_cross) {
+    first = rows(inside, 0, inside.size(2));
+    second = rows(source, inside.size(2), 2 * inside.size(2));
   } else {
-    const auto part = [&](int64_t begin, int64_t size, const Tensor& input) {
-      const Tensor weight = pair.weight1->narrow(0, begin, size);
-      const Tensor bias = pair.bias1 ? pair.bias1->narrow(0, begin, size) : Tensor();
-      return map(input, weight, pair.bias1 ? &bias : nullptr);
-    };
-    found[0] = part(0, width, inside);
-    found[1] = part(width, 2 * width, source);
+    first = map(inside, *pair.weight1, pair.bias1);
   }
-  for (int i = 0; i < 3; ++i) {
-    const bool is_second_half = !queries_and_keys && i == 2;
-    const Tensor& from = found[is_second_half ? 1 : i];
-    parts.data[i] = from.const_data_ptr<float>() + (is_second_half ? width : 0);
-    parts.columns[i] = from.size(2);
-  }
-  return attend_parts(parts, mask, causal, drop, nullptr);
+  return attend_parts(
+      *layers.op, parts, is_cross ? layers.memory_mask : layers.mask,
+      is_cross ? layers.memory_causal : layers.causal, drop,
+      at::GradMode::is_enabled() && std::any_of(parts.tensors.begin(), parts.tensors.end(),
+                                                [](const Tensor& x) { return x.requires_grad(); }));
 }
 
 Tensor run_layers(const Layers& layers) {
@@ -215,8 +199,8 @@ Tensor run_layers(const Layers& layers) {
 }
 
 // Arguments: x, kinds, parameters, eps, heads, norm_first, batch_first, activation, mask,
-// is_causal, memory, its mask, is_causal, and the probabilities of dropout: of each encoder layer
-// attention, its output, hidden units, the network's output; empty: none is active.
+// is_causal, memory, its mask, is_causal, and the probabilities of dropout: of each sub-layer
+// within it (weights of attention, hidden units) and of its output; empty: none is active.
 PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
   if (count != 14 || !is_plain_state()) return dispatch();
   const Settings settings = current_settings();
@@ -230,33 +214,33 @@ PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
       !plain_or_none(given[10], layers.memory) || !plain_or_none(given[11], layers.memory_mask))
     return dispatch();
   const Tensor& x = *layers.x;
-  layers.grad = at::GradMode::is_enabled() && x.requires_grad();
-  layers.heads = {integer(given[4]), given[6] == Py_True};
+  layers.grad = needs_grad({&x, layers.memory});
+  layers.heads = integer(given[4]);
+  layers.batch_first = given[6] == Py_True;
   layers.norm_first = given[5] == Py_True;
   layers.causal = given[9] == Py_True;
   layers.memory_causal = given[12] == Py_True;
   layers.activation = activation_code(given[7]);
-  if (layers.activation < 0 || layers.heads.count <= 0 || x.size(2) % layers.heads.count != 0 ||
+  if (layers.activation < 0 || layers.heads <= 0 || x.size(2) % layers.heads != 0 ||
       !read_pairs(layers, given[1], given[2], given[3]))
     return dispatch();
-  const int64_t batch_dim = layers.heads.batch_first ? 0 : 1, batch = x.size(batch_dim),
+  const int64_t batch_dim = layers.batch_first ? 0 : 1, batch = x.size(batch_dim),
                 length = x.size(1 - batch_dim);
   if (const Tensor* memory = layers.memory;
-      memory && (memory->dim() != 3 || !is_float(*memory) || !memory->is_contiguous() ||
-                 memory->size(batch_dim) != batch || memory->size(2) != x.size(2) ||
-                 memory->numel() == 0 || memory->requires_grad()))
+      memory &&
+      (memory->dim() != 3 || !is_float(*memory) || !memory->is_contiguous() ||
+       memory->size(batch_dim) != batch || memory->size(2) != x.size(2) || memory->numel() == 0))
     return dispatch();
-  const auto fits = [&](const Tensor* mask, bool causal, int64_t keys) {
-    return !mask || (!causal && mask->scalar_type() == at::kBool &&
-                     mask_fits(*mask, {batch, layers.heads.count, length, keys}, at::kFloat));
+  const auto fits = [&](const Tensor* mask, int64_t keys) {
+    return !mask || (mask->scalar_type() == at::kBool &&
+                     mask_fits(*mask, {batch, layers.heads, length, keys}, at::kFloat));
   };
-  if (!fits(layers.mask, layers.causal, length) ||
-      (layers.memory &&
-       !fits(layers.memory_mask, layers.memory_causal, layers.memory->size(1 - batch_dim))) ||
+  if (!fits(layers.mask, length) ||
+      (layers.memory && !fits(layers.memory_mask, layers.memory->size(1 - batch_dim))) ||
       !are_small(layers))
     return dispatch();
   if (layers.grad) {
-    if (x.is_inference()) return dispatch();
+    if (!are_savable({&x, layers.memory})) return dispatch();
     for (const Pair& pair : layers.pairs)
       if (!are_savable({pair.weight1, pair.bias1, pair.weight2, pair.bias2, pair.norm_weight,
                         pair.norm_bias}))

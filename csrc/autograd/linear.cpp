@@ -17,15 +17,15 @@ bool fits(int64_t columns, const Tensor& weight, const Tensor* bias) {
 }
 
 // Inputs: input, weight, bias.
-struct LinearBackward final : Backward<3, 2> {
+struct LinearBackward : Function<3, 2> {
   enum { kInput, kWeight };
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(3);
-    if (!grads[0].defined()) return found;
-    const Tensor x = saved_tensor(kInput), weight = saved_tensor(kWeight);
-    if (!is_plain({&grads[0]})) return by_formula({grads[0], x, weight}, {});
-    const Tensor dy = grads[0].contiguous();
+  std::array<double, 0> numbers() const { return {}; }
+  variable_list run(const Given& given) const {
+    const Tensor &x = given.tensors[kInput], &weight = given.tensors[kWeight];
+    if (!is_plain(given)) return by_formula(given, {given.grads[0], x, weight}, numbers());
+    variable_list found(inputs);
+    const Tensor dy = given.grads[0].contiguous();
     const int64_t n = dy.sizes().back(), m = dy.numel() / n;
     const int64_t k = x.defined() ? x.sizes().back() : weight.defined() ? weight.size(1) : 0;
     LinearBackwardArgs args{.type = Element::float32,
@@ -43,9 +43,9 @@ struct LinearBackward final : Backward<3, 2> {
                             .x_stride = k,
                             .weight_stride = k,
                             .activation = kIdentity};
-    args.grad_input = room(found[0], wants(0), with_columns(dy, k));
-    args.grad_weight = room(found[1], wants(1), {n, k});
-    args.grad_bias = room(found[2], wants(2), {n});
+    args.grad_input = room(found[0], given.wants[0], with_columns(dy, k));
+    args.grad_weight = room(found[1], given.wants[1], {n, k});
+    args.grad_bias = room(found[2], given.wants[2], {n});
     kernels->linear_backward(args);
     return found;
   }
@@ -116,21 +116,18 @@ PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
 }
 
 // Inputs: input, weight1, bias1, weight2, bias2.
-struct FeedForwardBackward final : Backward<5, 5> {
-  enum { kInput, kWeight1, kBias1, kWeight2, kPreactivation };
+struct FeedForwardBackward : Function<5, 6> {
+  enum { kInput, kWeight1, kBias1, kWeight2, kPreactivation, kSeed };
   int activation;
-  Drop drop;
+  double p;
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(5);
-    if (!grads[0].defined()) return found;
-    const Tensor x = saved_tensor(kInput), weight1 = saved_tensor(kWeight1),
-                 bias1 = saved_tensor(kBias1), weight2 = saved_tensor(kWeight2),
-                 z = saved_tensor(kPreactivation);
-    if (!is_plain({&grads[0]}))
-      return by_formula({grads[0], x, weight1, bias1, weight2, drop.seed},
-                        {static_cast<double>(activation), drop.p});
-    const Tensor dy = grads[0].contiguous();
+  std::array<double, 2> numbers() const { return {static_cast<double>(activation), p}; }
+  variable_list run(const Given& given) const {
+    const auto& [x, weight1, bias1, weight2, z, seed] = given.tensors;
+    if (!is_plain(given))
+      return by_formula(given, {given.grads[0], x, weight1, bias1, weight2, seed}, numbers());
+    variable_list found(inputs);
+    const Tensor dy = given.grads[0].contiguous();
     const int64_t f = weight1.size(0), k = weight1.size(1), n = weight2.size(0);
     FeedForwardBackwardArgs args{.type = Element::float32,
                                  .grad = data(dy),
@@ -147,10 +144,10 @@ struct FeedForwardBackward final : Backward<5, 5> {
                                  .weight1_stride = k,
                                  .weight2_stride = f,
                                  .activation = activation,
-                                 .dropout = drop.kernel(),
+                                 .dropout = Drop{p, seed}.kernel(),
                                  .results = {}};
     const at::IntArrayRef sizes[] = {x.sizes(), weight1.sizes(), f, weight2.sizes(), n};
-    for (int i = 0; i < 5; ++i) args.results[i] = room(found[i], wants(i), sizes[i]);
+    for (int i = 0; i < 5; ++i) args.results[i] = room(found[i], given.wants[i], sizes[i]);
     kernels->feed_forward_backward(args);
     return found;
   }
@@ -184,12 +181,13 @@ Tensor run_network(const Op& op, const Tensor& x, const Tensor& weight1, const T
   if (!grad) return y;
   auto node = make_node<FeedForwardBackward>(op, x, weight1, maybe(bias1), weight2, maybe(bias2));
   node->activation = activation;
-  node->drop = drop;
+  node->p = drop.p;
   node->save(FeedForwardBackward::kInput, &x);
   node->save(FeedForwardBackward::kWeight1, &weight1);
   node->save(FeedForwardBackward::kBias1, bias1);
   node->save(FeedForwardBackward::kWeight2, &weight2);
   node->save(FeedForwardBackward::kPreactivation, z);
+  node->save(FeedForwardBackward::kSeed, drop.seed);
   torch::autograd::set_history(y, node);
   return y;
 }

@@ -7,34 +7,31 @@ namespace tf::autograd {
 namespace {
 
 // Inputs: input, residual, weight, bias.
-struct NormBackward final : Backward<4, 3> {
+struct NormBackward : Function<4, 4> {
   NormKind kind;
   float eps;
-  bool adds;
+  double p;  // of dropout of the input, before the sum
   at::ScalarType weight_type;
-  Drop drop;                               // of the input, before the sum
-  enum { kSource, kWeight, kStatistics };  // statistics: (2, rows), means and 1 / deviations
+  enum { kSource, kWeight, kStatistics, kSeed };  // statistics: (2, rows), means, 1 / deviations
 
-  variable_list apply(variable_list&& grads) override {
-    variable_list found(4);
-    Tensor dy = grads[0], dsum = adds ? grads[1] : Tensor();
-    if (!dy.defined() && !dsum.defined()) return found;
-    Tensor source = saved_tensor(kSource);
-    const Tensor weight = saved_tensor(kWeight), statistics = saved_tensor(kStatistics);
-    if (!is_plain({&dy, &dsum}))
-      return by_formula({dy, dsum, source, weight, drop.seed},
-                        {static_cast<double>(kind), eps, drop.p});
+  std::array<double, 3> numbers() const { return {static_cast<double>(kind), eps, p}; }
+  variable_list run(const Given& given) const {
+    auto [source, weight, statistics, seed] = given.tensors;
+    Tensor dy = given.grads[0], dsum = given.grads.size() > 1 ? given.grads[1] : Tensor();
+    if (!is_plain(given)) return by_formula(given, {dy, dsum, source, weight, seed}, numbers());
+    const auto& wants = given.wants;
+    variable_list found(inputs);
     if (!dy.defined()) dy = at::zeros_like(dsum);
     dy = dy.contiguous();
     if (dsum.defined()) dsum = dsum.contiguous();
     if (!source.defined()) source = dy;  // the gradient of the bias needs no more
     const int64_t n = dy.size(-1), rows = dy.numel() / n;
     const auto type = dy.scalar_type();
-    const bool drops = drop.p > 0.0, want_source = wants(1) || (wants(0) && !drops);
+    const bool drops = p > 0.0, want_source = wants[1] || (wants[0] && !drops);
     Tensor dsource = want_source ? empty(dy.sizes(), type) : Tensor();
-    Tensor dinput = drops && wants(0) ? empty(dy.sizes(), type) : Tensor();
-    if (wants(2)) found[2] = empty({n}, weight_type);
-    if (wants(3)) found[3] = empty({n}, weight_type);
+    Tensor dinput = drops && wants[0] ? empty(dy.sizes(), type) : Tensor();
+    if (wants[2]) found[2] = empty({n}, weight_type);
+    if (wants[3]) found[3] = empty({n}, weight_type);
     const auto* means = statistics.const_data_ptr<float>();
     kernels->layer_norm_backward(
         {.type = *element_of(dy),
@@ -55,12 +52,12 @@ struct NormBackward final : Backward<4, 3> {
          .grad_sum_stride = n,
          .source_stride = n,
          .dropout_columns = n,
-         .dropout = drop.kernel(),
+         .dropout = Drop{p, seed}.kernel(),
          .kind = kind},
-        wants(2) ? found[2].mutable_data_ptr() : nullptr,
-        wants(3) ? found[3].mutable_data_ptr() : nullptr);
-    if (wants(0)) found[0] = drops ? dinput : dsource;
-    if (wants(1)) found[1] = dsource;
+        wants[2] ? found[2].mutable_data_ptr() : nullptr,
+        wants[3] ? found[3].mutable_data_ptr() : nullptr);
+    if (wants[0]) found[0] = drops ? dinput : dsource;
+    if (wants[1]) found[1] = dsource;
     return found;
   }
 };
@@ -124,8 +121,7 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, c
       make_node<NormBackward>(op, x, maybe(norm.residual), maybe(norm.weight), maybe(norm.bias));
   node->kind = kind;
   node->eps = eps;
-  node->adds = norm.residual != nullptr;
-  node->drop = drop;
+  node->p = drop.p;
   node->weight_type = weight_type;
   torch::autograd::set_history(result.output, node);
   if (norm.residual) torch::autograd::set_history(result.sum, node);
@@ -136,6 +132,7 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, c
     node->save(NormBackward::kSource, &x, to_source || needs_grad({norm.weight}));
   node->save(NormBackward::kWeight, norm.weight, to_source);
   node->save(NormBackward::kStatistics, statistics);
+  node->save(NormBackward::kSeed, drop.seed);
   return result;
 }
 

@@ -47,25 +47,16 @@ struct Normalized {
 Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, const Drop& drop,
                      bool grad);
 
-// Queries, keys and values side by side: (B, T, 3 M), or (T, B, 3 M) if not batch_first.
-struct JoinedHeads {
-  int64_t count;
-  bool batch_first;
-};
-// Returns the joined heads of self-attention, (B, T, M) or (T, B, M). op: of the layer.
-Tensor attend_joined(const Op& op, const Tensor& joined, const JoinedHeads& heads,
-                     const Tensor* mask, bool causal, const Drop& drop, bool grad);
-// Queries, keys and values of attention: rows of `columns` floats, `width` of which are its heads.
+// Queries, keys and values of attention, each (B, T, M), or (T, B, M) if not batch_first. The first
+// tensor holds one, two or all three of them side by side, the next ones what is left.
 struct HeadParts {
   int64_t heads;
-  bool batch_first;  // (B, T, columns), else (T, B, columns)
-  int64_t batch, queries, keys, width;
-  const float* data[3];
-  int64_t columns[3];
+  bool batch_first;
+  std::array<Tensor, 3> tensors;
 };
-// Returns the joined heads; statistics: receives what a backward needs, or nullptr. No node.
-Tensor attend_parts(const HeadParts& parts, const Tensor* mask, bool causal, const Drop& drop,
-                    Tensor* statistics);
+// Returns the joined heads, (B, T, M) or (T, B, M). op: of the layer.
+Tensor attend_parts(const Op& op, const HeadParts& parts, const Tensor* mask, bool causal,
+                    const Drop& drop, bool grad);
 // True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
 // the query's dtype, not learned.
 bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type);

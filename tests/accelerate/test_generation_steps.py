@@ -315,7 +315,7 @@ def _with_eager_attention(model: Any) -> None:
          "decoder_input_ids": torch.tensor([[END, 9], [PAD, END], [END, 11]])},
         _hooked, _patched, _with_eager_attention,
     ],
-    ids=str,
+    ids=lambda change: change.__name__ if callable(change) else ", ".join(change),
 )  # fmt: skip
 def test_other_calls_run_module_by_module(change: Any, steps: list[int]) -> None:
     model = build("marian")

@@ -1,4 +1,4 @@
-"""Hand-written encoder and decoder layers run as one call in inference after `accelerate`."""
+"""Hand-written encoder and decoder layers run as one call after `accelerate`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ from hand_written import (
 from module_checks import assert_same_numbers
 from torch import Tensor, nn
 
+import transformer_fast.nn
 from transformer_fast import _native, accelerate, restore
 from transformer_fast.accelerate import written_layers
+from transformer_fast.nn import fused_layers
 
 pytestmark = [
     pytest.mark.sampled(15, 60),
@@ -144,19 +146,120 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert check(accelerated(model), model, x, None, padding(), None) == 2
 
 
-def test_training_and_gradients_run_the_layers_own_code() -> None:
-    model, args = (
-        Block(True, False),
-        (torch.randn(B, T, M), torch.randn(B, T, M), both(), padding()),
-    )
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """For each call that the entry in C++ ran, the probabilities of dropout."""
+    seen: list[list[float]] = []
+    enter = fused_layers._enter
+
+    def spy(*given: Any) -> Any:
+        found = enter(*given)
+        if found is not None:
+            seen.append(given[-1])
+        return found
+
+    monkeypatch.setattr(fused_layers, "_enter", spy)
+    return seen
+
+
+needs_entries = pytest.mark.skipif(_native.autograd is None, reason=str(_native.why_no_autograd))
+
+
+@needs_entries
+@pytest.mark.usefixtures("small_calls")
+@pytest.mark.parametrize("mask", [None, padding(), causal(), both()])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_small_layers_have_gradients_in_one_call(
+    crossed: bool, norm_first: bool, mask: Tensor | None, entered: list[list[float]]
+) -> None:
+    model, x = Block(crossed, norm_first), torch.randn(B, T, M)
+    args = (x, torch.randn(B, T, M) if crossed else None, mask, padding())
     ours = accelerated(model)
-    ours(*args)
     for training in (False, True):
         assert_same_numbers(ours.train(training), model.train(training), args, {}, grad=True)
-    model.eval()
+    assert entered == [[], []]
     ours.eval()
-    assert check(ours, model, *args) == 3
-    assert ours(*args).requires_grad
+    assert check(ours, model.eval(), *args) == 2 + crossed
+
+
+@needs_entries
+@pytest.mark.usefixtures("small_calls")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_dropout_of_small_layers_is_that_of_nn(
+    norm_first: bool, entered: list[list[float]]
+) -> None:
+    model, x = Block(False, norm_first), torch.randn(B, T, M, requires_grad=True)
+    model.attentions[0].p, model.feed_forward.dropout.p, model.dropout.p = 0.1, 0.2, 0.3
+    ours = accelerated(model).train()
+    theirs = transformer_fast.nn.TransformerEncoderLayer(
+        M, hand_written.H, 2 * M, 0.3, batch_first=True, norm_first=norm_first
+    )
+    theirs.self_attn.dropout, theirs.dropout.p = 0.1, 0.2
+    own = model.attentions[0]
+    maps = own.query, own.key, own.value
+    with torch.no_grad():
+        theirs.self_attn.in_proj_weight.copy_(torch.cat([each.weight for each in maps]))
+        theirs.self_attn.in_proj_bias.copy_(torch.cat([each.bias for each in maps]))
+    for one, other in (
+        (theirs.self_attn.out_proj, own.out),
+        (theirs.linear1, model.feed_forward.w_1),
+        (theirs.linear2, model.feed_forward.w_2),
+    ):
+        one.load_state_dict(other.state_dict())
+
+    def run(layer: Any, *args: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        y = layer(x, *args)
+        return [y, *torch.autograd.grad(y.square().sum(), x)]
+
+    for one, other in zip(run(ours, None, None, None), run(theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert entered == [[0.1, 0.3, 0.2, 0.3]] * 2
+    with torch.no_grad():  # in training there is dropout without gradients, too
+        run = functools.partial(ours, x, None, None, None)
+        assert not torch.equal(run(), run())
+    ours.dropout.p = 0.4
+    for _ in range(2):  # the first call sees the change, the next one is captured
+        run()
+    assert entered[-1] == [0.1, 0.4, 0.2, 0.4]
+    count = len(entered)
+    ours.eval()
+    ours.dropout.train()  # a part of the layer
+    assert not torch.equal(run(), run())
+    assert len(entered) == count
+
+
+def test_large_layers_with_gradients_run_their_own_code(entered: list[list[float]]) -> None:
+    model, args = Block(True, False), (torch.randn(32, 64, M), torch.randn(32, 64, M), None, None)
+    ours = accelerated(model)
+    assert_same_numbers(ours.train(), model.train(), args, {}, grad=True)
+    assert not entered
+    assert check(ours.eval(), model, *args) == 3
+
+
+def test_layers_share_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are prepared once in a forward, and again if a value was written to one."""
+    model, (source, target) = Translator(), sentences()
+    ours, runs = accelerated(model), []
+    assert check(ours, model, source, target) == 10
+    layers = [*ours.encoder, *ours.decoder]
+    forms = [form for layer in layers for form in written_layers._forms[layer].values()]
+    for form in {id(form): form for form in forms}.values():
+        function = form.masks._function
+        monkeypatch.setattr(
+            form.masks, "_function", lambda *given, f=function: (runs.append(f), f(*given))[1]
+        )
+    check(ours, model, source, target)
+    assert not runs
+    source[0, -1] = 0 if source[0, -1] else 1
+    check(ours, model, source, target)
+    assert len(runs) == 2
+    layer, x, mask = ours.encoder[0], torch.randn(B, T, M), padding().clone()
+    with torch.no_grad():
+        before = layer(x, None, mask, None)
+        mask.numpy()[..., 0] ^= True
+        assert not torch.equal(before, layer(x, None, mask, None))
 
 
 def _assign(name: str, value: Any) -> Callable[[nn.Module], None]:

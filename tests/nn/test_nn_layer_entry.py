@@ -1,4 +1,4 @@
-"""Encoder layers that are trained run in one call of their entry in C++."""
+"""Encoder and decoder layers that are trained run in one call of their entry in C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import same_bits
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -83,9 +85,113 @@ def test_results_are_those_of_the_ops(
     if p == 0.0:
         exact = gradients(wide, x.detach().double().requires_grad_(), **given)
         for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
-            compare(f"{index}", one, other, oracle, factor=3.0)
+            found = compare(f"{index}", one, other, oracle, factor=3.0)
+            assert found.ok, found
     for one, other in zip(ours, ops, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def decoder(p: float = 0.0, **options: Any) -> nn.TransformerDecoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerDecoderLayer(M, H, F, p, **{"batch_first": True, **options}).train()
+
+
+def decoder_gradients(model: Any, x: Tensor, memory: Tensor, masked: bool = True) -> list[Tensor]:
+    """Returns the output, and the gradients of both inputs and of all parameters."""
+    given = {}
+    if masked:
+        padding = torch.zeros(B, T + 2, dtype=torch.bool)
+        padding[1, 5:] = True
+        causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+        given = {
+            "tgt_mask": causal, "tgt_key_padding_mask": padding[:, :T], "tgt_is_causal": True,
+            "memory_key_padding_mask": padding,
+        }  # fmt: skip
+    torch.manual_seed(2)
+    y = model(x, memory, **given)
+    loss = (y * torch.linspace(0.1, 1.0, M)).sum()
+    return [y, *torch.autograd.grad(loss, [x, memory, *model.parameters()])]
+
+
+def memory_of(batch_first: bool = True) -> Tensor:
+    memory = torch.randn(B, T + 2, M, generator=torch.Generator().manual_seed(3))
+    return (memory if batch_first else memory.transpose(0, 1).contiguous()).requires_grad_()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_decoder_layers(
+    masked: bool, batch_first: bool, norm_first: bool, p: float, entered: list[bool]
+) -> None:
+    model = decoder(p, batch_first=batch_first, norm_first=norm_first, activation="gelu")
+    x, memory = inputs(batch_first), memory_of(batch_first)
+    ours = decoder_gradients(model, x, memory, masked)
+    assert entered == [True]
+    with fast_path.small_size_fallback(short=False):
+        ops = decoder_gradients(model, x, memory, masked)
+    assert not any(entered[1:])
+    for one, other in zip(ours, ops, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    if p == 0.0:
+        wide = copy.deepcopy(model).double()
+        given = (each.detach().double().requires_grad_() for each in (x, memory))
+        exact = decoder_gradients(wide, *given, masked)
+        for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
+            found = compare(f"{index}", one, other, oracle, factor=3.0)
+            assert found.ok, found
+
+
+def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
+    """Some parameters alone, the memory alone, or with a saved tensor that was written to."""
+    model, x, memory = decoder(), inputs(), memory_of()
+    every = decoder_gradients(model, x, memory)
+    causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+    padding = torch.zeros(B, T + 2, dtype=torch.bool)
+    padding[1, 5:] = True
+
+    def loss(memory: Tensor) -> Tensor:
+        y = model(x.detach(), memory, causal, None, padding[:, :T], padding, True)
+        return (y * torch.linspace(0.1, 1.0, M)).sum()
+
+    (found,) = torch.autograd.grad(loss(memory), memory)
+    torch.testing.assert_close(found, every[2])
+    model.linear1.requires_grad_(False)
+    model.multihead_attn.requires_grad_(False)
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = [
+        grad
+        for parameter, grad in zip(model.parameters(), every[3:], strict=True)
+        if parameter.requires_grad
+    ]
+    for one, other in zip(
+        torch.autograd.grad(loss(memory.detach()), wanted), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    assert all(entered)
+    result = loss(memory)
+    with torch.no_grad():
+        model.multihead_attn.in_proj_weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_gradients_of_gradients_of_decoder_layers(entered: list[bool]) -> None:
+    model, x, memory = decoder(activation="gelu"), inputs(), memory_of()
+
+    def penalty(double: bool) -> list[Tensor]:
+        own: Any = copy.deepcopy(model).double() if double else model
+        given = [y.detach().double().requires_grad_() if double else y for y in (x, memory)]
+        with sdpa_kernel(SDPBackend.MATH):
+            first = torch.autograd.grad(own(*given).square().sum(), given, create_graph=True)
+        sums = sum(each.square().sum() for each in first)
+        return [*torch.autograd.grad(sums, [*given, *own.parameters()], allow_unused=True)]
+
+    for one, other in zip(penalty(False), penalty(True), strict=True):
+        if other is not None and other.any():
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+    assert entered[0]
 
 
 def test_gradients_of_gradients() -> None:
@@ -134,6 +240,30 @@ def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
     assert len(names[::2]) == len(found)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_compiled_autograd(crossed: bool, norm_first: bool, entered: list[bool]) -> None:
+    """A compiled step whose forward is eager."""
+    torch._dynamo.reset()
+    model = (decoder if crossed else layer)(0.3, norm_first=norm_first)
+    given = [inputs(), memory_of()] if crossed else [inputs()]
+
+    @torch._dynamo.disable
+    def loss() -> Tensor:
+        torch.manual_seed(2)
+        return (model(*given) * torch.linspace(0.1, 1.0, M)).sum()
+
+    leaves = [*given, *model.parameters()]
+    expected = torch.autograd.grad(loss(), leaves)
+    counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss().backward(), backend="eager")()
+    assert entered == [True, True]
+    assert counters["compiled_autograd"]["captures"] == 1
+    assert same_bits([leaf.grad for leaf in leaves], expected)
 
 
 def test_writes_between_forward_and_backward_are_errors() -> None:

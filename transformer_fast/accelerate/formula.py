@@ -1,4 +1,4 @@
-"""Layers that run as one call in inference: their recipes, and the calls.
+"""Layers that run as one call: their recipes, and the calls.
 
 `recognise` captures a graph of a layer's call (`compile.capture`) and matches it with the matchers of the
 compile backend (`compile.layer`). A trial in float64 on random tokens judges the match.
@@ -10,7 +10,7 @@ A `Formula` has names of modules, so that it also describes a copy of the layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -60,6 +60,8 @@ class Formula:
     masks: Callable[..., tuple[Any, Any, Any, Any]] | None = None
     #: Constants that the code reads; see `State.constants`.
     constants: tuple[tuple[Any, str, Any], ...] = ()
+    #: Of hand-written layers: a list with the probabilities of dropout; empty: none is active.
+    dropouts: Sequence[float] = ()
 
     @property
     def rotates(self) -> bool:
@@ -75,15 +77,15 @@ class Formula:
         return are_plain_on_cpu((x, *rotation))
 
     def run(
-        self, layer: torch.nn.Module, x: Tensor, *args: Any, key: Any = None, **kwargs: Any
+        self, layer: torch.nn.Module, *args: Any, rotation: tuple[Tensor, ...] = (), key: Any = None
     ) -> Any:  # fmt: skip
-        """Returns the layer's result in inference, or None if the layer must be called.
+        """Returns the layer's result, or None if the layer must be called.
 
         The caller has checked that no tracer or transform is active, and for layers of transformers
         that the layer has no hooks.
 
         Args:
-            x: (B, T, M); further arguments are those of `fused_layers.try_run_bound`.
+            args: those of `fused_layers.try_run_bound` from x on, without the last two.
             key: identifies the formula among those of the layer.
 
         Raises:
@@ -93,7 +95,8 @@ class Formula:
             bound = bound_to(layer, (Formula, key), functools.partial(self._read, layer))
         except Unreadable:
             return None
-        y = fused_layers.try_run_bound(bound, x, *args, **kwargs)
+        given: dict[str, Any] = {"rotation": rotation, "dropouts": self.dropouts}
+        y = fused_layers.try_run_bound(bound, *args, **given)
         if y is None or not self.found.returned:
             return y
         return (y, *[None] * (self.found.returned - 1))
@@ -106,8 +109,9 @@ class Formula:
         guard.whole(layer)
         if content(layer) != self.content:
             raise ChangedError
-        if any(m.training for m in layer.modules()):
-            raise Unreadable("layer is trained in part")
+        training = self.caller is None and layer.training
+        if any(m.training is not training for m in layer.modules()):
+            raise Unreadable("only a part of the layer is in training")
         for function, name, value in self.constants:
             if guard.value(function.__globals__, name) is not value:
                 raise Unreadable("code reads a variable that was changed")

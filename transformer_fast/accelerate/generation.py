@@ -167,12 +167,11 @@ def _read(layers: Any, steps: Sequence[_Step], guard: Guard) -> list[Layer[Place
                 if not is_ours(config):
                     raise Unreadable("attention is not ours")
     guard.whole(layers)
-    return [
-        step.recipe.each(
-            lambda place, i=i: replace(place, module=f"{i}.{place.module}".rstrip("."))
-        )  # type: ignore[misc]
-        for i, step in enumerate(steps)
-    ]
+
+    def within(index: int, place: Place) -> Place:
+        return replace(place, module=f"{index}.{place.module}".rstrip("."))
+
+    return [step.recipe.each(functools.partial(within, i)) for i, step in enumerate(steps)]
 
 
 class _Chain:

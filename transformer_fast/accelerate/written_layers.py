@@ -1,9 +1,10 @@
-"""Hand-written encoder and decoder layers, which run as one call in inference.
+"""Hand-written encoder and decoder layers, which run as one call.
 
-Only a call shows which of a layer's arguments are masks. A call in inference is captured with symbols in
-place of its sizes (`compile.capture`) and matched with the matchers of the compile backend
-(`compile.layer`). A trial in float64 on its arguments judges the match (`formula.judge`). The layer's own
-forward runs in training, where the match fails, and after a change of the layer.
+Only a call shows which of a layer's arguments are masks. A call is captured with symbols in place of its
+sizes (`compile.capture`) and matched with the matchers of the compile backend (`compile.layer`). A trial
+in float64 on its arguments, without dropout, judges the match (`formula.judge`). With gradients or
+dropout the entry for small layers runs the call (`fused_layers`). The layer's own forward runs where the
+match fails, with gradients in large layers, and after a change of the layer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from .._context import are_plain_on_cpu, in_torch_func, is_recorded
 from ..compile.capture import NotCapturedError, capture
 from ..compile.layer import layer_of, masks_of
 from ..compile.sublayers import mask_of
+from ..nn import fused_layers
 from ..nn.drop_in import is_of_others, original_class, runs_torch_forward
 from . import classes, formula
 from .classes import OF_ANY_MODULE, ClassChange, State, is_plain
@@ -31,7 +34,37 @@ _LINEAR = range(4, 12)
 #: This many calls with arguments of one kind run unchanged. The next is captured, which takes up to
 #: a second.
 CALLS_BEFORE = 2
-NOTE = "in inference one call, if its third call shows that it is an encoder or decoder layer"
+NOTE = (
+    "one call, with gradients if it is small, if its third call shows that it is an encoder or decoder"
+    " layer"
+)
+
+
+class _Masks:
+    """Computes the masks of a form's calls. The layers of one forward share the last result.
+
+    Masks are compared by value, which takes less time than a small mask's computation and also sees what
+    was written to them through NumPy.
+    """
+
+    def __init__(self, function: GraphModule, x: int) -> None:
+        self._function = function
+        inputs = function.graph.find_nodes(op="placeholder")
+        self._used = [index for index, node in enumerate(inputs) if node.users]
+        self._is_shared = x not in self._used
+        #: Whether inference mode was on, copies of the tensors in use, and the result.
+        self._last: tuple[bool, list[Tensor], Any] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Returns the hidden and the added mask of self-attention, then of attention to the memory."""
+        used, last = [tensors[index] for index in self._used], self._last
+        mode = torch.is_inference_mode_enabled()
+        if last is not None and last[0] is mode and all(map(torch.equal, used, last[1])):
+            return last[2]
+        found = self._function(*tensors)
+        if self._is_shared and not any(x.requires_grad for x in used):
+            self._last = mode, [x.clone() for x in used], found
+        return found
 
 
 #: Layer -> kind of its arguments -> formula, the reason why it has none, or the number of calls so far.
@@ -48,7 +81,7 @@ class WrittenLayer(FusedLayer):
     _names: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        y = None if self.training else self._in_one_call(args, kwargs)
+        y = self._in_one_call(args, kwargs)
         return super().forward(*args, **kwargs) if y is None else y
 
     def _in_one_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,13 +95,15 @@ class WrittenLayer(FusedLayer):
             or runs_torch_forward(args[0] if args else None, self._theirs)
         ):
             return None
-        kind = _kind(given)
+        kind = _kind(given, self.training)
         if kind is None:
             return None
         forms = _forms.setdefault(self, {})
         form = forms.get(kind, 0)
         if isinstance(form, int):
-            if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            if torch.is_autocast_enabled("cpu"):
+                return None
+            if torch.is_grad_enabled() and not fused_layers.is_small(next(iter(tensors.values()))):
                 return None
             if form < CALLS_BEFORE:
                 forms[kind] = form + 1
@@ -96,9 +131,9 @@ class WrittenLayer(FusedLayer):
         return {"the layer": reasons[-1]} if reasons else {}
 
 
-def _kind(given: dict[str, Any]) -> tuple[Any, ...] | None:
+def _kind(given: dict[str, Any], training: bool) -> tuple[Any, ...] | None:
     """Returns the key of a form: names, dtypes, which sizes are equal, and other plain values."""
-    found: list[Any] = []
+    found: list[Any] = [training]
     width, seen = None, {0: 0, 1: 1}
     for name, value in given.items():
         if isinstance(value, Tensor):
@@ -137,23 +172,29 @@ def _recognised(
     try:
         width = tensors[x].shape[2]
         dense = {name: t.contiguous() for name, t in tensors.items()}
-        captured = capture(layer, call, dense, original_class, width=width)
-        found = layer_of(captured, x)
+        captured = capture(layer, call, dense, original_class, layer.training, width=width)
+        # The layer changes no mode, so that with gradients it computes what it does without them.
+        modes = captured.modes._replace(grad=False)
+        found = layer_of(captured._replace(modes=modes), x)
         masks = masks_of(captured, found, [*tensors])
         wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         hidden, added, of_memory, added_to = masks(*wide.values())
-        formula.judge(
-            layer, found, lambda copied: call(copied, **wide), wide[x],
-            memory=None if found.memory is None else wide[found.memory],
-            own=found.own._replace(hidden=hidden, added=added),
-            cross=found.cross._replace(hidden=of_memory, added=added_to),
-        )  # fmt: skip
+        with torch.no_grad():
+            formula.judge(
+                layer, found, lambda copied: call(copied, **wide), wide[x],
+                memory=None if found.memory is None else wide[found.memory],
+                own=found.own._replace(hidden=hidden, added=added),
+                cross=found.cross._replace(hidden=of_memory, added=added_to),
+            )  # fmt: skip
     except NotCapturedError as error:
         return str(error)
     except Exception as error:  # the layer refuses float64, say
         return f"a trial call failed ({type(error).__name__}: {error})"
     constants = tuple(constant for state in states for constant in state.constants)
-    known = _judged[content, kind] = Formula(found, content, masks=masks, constants=constants)
+    known = _judged[content, kind] = Formula(
+        found, content, masks=_Masks(masks, [*tensors].index(x)), constants=constants,
+        dropouts=[*found.dropouts] if any(found.dropouts) else (),
+    )  # fmt: skip
     return known
 
 

@@ -528,10 +528,10 @@ class Masks(NamedTuple):
 NO_MASKS = Masks(None, None, False)
 
 
-def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
+def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float, float] | None:
     """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None.
 
-    The number is the factor of the scores, relative to 1 / sqrt(D).
+    The numbers are the factor of the scores, relative to 1 / sqrt(D), and the probability of dropout.
     """
     op = read(node)
     call = op["input"] if op is not None and op.name == "getitem" and op["index"] == 0 else node
@@ -539,7 +539,7 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
         return None
     if call.target is run_time.attention and call is not node:
         *heads, hidden, added, scale, dropout_p, _, _ = call.args
-        masks, plain = Masks(hidden, added, False), dropout_p == 0.0  # type: ignore[arg-type]
+        masks, plain = Masks(hidden, added, False), True  # type: ignore[arg-type]
     elif call.target is functional.scaled_dot_product_attention:
         names = (
             "query",
@@ -555,14 +555,14 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
         if not given.keys() <= {*names}:
             return None
         heads, scale = [given[name] for name in names[:3]], given.get("scale")  # type: ignore[assignment]
-        plain = given.get("dropout_p", 0.0) == 0.0 and not given.get("enable_gqa", False)
+        dropout_p, plain = given.get("dropout_p", 0.0), not given.get("enable_gqa", False)
         is_causal = given.get("is_causal", False)
         plain = plain and isinstance(is_causal, bool)
         masks = Masks(None, given.get("attn_mask"), is_causal)  # type: ignore[arg-type]
     else:
         return None
     sizes = [shape(one) for one in heads]
-    if not plain or any(each is None or len(each) != 4 for each in sizes):
+    if not plain or not is_number(dropout_p) or any(s is None or len(s) != 4 for s in sizes):
         return None
     query, key, values = sizes
     size = query[3]  # type: ignore[index]
@@ -570,7 +570,8 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float] | None:
         return None
     if scale is not None and not isinstance(scale, float):
         return None
-    return heads, masks, 1.0 if scale is None else scale * size**0.5  # type: ignore[return-value]
+    factor = 1.0 if scale is None else scale * size**0.5
+    return heads, masks, factor, float(dropout_p)  # type: ignore[return-value,arg-type]
 
 
 def share_heads(editor: Editor) -> None:

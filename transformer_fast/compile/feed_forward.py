@@ -203,15 +203,15 @@ def _map(weight: Any, bias: Any) -> Map | None:
     return (weight, bias) if fits else None
 
 
-def network(node: Node) -> tuple[Node, list[Map], str] | None:
-    """Returns input, linear maps and activation of a rewritten network without dropout, or None."""
+def network(node: Node) -> tuple[Node, list[Map], str, float] | None:
+    """Returns input, linear maps, activation and dropout_p of a rewritten network, or None."""
     if node.target is not functional.feed_forward or len(node.args) != 5:
         return None
     x, *parameters = node.args
     activation = node.kwargs.get("activation", "relu")
     maps = [_map(*parameters[:2]), _map(*parameters[2:])]
-    plain = node.kwargs.get("dropout_p", 0.0) == 0.0 and activation in CODES and None not in maps
-    return (x, maps, activation) if plain else None  # type: ignore[return-value]
+    dropout_p, plain = node.kwargs.get("dropout_p", 0.0), activation in CODES and None not in maps
+    return (x, maps, activation, dropout_p) if plain else None  # type: ignore[return-value]
 
 
 def gated_network(node: Node) -> tuple[Node, list[Map], str] | None:

@@ -36,6 +36,9 @@ class Found(NamedTuple):
     #: The masks, nodes of the graph, of self-attention and of attention to the memory.
     own: Masks
     cross: Masks
+    #: Probabilities of dropout of each sub-layer: within it (weights of attention, hidden units), and of
+    #: its output.
+    dropouts: tuple[float, ...]
 
 
 def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Found:
@@ -110,7 +113,8 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         for kind in (Kind.SELF_ATTENTION, Kind.CROSS_ATTENTION)
     )
     returned = 1 + len(rest) if isinstance(output, (tuple, list)) else 0
-    return Found(layer, memory, returned, own, cross)
+    dropouts = tuple(p for one in stack for p in (one.block.dropout_p, one.dropout_p))
+    return Found(layer, memory, returned, own, cross, dropouts)
 
 
 def masks_of(captured: Captured, found: Found, arguments: Sequence[str]) -> GraphModule:

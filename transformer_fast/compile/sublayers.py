@@ -28,7 +28,15 @@ from . import run_time
 from .aliasing import NO_MEMORY
 from .attention import NO_MASKS, Masks, heads_and_masks
 from .editor import Editor, number
-from .feed_forward import PARAMETER, Map, gated_network, int8_weights, linear_map, network
+from .feed_forward import (
+    PARAMETER,
+    Map,
+    dropout_of,
+    gated_network,
+    int8_weights,
+    linear_map,
+    network,
+)
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
 from .ops import calls, is_view, mutates, permutation, read, viewed
@@ -49,6 +57,8 @@ class _Block(NamedTuple):
     memory: Node | None = None
     #: Cosines and sines by which queries and keys are rotated.
     rotation: tuple[Node, ...] = ()
+    #: Probability of dropout of the weights of attention, or of the hidden units.
+    dropout_p: float = 0.0
 
 
 @dataclass
@@ -60,6 +70,8 @@ class SublayerNodes:
     y: Node
     #: The nodes that compute y from x and `given`.
     nodes: set[Node] = field(default_factory=set)
+    #: Probability of dropout of the function's result.
+    dropout_p: float = 0.0
 
     def given(self) -> set[Node | None]:
         """Returns the memory, masks and parameters."""
@@ -142,7 +154,7 @@ def match_sublayer(
     """Returns the sub-layer with the residual sum ``total``, or None.
 
     rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
-    With it, sub-layers without a norm and gated networks match, too.
+    With it, sub-layers without a norm, with dropout, and gated networks match, too.
     """
     op = read(total)
     assert op is not None
@@ -150,8 +162,9 @@ def match_sublayer(
     for x, f in ((op["input"], op["other"]), (op["other"], op["input"])):
         if not all(isinstance(n, Node) and _is_like(n, total) for n in (x, f)) or rank(x) != 3:
             continue
+        f, dropout_p = (is_whole and dropout_of(f)) or (f, 0.0)
         block = _network_block(f, is_whole) or _attention(f, rotation)
-        if block is None or not _is_like(block.input, x):
+        if block is None or not _is_like(block.input, x) or (block.dropout_p and not is_whole):
             continue
         last = only_user(total)
         before, after = norm_of(block.input), None if last is None else norm_of(last)
@@ -163,6 +176,7 @@ def match_sublayer(
             one = SublayerNodes(block, NormCall(x, None, None, 0.0, NormKind.NONE), True, x, total)
         else:
             continue
+        one.dropout_p = dropout_p
         if _is_contiguous(one.y) and _set_nodes(one) and _is_inference(editor, one):
             return one
     return None
@@ -190,9 +204,9 @@ def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
 def _network_block(node: Node, or_gated: bool = False) -> _Block | None:
     found = network(node)
     if found is not None:
-        return _Block(Kind.FEED_FORWARD, *found)
-    found = gated_network(node) if or_gated else None
-    return None if found is None else _Block(Kind.GATED_FEED_FORWARD, *found)
+        return _Block(Kind.FEED_FORWARD, *found[:3], dropout_p=found[3])
+    gated = gated_network(node) if or_gated else None
+    return None if gated is None else _Block(Kind.GATED_FEED_FORWARD, *gated)
 
 
 def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block | None:
@@ -215,7 +229,7 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
     found = heads_and_masks(attended)
     if found is None:
         return None
-    heads, masks, factor = found
+    heads, masks, factor, dropout_p = found
     each = [_projection(one) for one in heads]
     if rotation is not None and None in each:
         each = [one or _computed(head, rotation) for one, head in zip(each, heads, strict=True)]
@@ -241,14 +255,25 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
         return None
     maps.append(out.map)
     if sources[0] is sources[1]:
-        given = rotation or ()
-        return _Block(Kind.SELF_ATTENTION, sources[0], maps, None, number, masks, None, given)
+        return _Block(
+            Kind.SELF_ATTENTION,
+            sources[0],
+            maps,
+            None,
+            number,
+            masks,
+            None,
+            rotation or (),
+            dropout_p,
+        )
     if rotation:
         return None
     of_x, of_memory = (shape(each) or () for each in sources[:2])
     if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
         return None
-    return _Block(Kind.CROSS_ATTENTION, sources[0], maps, None, number, masks, sources[1])
+    return _Block(
+        Kind.CROSS_ATTENTION, sources[0], maps, None, number, masks, sources[1], (), dropout_p
+    )
 
 
 def _keeps_order(node: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import dispatch, fast_path
+from .. import _native, dispatch, fast_path
 from .._context import is_plain_eager, is_traced, is_transformed
 from ..dispatch import Call, Explanation, Kernel
 from ..functional.attention import attend as attend_to_heads
@@ -155,14 +155,41 @@ _dtype = attrgetter("dtype")
 _enter = fast_path.entry("encoder_layer")
 
 
+def is_small(x: Tensor) -> bool:
+    """True if layers on x (B, T, M) may run in their entry, which limits the size of products."""
+    limit = fast_path.entry_limit("linear")
+    return _native.autograd is not None and 3 * x.numel() * x.shape[-1] < limit
+
+
 def _entered(
-    bound: Bound, group: Group, x: Tensor, mask: Tensor | None, is_causal: bool
+    group: Group,
+    dropouts: Sequence[float],
+    x: Tensor,
+    own: tuple[Tensor | None, bool] = NO_MASK,
+    memory: Tensor | None = None,
+    cross: tuple[Tensor | None, bool] = NO_MASK,
 ) -> Tensor | None:
-    """Returns the output of an encoder layer in one call of its entry; None if that declines."""
+    """Returns the output of a layer in one call of its entry; None if that declines.
+
+    dropouts: a list; see `recipe.Layer`. own, cross: as in `Fused`.
+    """
     given = group.stack.for_entry
     if given is None:
         return None
-    return _enter(x, *given, mask, is_causal, None, None, False, bound.dropouts[0])  # type: ignore[no-any-return]
+    return _enter(x, *given, *own, memory, *cross, dropouts)  # type: ignore[no-any-return]
+
+
+def try_enter(layer: Any, x: Tensor, own: Masks, memory: Tensor, cross: Masks) -> Tensor | None:
+    """Returns the output of a decoder layer in training, or None if its modules must be called."""
+    if is_plain_eager(x, memory) is None or not x.dim() == memory.dim() == 3:
+        return None
+    try:
+        bound = bind(layer)
+        (group,) = bound.groups
+        masks = (_to_sdpa(own, x, x, group.stack), _to_sdpa(cross, memory, x, group.stack))
+    except Unreadable:
+        return None
+    return _entered(group, bound.dropouts[0], x, masks[0], memory, masks[1])
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
@@ -175,7 +202,7 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         (group,) = bound.groups
     except Unreadable:
         return None
-    if own is NO_MASKS and (y := _entered(bound, group, x, None, False)) is not None:
+    if own is NO_MASKS and (y := _entered(group, bound.dropouts[0], x)) is not None:
         return y
     assert bound.parameters is not None
     tensors = bound.parameters.tensors
@@ -190,8 +217,10 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         mask, is_causal = _to_sdpa(own, x, x, group.stack)
     except Unreadable:
         return None
-    if own is not NO_MASKS and (y := _entered(bound, group, x, mask, is_causal)) is not None:
-        return y
+    if own is not NO_MASKS:
+        y = _entered(group, bound.dropouts[0], x, (mask, is_causal))
+        if y is not None:
+            return y
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]
@@ -253,6 +282,7 @@ def try_run_bound(
     memory: Tensor | None = None,
     cross: tuple[Tensor | None, bool] = NO_MASK,
     rotation: tuple[Tensor, ...] = (),
+    dropouts: Sequence[float] = (),
 ) -> Tensor | None:
     """Returns the output (B, T, M) of a layer, or None if no kernel runs it.
 
@@ -260,6 +290,7 @@ def try_run_bound(
         starts: x is (1, rows, M), packed as in `run`.
         own, cross: as in `Fused`.
         rotation: cosines and sines (1 or B, T, channels) of rotary position embeddings; empty: none.
+        dropouts: a list with the probabilities of dropout, as of `Bound`; empty: none is active.
     """
     if not dispatch.supports_context("encoder_layer", x):
         return None
@@ -271,6 +302,10 @@ def try_run_bound(
         call = _call(group, x, memory, grad)
     except Unreadable:
         return None
+    if grad or any(dropouts):
+        if starts is not None or rotation:
+            return None
+        return _entered(group, dropouts or [], x, own, memory, cross)
     kernel = dispatch.find(call)
     if kernel is None:
         return None

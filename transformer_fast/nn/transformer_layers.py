@@ -263,13 +263,12 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
             memory_key_padding_mask=memory_key_padding_mask,
         )  # fmt: skip
 
-        if not fused_layers.is_trained(self):
-            done = fused_layers.try_run(
-                self, tgt, fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal),
-                memory, fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
-            )  # fmt: skip
-            if done is not None:
-                return done
+        own = fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross = fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
+        run = fused_layers.try_enter if fused_layers.is_trained(self) else fused_layers.try_run
+        done = run(self, tgt, own, memory, cross)
+        if done is not None:
+            return done
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if fusion.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):

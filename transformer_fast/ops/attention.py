@@ -230,9 +230,11 @@ def gradients_again(
     return vjp(formula, (query, key, value), wants, (grad,))
 
 
-def joined_gradients_again(
+def parts_gradients_again(
     grad: Tensor,
-    joined: Tensor,
+    first: Tensor,
+    second: Tensor | None,
+    third: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     heads: float,
@@ -241,13 +243,17 @@ def joined_gradients_again(
     dropout_p: float,
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Returns the differentiable gradient of queries, keys and values side by side, for csrc/autograd."""
+    """Returns the differentiable gradients of the tensors that hold queries, keys and values, for
+    csrc/autograd."""
 
-    def formula(joined: Tensor) -> Tensor:
-        x = joined if batch_first else joined.transpose(0, 1)
-        q, k, v = x.unflatten(2, (3, int(heads), -1)).permute(2, 0, 3, 1, 4)
+    def formula(*given: Tensor | None) -> Tensor:
+        parts = [part for x in given if x is not None for part in x.split(grad.shape[2], 2)]
+        q, k, v = (
+            (x if batch_first else x.transpose(0, 1)).unflatten(2, (int(heads), -1)).transpose(1, 2)
+            for x in parts
+        )
         others = mask, None, bool(is_causal), None, dropout_p, seed, True, False, None, None
         y = reference.attention(q, k, v, *others)[0].transpose(1, 2).flatten(2)
         return y if batch_first else y.transpose(0, 1)
 
-    return vjp(formula, (joined,), wants, (grad,))
+    return vjp(formula, (first, second, third), wants, (grad,))
