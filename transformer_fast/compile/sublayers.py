@@ -205,8 +205,8 @@ def _network_block(node: Node, or_gated: bool = False) -> _Block | None:
     found = network(node)
     if found is not None:
         return _Block(Kind.FEED_FORWARD, *found[:3], dropout_p=found[3])
-    found = gated_network(node) if or_gated else None
-    return None if found is None else _Block(Kind.GATED_FEED_FORWARD, *found)
+    gated = gated_network(node) if or_gated else None
+    return None if gated is None else _Block(Kind.GATED_FEED_FORWARD, *gated)
 
 
 def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block | None:
@@ -256,8 +256,8 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
     maps.append(out.map)
     if sources[0] is sources[1]:
         given = rotation or ()
-        rest = None, number, masks, None, given, dropout_p
-        return _Block(Kind.SELF_ATTENTION, sources[0], maps, *rest)
+        own = None, number, masks, None, given, dropout_p
+        return _Block(Kind.SELF_ATTENTION, sources[0], maps, *own)
     if rotation:
         return None
     of_x, of_memory = (shape(each) or () for each in sources[:2])
