@@ -182,7 +182,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 
 #: The most lines of source in each part. A change that raises one gives the reason in its commit; one
 #: that removes code lowers it. The aims are 35,000, 18,500, 35,000 and 4,500.
-LINES = {"transformer_fast": 40700, "csrc": 20800, "tests": 41450, "benchmarks": 4875}
+LINES = {"transformer_fast": 40800, "csrc": 20810, "tests": 41750, "benchmarks": 4875}
 
 
 @pytest.mark.parametrize("part", LINES)
