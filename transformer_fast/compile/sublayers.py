@@ -255,25 +255,16 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
         return None
     maps.append(out.map)
     if sources[0] is sources[1]:
-        return _Block(
-            Kind.SELF_ATTENTION,
-            sources[0],
-            maps,
-            None,
-            number,
-            masks,
-            None,
-            rotation or (),
-            dropout_p,
-        )
+        given = rotation or ()
+        own = None, number, masks, None, given, dropout_p
+        return _Block(Kind.SELF_ATTENTION, sources[0], maps, *own)
     if rotation:
         return None
     of_x, of_memory = (shape(each) or () for each in sources[:2])
     if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
         return None
-    return _Block(
-        Kind.CROSS_ATTENTION, sources[0], maps, None, number, masks, sources[1], (), dropout_p
-    )
+    rest = None, number, masks, sources[1], (), dropout_p
+    return _Block(Kind.CROSS_ATTENTION, sources[0], maps, *rest)
 
 
 def _keeps_order(node: Any) -> bool:
