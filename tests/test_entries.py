@@ -373,6 +373,21 @@ def _widened(argument: Any) -> Any:
     return argument.detach().double().requires_grad_(argument.requires_grad)
 
 
+@cases
+def test_gradients_of_several_vectors_at_once(name: str) -> None:
+    case = CASES[name]()
+    assert enters(case, name)
+    results = as_results(case())
+    several = [torch.randn(3, *result.shape, dtype=result.dtype) for result in results]
+    found = torch.autograd.grad(
+        results, case.leaves, several, is_grads_batched=True, retain_graph=True
+    )
+    for i, vectors in enumerate(zip(*several, strict=True)):
+        expected = torch.autograd.grad(results, case.leaves, vectors, retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[i], other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @cases

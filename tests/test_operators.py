@@ -228,7 +228,7 @@ def test_flops_of_decoding():
     maps = ((weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4))
     parameters = [tensor for each in maps for tensor in each] * layers
     memories = [torch.randn(2, rows, 4, cross, 8) for _ in range(layers)]
-    stack = LayerStack([], False, [], 4, True, "relu", parameters, [], [1e-5] * 6)
+    stack = LayerStack([0, 1, 2], False, [0] * 3, 4, True, "relu", parameters, [], [1e-5] * 6)
     step = cpu_blocks.DecodeStack(stack, rows, memories)
     cache = torch.zeros(layers, 2, rows, 4, 9, 8)
     with torch.no_grad(), _Count() as found:

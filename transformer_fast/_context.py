@@ -184,6 +184,16 @@ def is_recorded() -> bool:
     return is_compiling() or is_jit_tracing() or dispatch_modes() > 0
 
 
+def may_be_recomputed() -> bool:
+    """True in a backward and under hooks of saved tensors: a checkpoint may compute the same call twice,
+    and must run the same code both times.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
 #: The ``__torch_function__`` of a Tensor subclass that does not override PyTorch's functions.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 

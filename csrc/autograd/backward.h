@@ -1,6 +1,7 @@
 // The autograd nodes, and the base class of their functions.
 #pragma once
 
+#include <ATen/LegacyBatchedTensorImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -98,7 +99,8 @@ struct Backward final : torch::autograd::Node, F {
     typename F::Given given{std::move(grads), {}, wants()};
     for (int i = 0; i < F::saved; ++i)
       given.tensors[i] = is_output[i] ? tensors[i].unpack(this->getptr()) : tensors[i].unpack();
-    return F::run(given);
+    const auto batched = std::find_if(given.grads.begin(), given.grads.end(), at::isBatchedTensor);
+    return batched == given.grads.end() ? F::run(given) : one_by_one(given, *batched);
   }
 
   // Compiled autograd: tensors are arguments of the graph, which is specialised on all else.
@@ -137,6 +139,30 @@ struct Backward final : torch::autograd::Node, F {
   }
 
  private:
+  // Of `torch.autograd.grad(is_grads_batched=True)`: the gradients of one vector after the other.
+  // Neither kernels nor the formulas, which call autograd, accept PyTorch's batched tensors.
+  variable_list one_by_one(const typename F::Given& given, const Tensor& batched) const {
+    const at::BatchDimsRef dims = at::maybeGetBatchedImpl(batched)->bdims();
+    TORCH_CHECK(dims.size() == 1, name(), " supports one batch dimension of gradients, not ",
+                dims.size());
+    const int64_t level = dims[0].level();
+    std::array<std::vector<Tensor>, F::inputs> found;
+    const int64_t count = at::maybeGetBatchedImpl(batched)->value().size(dims[0].dim());
+    for (int64_t i = 0; i < count; ++i) {
+      typename F::Given one = given;
+      for (Tensor& each : one.grads)
+        if (const auto* impl = each.defined() ? at::maybeGetBatchedImpl(each) : nullptr)
+          each = impl->value().select(impl->bdims()[0].dim(), i);
+      const variable_list results = F::run(one);
+      for (int j = 0; j < F::inputs; ++j)
+        if (results[j].defined()) found[j].push_back(results[j]);
+    }
+    variable_list all(F::inputs);
+    for (int j = 0; j < F::inputs; ++j)
+      if (!found[j].empty())
+        all[j] = at::makeBatched(at::stack(found[j]), {at::BatchDim(level, /*dim=*/0)});
+    return all;
+  }
   static bool has_gradients(const variable_list& grads) {
     return std::any_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); });
   }

@@ -220,7 +220,7 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
     """A cache shows what it holds, and may be read, cropped, copied, reordered and handed on."""
     theirs = build("marian")
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, VOCABULARY, (3, 16), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (3, 17), generator=generator)
 
     def run(model: Any) -> Iterator[Any]:
         given = sources()
@@ -244,8 +244,12 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
         assert cache.get_seq_length() == 4
         yield call(3, cache)  # several tokens: module by module
         yield call(1, cache)
+        kept = [x.keys for x in cache.self_attention_cache.layers]
         cache.crop(-3)
         assert cache.get_seq_length() == 5
+        yield call(1, cache)
+        yield [(x,) for x in kept]  # whose last places are not overwritten
+        given["attention_mask"].numpy()[:, 1] = 0
         yield call(1, cache)
         cache.reorder_cache(torch.tensor([0, 0, 1]))  # mixes the sources; masks hide no less
         yield call(1, cache)
@@ -270,7 +274,7 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
 
     for found, expected in zip(run(marian), run(theirs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert len(steps) == 12
+    assert len(steps) == 13
 
 
 def test_a_cache_is_handed_on_to_a_second_call(marian: Any, steps: list[int]) -> None:

@@ -32,6 +32,7 @@ from hand_written import (
 )
 from module_checks import assert_same_numbers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import transformer_fast.nn
 from transformer_fast import _native, accelerate, restore
@@ -228,6 +229,57 @@ def test_dropout_of_small_layers_is_that_of_nn(
     ours.dropout.train()  # a part of the layer
     assert not torch.equal(run(), run())
     assert len(entered) == count
+
+
+@needs_entries
+@pytest.mark.usefixtures("small_calls")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("before", range(4))
+def test_checkpoints_run_the_same_code_twice(
+    reentrant: bool, before: int, monkeypatch: pytest.MonkeyPatch, entered: list[list[float]]
+) -> None:
+    monkeypatch.setattr(written_layers, "CALLS_BEFORE", 2)
+    ours = accelerated(Block(False, False, p=0.3)).train()
+    x = torch.randn(B, T, M, requires_grad=True)
+    for _ in range(before):
+        ours(x, None, None, None)
+    for _ in range(4):
+        entered.clear()
+        with set_checkpoint_early_stop(False):
+            y = checkpoint(ours, x, None, None, None, use_reentrant=reentrant)
+            first = len(entered)
+            y.square().sum().backward()
+        assert len(entered) == 2 * first
+    assert first == (1 if reentrant or before > 2 else 0)
+
+
+def test_the_same_tensor_as_two_arguments() -> None:
+    model, x, mask = Block(True, False), torch.randn(B, T, M), causal()
+    ours = accelerated(model)
+    for memory, memory_mask in ((x, mask), (x, None), (torch.randn(B, T, M), padding())):
+        check(ours, model, x, memory, mask, memory_mask)
+    for hidden in (mask, padding(), None):
+        check(ours, model, x, torch.randn(B, T, M), mask, hidden)
+
+
+def test_parameters_that_are_the_same_tensor() -> None:
+    """Layers of one class have formulas of their own if only one of them has a shared parameter."""
+    tied, x = Block(False, False), torch.randn(B, T, M)
+    plain = copy.deepcopy(tied)
+    attention = tied.attentions[0]
+    attention.key.weight = attention.query.weight
+    for model, expected in ((tied, 0), (plain, 2)):
+        ours = accelerated(model)
+        assert check(ours, model, x, None, None, None) == expected
+        attention = ours.attentions[0]
+        attention.key.weight = nn.Parameter(torch.randn(M, M))  # separates them
+        changed = copy.deepcopy(ours)
+        restore(changed)
+        assert check(ours, changed, x, None, None, None) == expected
+        attention.key.weight = attention.query.weight
+        changed = copy.deepcopy(ours)
+        restore(changed)
+        assert check(ours, changed, x, None, None, None) == 0
 
 
 def test_large_layers_with_gradients_run_their_own_code(entered: list[list[float]]) -> None:

@@ -142,13 +142,18 @@ def _is_rotation(found: Any, heads: int, x: Tensor) -> bool:
 
 
 def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...]:
-    """Returns each module's name, its class before `accelerate`, and its attributes.
+    """Returns each module's name, its class before `accelerate`, and its attributes; and which
+    parameters are the same tensor.
 
     An attribute that is neither a plain value nor a function is represented by its type, so that
     copies are equal.
     without: name of an attribute that may differ.
     """
-    return tuple(
+    first: dict[int, str] = {}
+    names = layer.named_parameters(remove_duplicate=False)
+    firsts = [(name, first.setdefault(id(parameter), name)) for name, parameter in names]
+    shared = tuple(pair for pair in firsts if pair[0] != pair[1])
+    return shared, *(
         (
             name,
             original_class(module),

@@ -291,24 +291,17 @@ class _Places:
             layer.keys, layer.values = keys, values
 
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, beams: int) -> bool:
-        """True if the layers' tensors are in the buffer, up to the same place, which may be earlier."""
+        """True if the layers have the tensors that the last step showed them.
+
+        A cropped cache is copied: its owner may keep tensors with the places that would be overwritten.
+        """
         buffer = self.buffer
         if buffer.dtype != dtype or beams != self.beams or len(layers) != len(buffer):
             return False
         if buffer.is_inference() and not torch.is_inference_mode_enabled():
             return False
         tensors = [x for layer in layers for x in (layer.keys, layer.values)]
-        if all(x is y for x, y in zip(tensors, self.shown, strict=True)):
-            return True
-        length, self.length = self.length, min(tensors[0].shape[2], buffer.shape[4])
-        views = self._views().flatten(0, 1).unbind(0)
-        if not all(_are_same(x, y) for x, y in zip(tensors, views, strict=True)):
-            self.length = length
-            return False
-        # Cropped: later places of both buffers will be written again.
-        self.reordering = decoders.Reordering(buffer, beams)
-        self.shown = tuple(tensors)
-        return True
+        return all(x is y for x, y in zip(tensors, self.shown, strict=True))
 
     def make_room(self) -> None:
         if self.length == self.buffer.shape[4]:
@@ -333,18 +326,13 @@ class _Places:
         return True
 
 
-def _are_same(x: Tensor, y: Tensor) -> bool:
-    """True if both are the same elements in memory."""
-    of = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, y)]
-    return of[0] == of[1]
-
-
 class _Memory:
     """Keys and values of the encoder's output: one tensor (2, B, H, S, D) for each layer."""
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> None:
         self.dtype = dtype
-        self._set_mask(mask)
+        #: (R, S), True at places that are not padding; None: no mask.
+        self.real = None if mask is None else mask != 0
         self.beams = _beams(layers, self.real)
         self.tensors = []
         for layer in layers:
@@ -360,21 +348,13 @@ class _Memory:
         self.shown = [(x, _version(x)) for layer in layers for x in (layer.keys, layer.values)]
         self._bound: tuple[Any, ...] = ()
 
-    def _set_mask(self, mask: Tensor | None) -> None:
-        self.mask = mask, None if mask is None else _version(mask)
-        #: (R, S), True at places that are not padding; None: no mask.
-        self.real = None if mask is None else mask != 0
-
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> bool:
         """True if the layers and the mask (R, S) have the values that the tensors were made from."""
         if dtype != self.dtype or not self._are_shown(layers):
             return False
-        if mask is self.mask[0] and (mask is None or _version(mask) == self.mask[1]):
-            return True
-        if mask is None or self.real is None or not torch.equal(mask != 0, self.real):
-            return False
-        self._set_mask(mask)
-        return True
+        if mask is None or self.real is None:
+            return mask is self.real
+        return torch.equal(mask != 0, self.real)
 
     def _are_shown(self, layers: Sequence[Any]) -> bool:
         tensors = [x for layer in layers for x in (layer.keys, layer.values)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .._context import are_plain_on_cpu, in_torch_func, is_recorded
+from .._context import are_plain_on_cpu, in_torch_func, is_recorded, may_be_recomputed
 from ..compile.capture import NotCapturedError, capture
 from ..compile.layer import layer_of, masks_of
 from ..compile.sublayers import mask_of
@@ -101,7 +101,7 @@ class WrittenLayer(FusedLayer):
         forms = _forms.setdefault(self, {})
         form = forms.get(kind, 0)
         if isinstance(form, int):
-            if torch.is_autocast_enabled("cpu"):
+            if torch.is_autocast_enabled("cpu") or may_be_recomputed():
                 return None
             if torch.is_grad_enabled() and not fused_layers.is_small(next(iter(tensors.values()))):
                 return None
@@ -132,7 +132,9 @@ class WrittenLayer(FusedLayer):
 
 
 def _kind(given: dict[str, Any], training: bool) -> tuple[Any, ...] | None:
-    """Returns the key of a form: names, dtypes, which sizes are equal, and other plain values."""
+    """Returns the key of a form: names, which tensors and which sizes are the same, dtypes, and other
+    plain values.
+    """
     found: list[Any] = [training]
     width, seen = None, {0: 0, 1: 1}
     for name, value in given.items():
@@ -145,7 +147,9 @@ def _kind(given: dict[str, Any], training: bool) -> tuple[Any, ...] | None:
             # `capture`, too, keeps such last dimensions as numbers.
             last = sizes.pop() if value.is_floating_point() and sizes[-1:] == [width] else None
             places = [seen.setdefault(size, len(seen)) for size in sizes]
-            found.append((name, value.dtype, last, *places))
+            # A capture cannot tell arguments apart that are the same tensor.
+            same = next(other for other, x in given.items() if x is value)
+            found.append((name, same, value.dtype, last, *places))
         elif type(value) in (bool, int, float, str, type(None)) and width is not None:
             found.append((name, value))
         else:
@@ -161,6 +165,9 @@ def _recognised(
     if reason is not None:
         return reason
     content = formula.content(layer)
+    shared, *_ = content
+    if shared:  # a recipe has one name for both, and would not see that they were separated
+        return f"{' and '.join(shared[0])} are the same tensor"
     known = _judged.get((content, kind))
     if known is not None:
         return known

@@ -74,6 +74,10 @@ def _to_sdpa(
         raise Unreadable("is_causal comes without a mask")
     if mask is not None and padding is not None and mask.dtype != padding.dtype:
         raise Unreadable("masks differ in dtype")
+    if any(
+        m is not None and m.dtype != torch.bool and not m.is_floating_point() for m in given[:2]
+    ):
+        raise Unreadable("a mask is neither bool nor floating point")
     mask = masks.to_attention_mask(
         None if is_causal else mask, padding, x, source, 1 if stack.batch_first else 0, stack.heads
     )
