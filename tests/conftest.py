@@ -67,7 +67,7 @@ if interpreted.WHY_NOT is not None:
 
 #: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
 #: their emulators are slow.
-_EMULATED = {"triton": (0, 8), "cuda": (15, 100)}
+_EMULATED = {"triton": (0, 6), "cuda": (15, 100)}
 if torch.cuda.is_available():
     _EMULATED = {"triton": (4, 100), "cuda": (15, 100)}
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.

@@ -23,7 +23,7 @@ from transformer_fast import _native, functional, memory, nn
 from transformer_fast.backends import cpu_packing
 
 pytestmark = [
-    pytest.mark.sampled(15),
+    pytest.mark.sampled(15, 60),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 

@@ -49,7 +49,7 @@ from transformer_fast.compile import inner, run_time
 from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 from transformer_fast.ops.layer_norm import TRAINING
 
-pytestmark = pytest.mark.sampled(15, 60)
+pytestmark = pytest.mark.sampled(15, 40)
 
 #: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}

@@ -40,7 +40,7 @@ from transformers.models.bert import modeling_bert as bert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.sampled(25, 70),
+    pytest.mark.sampled(20, 40),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 

@@ -166,6 +166,7 @@ CALLS: dict[str, list[tuple[Any, Any]]] = {
 SPELLED = {torch.float32: "f", torch.bfloat16: "NS0_4bf16E", torch.float16: "NS0_4fp16E"}
 
 
+@pytest.mark.sampled(100, 40)
 @pytest.mark.parametrize(
     "dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.exhaustive)], ids=str
 )

@@ -19,7 +19,7 @@ from training_case import END, PAD, START, make_loader, make_model, make_pairs, 
 import transformer_fast
 from transformer_fast import models, training, use_backend
 
-pytestmark = pytest.mark.sampled(30)
+pytestmark = pytest.mark.sampled(30, 60)
 
 
 def plain_loss(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> torch.Tensor:
