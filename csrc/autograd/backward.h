@@ -142,12 +142,12 @@ struct Backward final : torch::autograd::Node, F {
   // Of `torch.autograd.grad(is_grads_batched=True)`: the gradients of one vector after the other.
   // Neither kernels nor the formulas, which call autograd, accept PyTorch's batched tensors.
   variable_list one_by_one(const typename F::Given& given, const Tensor& batched) const {
-    const at::BatchDimsRef dims = at::maybeGetBatchedImpl(batched)->bdims();
+    const auto* first = at::maybeGetBatchedImpl(batched);
+    const at::BatchDimsRef dims = first->bdims();
     TORCH_CHECK(dims.size() == 1, name(), " supports one batch dimension of gradients, not ",
                 dims.size());
-    const int64_t level = dims[0].level();
+    const int64_t level = dims[0].level(), count = first->value().size(dims[0].dim());
     std::array<std::vector<Tensor>, F::inputs> found;
-    const int64_t count = at::maybeGetBatchedImpl(batched)->value().size(dims[0].dim());
     for (int64_t i = 0; i < count; ++i) {
       typename F::Given one = given;
       for (Tensor& each : one.grads)

@@ -211,8 +211,8 @@ def test_layers_match_transformers(name: str) -> None:
     report = accelerate(ours)
     assert not report.left
     swapped = [e for e in report.swapped if "hugging_face" in e.now]
-    known = {name.partition(".")[2] for name in hugging_face_layers.CLASSES}
-    assert len(swapped) == sum(type(m).__name__ in known for m in theirs.modules())
+    replaced = {name.partition(".")[2] for name in hugging_face_layers.CLASSES}
+    assert len(swapped) == sum(type(m).__name__ in replaced for m in theirs.modules())
     assert swapped
     assert set(_attentions(ours)) == {hugging_face.NAME}
     _same(ours, theirs, inputs_of(name))

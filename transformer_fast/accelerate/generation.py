@@ -61,7 +61,7 @@ class StepDecoder(DropIn):
 
     #: The decoder's class before `accelerate`.
     _theirs: Any
-    #: Name of the ModuleList of layers, and what is known of each layer.
+    #: Name of the ModuleList of layers, and the recipe of each layer.
     _stack: str
     _steps: tuple[_Step, ...]
     #: Names of the arguments of ``forward``, and among them the one of the cache.
@@ -212,7 +212,7 @@ class _Chain:
 
 
 def _layers_of(cache: Any, count: int) -> tuple[list[Any], list[Any]] | None:
-    """Returns the layers of both parts of a cache that holds tokens and is of the known classes."""
+    """Returns the layers of both parts of a cache that holds tokens; None for other classes of caches."""
     if type(cache) is not load("transformers.cache_utils", "EncoderDecoderCache"):
         return None
     kinds = load("transformers.cache_utils", "DynamicCache"), _cache_class()

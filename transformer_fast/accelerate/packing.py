@@ -808,6 +808,13 @@ def _kinds_first(layers: list[Any]) -> tuple[int, ...]:
     return tuple(first.values())
 
 
+@contextmanager
+def _trial(layer: torch.nn.Module) -> Iterator[None]:
+    """Context manager for calls of a layer in inference, whatever modes the caller is in."""
+    with evaluating(layer), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
 def _mixing(
     layers: list[Any], tested: Sequence[int], parameters: tuple[str, ...], config: Any,
     with_our_attention: Callable[[Any], AbstractContextManager[None]],
@@ -817,8 +824,7 @@ def _mixing(
     tested: the indices of the layers to test.
     """
     for layer in (layers[index] for index in tested):
-        no_autocast = torch.autocast("cpu", enabled=False)
-        with with_our_attention(config), evaluating(layer), torch.no_grad(), no_autocast:
+        with with_our_attention(config), _trial(layer):
             try:
                 reason = _mixes_tokens(layer, _arguments(layers[0], parameters, config))
             except Exception as error:  # the layer requires other arguments
@@ -922,8 +928,7 @@ def _formula_of(
     # Arguments that many layers take and ignore.
     found_in_many = {"use_cache": True, "position_ids": 7 + torch.arange(formula.TOKENS)[None]}
     others = {name: x for name, x in found_in_many.items() if takes_all or name in parameters}
-    no_autocast = torch.autocast("cpu", enabled=False)
-    with with_our_attention(config), evaluating(layer), torch.no_grad(), no_autocast:
+    with with_our_attention(config), _trial(layer):
         try:
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
             # One token: for more, weights would be packed.

@@ -168,9 +168,9 @@ def _recognised(
     shared, *_ = content
     if shared:  # a recipe has one name for both, and would not see that they were separated
         return f"{' and '.join(shared[0])} are the same tensor"
-    known = _judged.get((content, kind))
-    if known is not None:
-        return known
+    judged = _judged.get((content, kind))
+    if judged is not None:
+        return judged
     x, others = next(iter(tensors)), {n: v for n, v in given.items() if n not in tensors}
 
     def call(copied: Any, **tensors: Tensor) -> Any:
@@ -198,11 +198,11 @@ def _recognised(
     except Exception as error:  # the layer refuses float64, say
         return f"a trial call failed ({type(error).__name__}: {error})"
     constants = tuple(constant for state in states for constant in state.constants)
-    known = _judged[content, kind] = Formula(
+    judged = _judged[content, kind] = Formula(
         found, content, masks=_Masks(masks, [*tensors].index(x)), constants=constants,
         dropouts=[*found.dropouts] if any(found.dropouts) else (),
     )  # fmt: skip
-    return known
+    return judged
 
 
 def _unseen(layer: torch.nn.Module) -> str | None:
