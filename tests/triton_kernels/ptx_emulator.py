@@ -191,7 +191,7 @@ class Program:
         name, _, operands = rest.partition(" ")
         operands = re.split(r",(?![^\[{]*[\]}])", operands) if operands else []
         operands = [operand.strip() for operand in operands]
-        op = name.split(".")
+        op = name.replace("::cta", "").split(".")  # a block's own shared memory, the default
         if op[0] in ("bra", "ret"):
             self.steps.append((op[0], None, predicate, wanted, operands[0] if operands else ""))
             return
