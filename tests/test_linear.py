@@ -210,6 +210,15 @@ def test_gradients_are_within_the_budget(target):
     check_calls(target, calls, gradients=True)
 
 
+def test_second_derivatives_without_input_features():
+    x, weight = (torch.ones(*sizes, 0, requires_grad=True) for sizes in ((3, 4), (5,)))
+    loss = functional.linear(x, weight, torch.ones(5, requires_grad=True)).square().sum()
+    first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+    assert [gradient.shape for gradient in first] == [x.shape, weight.shape]
+    second = torch.autograd.grad(sum(gradient.sum() for gradient in first), (x, weight))
+    assert [gradient.shape for gradient in second] == [x.shape, weight.shape]
+
+
 @pytest.mark.parametrize("rows", [9, 15, 64, 256, 257])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bf16", "fp16"])
 def test_panels_packed_on_the_fly_give_the_same_bits(

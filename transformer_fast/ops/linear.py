@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,6 +157,5 @@ def products(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    columns = tensor.shape[-1]
     # The number of rows is ambiguous in reshape(-1, 0).
-    return tensor.reshape(tensor.numel() // columns if columns else 0, columns)
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
