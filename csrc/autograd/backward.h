@@ -37,7 +37,8 @@ struct Function {
   static bool is_plain(const Given& given) {
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     if (at::GradMode::is_enabled() || keys.included_ != c10::default_included_set) return false;
-    if ((keys.excluded_ | c10::default_excluded_set) != c10::default_excluded_set) return false;
+    const auto excluded = and_named(c10::default_excluded_set);
+    if ((keys.excluded_ | excluded) != excluded) return false;
     for (const Tensor& each : given.grads)
       if (each.defined() && (!has_plain_keys(each) || each._fw_grad(0).defined())) return false;
     return true;

@@ -76,6 +76,14 @@ Settings current_settings();
 // True if a `TorchFunctionMode` of a user is active, which must see PyTorch's functions.
 bool is_observed();
 
+// The keys and `Named`, which PyTorch 2.10 excludes in backward passes. Later versions have no such
+// key.
+template <class Key = c10::DispatchKey>
+c10::DispatchKeySet and_named(c10::DispatchKeySet keys) {
+  if constexpr (requires { Key::Named; }) return keys | c10::DispatchKeySet(Key::Named);
+  return keys;
+}
+
 // True if no mode, transform, tracer or autocast is active on this thread. All of them change the
 // dispatch keys that the thread includes or excludes, as does inference mode.
 inline bool is_plain_state() {
@@ -87,7 +95,7 @@ inline bool is_plain_state() {
     included = included.remove(DispatchKey::ADInplaceOrView);
     excluded = excluded | c10::autograd_dispatch_keyset;
   }
-  return keys.included_ == included && keys.excluded_ == excluded &&
+  return keys.included_ == included && and_named(keys.excluded_) == and_named(excluded) &&
          !(at::impl::torch_function_mode_enabled() && is_observed());
 }
 
