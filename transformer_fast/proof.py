@@ -3,8 +3,7 @@
 Kernels for GPUs, and for CPUs' instruction sets that were never timed on hardware, are selected by such
 a record only. ``python -m transformer_fast prove`` writes it to the user's cache folder
 (``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one file for each `Machine`.
-``python -m transformer_fast compare`` does the same for the most common classes of shapes only. The
-dispatcher looks a call up by its `shape_class`. Calls measure nothing.
+The dispatcher looks a call up by its `shape_class`. Calls measure nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from .reference import ANNOTATED, OPS
 COMMAND = "python -m transformer_fast prove"
 #: Duration of the command in messages: an estimate from the number of cases, not measured on a GPU.
 DURATION = "a quarter of an hour to half an hour"
-#: The command that measures common calls only (`specs.gpu.COMMON`), and its duration.
-SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"
 #: Version of the file format. 5: CPUs; one time for a call.
 _FORMAT = 5
 #: Least speed-up over PyTorch for which a kernel is selected; smaller ones are noise.
@@ -268,8 +265,7 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None, (
-            f"nothing was measured on this machine yet: `{SHORT_COMMAND}` does it for common calls, in "
-            f"{SHORT_DURATION}, and `{COMMAND}` for more, in {DURATION}"
+            f"nothing was measured on this machine yet: `{COMMAND}` does it, in {DURATION}"
         )
     except OSError as error:
         return None, f"{path} cannot be read: {error.strerror}"
