@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "attention, inference": (lambda: _attention(False), False, Count(4, 4, 3)),
     "attention, training": (lambda: _attention(True), True, Count(7, 5, 5)),
     "linear, inference": (_linear, False, Count(13, 6, 6)),
-    "generate, 8 tokens": (_generate, False, Count(353, 25, 166)),
+    "generate, 8 tokens": (_generate, False, Count(316, 26, 155)),
 }
 
 
@@ -182,7 +182,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 
 #: The most lines of source in each part. A change that raises one gives the reason in its commit; one
 #: that removes code lowers it. The aims are 35,000, 18,500, 35,000 and 4,500.
-LINES = {"transformer_fast": 41430, "csrc": 20850, "tests": 42200, "benchmarks": 4630}
+LINES = {"transformer_fast": 41120, "csrc": 20850, "tests": 42110, "benchmarks": 4630}
 
 
 @pytest.mark.parametrize("part", LINES)
