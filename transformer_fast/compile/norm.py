@@ -182,17 +182,18 @@ def _norm_of(
     node: Node, x: Node, formula: list[Node], epsilons: tuple[float, ...]
 ) -> _NormPattern | None:
     """Returns the norm of x that the node computes, times a weight at most; else None."""
-    width, dimensions = shape(node)[-1], rank(node)  # type: ignore[index]
+    width, lead = shape(node)[-1], (2,) * ((rank(node) or 1) - 1)  # type: ignore[index]
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((4, width), generator=generator, dtype=torch.float64) + 0.3
-    rows = rows * torch.tensor([[1.0], [1e-2], [1e-4], [1e-6]], dtype=torch.float64)
-    known = {x: rows.view((4,) + (1,) * ((dimensions or 2) - 2) + (width,))}
+    rows = torch.randn((*lead, width), generator=generator, dtype=torch.float64) + 0.3
+    # Rows of several sizes, since eps matters for small ones only.
+    rows = rows.view(-1, width) * 10.0 ** -(2 * torch.arange(2 ** len(lead))[:, None] % 8)
+    known = {x: rows.view(*lead, width)}
     y = weight = None
     while y is None:
         try:
             y = evaluate(node, known, formula).reshape(-1, width)
-        except UnknownValueError as error:
-            weight = error.args[0]
+        except UnknownValueError as unknown:
+            weight = unknown.args[0]
             if len(known) > 1 or shape(weight) not in ((width,), (1,), ()):
                 return None
             known[weight] = 0.5 + torch.rand(shape(weight), generator=generator).double()  # type: ignore[arg-type]
