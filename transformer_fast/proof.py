@@ -325,12 +325,12 @@ def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | Non
     """
     if call is None:
         return _never(op, backend, device)
-    return _decide(op, backend, *_about(call), device)
+    return _decide(op, backend, *_about(call), device)[0]
 
 
 def gain(op: str, backend: str, call: Any, device: torch.device) -> float:
     """Returns `Verdict.gain` of a kernel for the call's class; 0 without a verdict."""
-    return _gain(op, backend, *_about(call), device)
+    return _decide(op, backend, *_about(call), device)[1]
 
 
 def _about(call: Any) -> tuple[str, str, bool]:
@@ -343,30 +343,23 @@ def _unmeasured(problem: str | None) -> str:
 
 def _decide(
     op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
-) -> str | None:
+) -> tuple[str | None, float]:
+    """Returns why the kernel is not selected, or None, and its gain."""
     proof, problem = record_of(device)
     if proof is None:
-        return _unmeasured(problem)
+        return _unmeasured(problem), 0.0
     verdict = proof.find(op, backend, dtype, shape, gradients)
     if verdict is None:
-        return (
+        why = (
             f"no call like this one was measured on this machine ({dtype}, {shape}), so PyTorch's "
             f"op is preferred; `{COMMAND}` measures most, in {DURATION}"
         )
-    return None if verdict.chosen else verdict.why_not()
-
-
-def _gain(
-    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
-) -> float:
-    proof, _ = record_of(device)
-    verdict = proof and proof.find(op, backend, dtype, shape, gradients)
-    return verdict.gain if verdict else 0.0
+        return why, 0.0
+    return None if verdict.chosen else verdict.why_not(), verdict.gain
 
 
 # Equals `torch.compiler.assume_constant_result`, which would import all of torch._dynamo.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _never(op: str, backend: str, device: torch.device) -> str | None:
