@@ -1,6 +1,6 @@
 """Validation records: the file, its use by the dispatcher, and the commands that write it.
 
-The commands are `prove`, `compare` and `python -m benchmarks.gpu`. Their stages and processes run
+The commands are `prove` and `python -m benchmarks.gpu`. Their stages and processes run
 on the CPU here.
 """
 
@@ -29,7 +29,7 @@ from torch._subclasses import FakeTensorMode
 from benchmarks import gpu
 from transformer_fast import _native, dispatch, functional, proof, reference
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compare, info, prove
+from transformer_fast.cli import info, prove
 from transformer_fast.cli.info import state
 from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import accuracy, clock
@@ -40,7 +40,7 @@ from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
-from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
+from transformer_fast.specs.gpu import GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
@@ -307,9 +307,7 @@ def test_the_fastest_backend_is_selected(triton, monkeypatch):
 def test_without_a_record_the_reason_names_the_command(triton):
     assert select(call()).backend == "torch"
     [why] = dispatch.explain_call(call()).reasons["triton"]
-    minutes = proof.SHORT_DURATION
-    assert f"`python -m transformer_fast compare` does it for common calls, in {minutes}" in why
-    assert f"`python -m transformer_fast prove` for more, in {proof.DURATION}" in why
+    assert f"`python -m transformer_fast prove` does it, in {proof.DURATION}" in why
 
 
 def test_committed_results_apply_without_a_record(triton, monkeypatch):
@@ -325,9 +323,8 @@ def test_traced_programs_use_the_record(triton):
 
     @torch.compile(backend="eager", fullgraph=True)
     def asked(x):
-        why = proof._decide("linear", "triton", "bfloat16", ROWS, False, x.device)
-        other = proof._decide("linear", "triton", "float32", ROWS, False, x.device)
-        gain = proof._gain("linear", "triton", "bfloat16", ROWS, False, x.device)
+        why, gain = proof._decide("linear", "triton", "bfloat16", ROWS, False, x.device)
+        other, _ = proof._decide("linear", "triton", "float32", ROWS, False, x.device)
         return x + (why is None) + (other is None) + (gain == 2.0)
 
     assert torch.equal(asked(torch.zeros(2)), torch.full((2,), 2.0))
@@ -343,7 +340,7 @@ def class_of(one):
 
 def test_cases_cover_the_common_shape_classes():
     classes = {(one.op, class_of(one)) for one in GPU_CASES}
-    assert {op for op, _ in classes} == set(COMMON) == set(DIFFERENTIABLE)
+    assert {op for op, _ in classes} == set(DIFFERENTIABLE)
     for size in (64, 128):
         for seen in ("no mask", "key lengths"):
             for batch in (4, 5):
@@ -374,19 +371,14 @@ def test_cases_cover_the_common_shape_classes():
 SOME = Times(1e-5, 2e-5), Times(3e-5, 2e-5), Times(1e-5, 4e-5)
 
 
-def findings(*runs, gradients=False, times=SOME):
+def checked(*runs, gradients=False, times=SOME):
     kernels = [
         dispatch.Kernel("linear", backend, dispatch.unpacked(run), gradients=True)
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
     found = on_device.checker(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
     # through JSON, the format in which the process of an op prints its results
-    content = json.loads(json.dumps(found))
-    return [on_device.Finding(Verdict(*one), *rest) for one, *rest in content]
-
-
-def checked(*runs, **options):
-    return [found.verdict for found in findings(*runs, **options)]
+    return [Verdict(*one) for one in json.loads(json.dumps(found))]
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -397,27 +389,18 @@ def test_right_kernels_are_timed(gradients):
     assert found.chosen
 
 
-def test_findings_hold_the_error_and_the_times_of_each_round():
-    """The longer of device and host time, of the kernel and of PyTorch's faster way; wrong kernels
-    are not timed.
-    """
-
+def test_wrong_kernels_are_not_timed():
     def broken(*arguments):
         raise RuntimeError("no such tile")
 
-    right, wrong = findings(reference.linear, wrong_linear)
-    assert right.samples == [2e-5] * 7
-    assert right.torch_samples == [3e-5] * 7
-    assert 0.0 < right.error < 1e-5
-    assert 0.0 < right.error_ratio <= 2.0
-    assert wrong.error == pytest.approx(1e-3, rel=0.01)
-    [raises] = findings(broken)
-    assert raises[1:] == (None, None, [], [])
+    right, wrong = checked(reference.linear, wrong_linear)
+    [raises] = checked(broken)
+    assert right.right
     said = "output[", "RuntimeError in broken: no such tile"
     for found, problem in zip((wrong, raises), said, strict=True):
-        assert not found.verdict.right
-        assert problem in found.verdict.problem
-        assert (found.verdict.time, found.samples) == (None, [])
+        assert not found.right
+        assert problem in found.problem
+        assert found.time is None
 
 
 def test_backends_are_timed_on_the_same_inputs():
@@ -493,10 +476,9 @@ def test_an_ops_process_reports_each_trial(capsys, monkeypatch, a_gpu):
     monkeypatch.setitem(dispatch.registry.kernels, "linear", (kernel,))
     trial = SMALL, torch.float32, False
     monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [trial] * 2)
-    for short in (False, True):
-        assert main(prove._command("linear", CPU, short)[3:]) == 0
-        assert capsys.readouterr().out == "[]\n[]\n"
-    assert asked == [("linear", False, "cpu"), ("linear", True, "cpu")]
+    assert main(prove._command("linear", CPU)[3:]) == 0
+    assert capsys.readouterr().out == "[]\n[]\n"
+    assert asked == [("linear", "cpu")]
 
 
 def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
@@ -504,7 +486,7 @@ def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
     if (kernel := kernel_of("layer_norm")).unavailable is not None:
         pytest.skip(kernel.unavailable)
     smallest = min(
-        on_device.cases_of("layer_norm", True, "cpu"),
+        (case for case, *_ in on_device.trials("layer_norm", "cpu")),
         key=lambda one: one.case.build(torch.float32, "meta", None)[0].numel(),
     )
     monkeypatch.setattr(on_device, "trials", lambda *given: [(smallest, torch.float32, True)])
@@ -513,22 +495,19 @@ def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
     ]
     mine = dataclasses.replace(kernel, proven=frozenset())
     monkeypatch.setitem(dispatch.registry.kernels, "layer_norm", (mine, *others))
-    assert main(prove._command("layer_norm", CPU, True)[3:]) == 0
-    [[(found, error, *_)]] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(prove._command("layer_norm", CPU)[3:]) == 0
+    [[found]] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = Verdict(*found)
     assert (found.op, found.backend, found.dtype) == ("layer_norm", "cpu", "float32")
     assert (found.gradients, found.right, found.problem) == (True, True, None)
     assert found.shape == class_of(smallest)
     assert 0.0 < found.time < 1.0
     assert 0.0 < found.torch_time < 1.0
-    assert error < 1e-3
 
 
 def test_every_op_has_cases_for_cpus():
     for op in OPS:
-        few, most = (on_device.cases_of(op, short, "cpu") for short in (True, False))
-        assert few
-        assert set(few) <= set(most)
+        assert list(on_device.trials(op, "cpu"))
 
 
 class Device:
@@ -609,17 +588,9 @@ def test_commands_without_a_gpu_say_so(capsys, tmp_path):
 
 
 def program(*verdicts, **then):
-    """Replaces an op's process: prints the verdicts of each trial, with samples."""
-    lines = [{"line": [finding(one) for one in of_trial]} for of_trial in verdicts]
+    """Replaces an op's process: prints the verdicts of each trial."""
+    lines = [{"line": of_trial} for of_trial in verdicts]
     return stand_in("", [*lines, *([then] if then else [])])
-
-
-def finding(one):
-    own, theirs = (
-        [] if time is None else [time * factor for factor in (1.0, 0.9, 1.1)]
-        for time in (one.time, one.torch_time)
-    )
-    return on_device.Finding(one, 1e-3, 0.5, own, theirs)
 
 
 @pytest.fixture
@@ -663,146 +634,79 @@ def test_prove_from_end_to_end(capsys, monkeypatch, a_gpu):
     assert "No results to remove" in capsys.readouterr().out
 
 
-def common(op="linear", **changes):
-    return verdict(op=op, shape=COMMON[op][0], **changes)
-
-
-@pytest.fixture
-def comparing(monkeypatch, a_gpu, triton):
-    """Runs ``compare`` without text cases; ``commands`` replace the processes of the ops."""
-    kernels_of("layer_norm", monkeypatch)
-    monkeypatch.setattr(compare, "text_cases", lambda *_: [])
-
-    def run(commands, *options):
-        monkeypatch.setattr(
-            prove, "_command", lambda op, device, short: commands[op] if short else None
-        )
-        return main(["compare", "--op", *commands, *options])
-
-    return run
-
-
 def verdicts_of_file():
     found, _ = proof.read(MACHINE)
     return set(found.verdicts) if found else None
 
 
-def test_compare_records_the_common_classes(comparing, capsys, triton):
-    found = common(), common(backend="cuda", time=1.8e-5), common(dtype="float16", time=3e-5)
-    assert comparing({"linear": program(found)}) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (MACHINE.device, "GPU, bfloat16", "GPU, float16"))
-    table = [line.split() for line in shown.splitlines()]
-    [row] = [line for line in table if "triton" in line and "*" in line and line[0] != "*:"]
-    assert {"1.0e-03", "0.500x", "10.0", "2.00x"} <= set(row)
-    assert "2 of 3 tested kernel cases are correct and faster than PyTorch" in shown
-    assert "right in all 3; " in shown
-    assert verdicts_of_file() == set(found)
-    # The dispatcher uses the kernel for the measured classes only.
-    assert select(call(rows=4096)).backend == "triton"
-    assert select(call(rows=4096, dtype=torch.float16)).backend == "torch"
-    for other in (call(rows=32), call(rows=4096, needs_grad=True)):
-        assert select(other).backend == "torch"
-        [why] = dispatch.explain_call(other).reasons["triton"]
-        assert why.startswith("no call like this one was measured on this machine")
-        assert f"; `{proof.COMMAND}` measures most" in why
-    assert state(triton) == "ready"
-    assert info.proof_state().endswith(": 2 of 3 are right and faster than PyTorch")
+@pytest.fixture
+def proving(monkeypatch, a_gpu, triton):
+    """Runs ``prove``; ``commands`` replace the processes of the ops."""
+    kernels_of("layer_norm", monkeypatch)
+
+    def run(commands):
+        monkeypatch.setattr(prove, "_command", lambda op, device: commands[op])
+        return main(["prove", "--op", *commands])
+
+    return run
 
 
 def lines_until_crash(count):
     """Returns verdicts of the first trials of layer_norm."""
-    planned = list(on_device.trials("layer_norm", short=True))[:count]
+    planned = list(on_device.trials("layer_norm"))[:count]
     return [
-        [common("layer_norm", dtype=str(dtype)[6:], gradients=gradients)]
-        for _, dtype, gradients in planned
-    ]
+        [
+            verdict(
+                op="layer_norm", dtype=str(dtype)[6:], gradients=gradients,
+                shape=on_device.class_of(one),
+            )
+        ]
+        for one, dtype, gradients in planned
+    ]  # fmt: skip
 
 
-def test_compare_keeps_results_after_a_crash(comparing, capsys):
+def test_results_are_kept_after_a_crash(proving, capsys):
     """Keeps other ops, and classes whose cases had all been measured."""
-    write_record(common("layer_norm", dtype="float32"))
-    killed = program(*lines_until_crash(7), dies=True)
-    assert comparing({"layer_norm": killed, "linear": program([common()])}) == 1
+    count = len(list(on_device.trials("layer_norm"))) - 1
+    lines = lines_until_crash(count)
+    [*_, (case, dtype, gradients)] = on_device.trials("layer_norm")
+    missing = str(dtype)[6:], on_device.class_of(case), gradients
+    write_record(verdict(op="layer_norm", dtype="float64"))
+    assert proving({"layer_norm": program(*lines, dies=True), "linear": program([verdict()])}) == 1
     shown = capsys.readouterr().out
     assert "layer_norm: its process ended before it was done (signal 11)" in shown
-    assert "kernels crashed: layer_norm" in shown
-    assert verdicts_of_file() == {common(), common("layer_norm")}
-
-
-def test_wrong_kernels_fail_the_comparison(comparing, capsys):
-    wrong = common(right=False, **UNTIMED, problem="error 7")
-    assert comparing({"linear": program([wrong, common(dtype="float32")])}) == 1
-    shown = capsys.readouterr().out
-    assert "linear GPU, bfloat16 on triton: up to 8192 rows: error 7" in shown
-    assert "1 of 2 results are wrong" in shown
-    assert select(call(rows=4096)).backend == "torch"
+    kept = {one for [one] in lines if one[2:5] != missing}
+    assert verdicts_of_file() == {verdict(), *kept}
 
 
 def test_earlier_verdicts_are_kept_or_replaced():
     """All but those of the same class and kernel, and those of ops whose process crashed."""
-    of_attention, slower = verdict(op="attention"), common(time=9.0)
-    before, found = (Proof(MACHINE, "", 1.0, one) for one in ((of_attention, slower), (common(),)))
-    assert set(proof.merged(None, found).verdicts) == {common()}
-    assert set(proof.merged(before, found).verdicts) == {of_attention, common()}
-    assert set(proof.merged(before, found, ["attention"]).verdicts) == {common()}
+    of_attention, slower = verdict(op="attention"), verdict(time=9.0)
+    before, found = (Proof(MACHINE, "", 1.0, one) for one in ((of_attention, slower), (verdict(),)))
+    assert set(proof.merged(None, found).verdicts) == {verdict()}
+    assert set(proof.merged(before, found).verdicts) == {of_attention, verdict()}
+    assert set(proof.merged(before, found, ["attention"]).verdicts) == {verdict()}
 
 
-@pytest.mark.parametrize("command", ["prove", "compare"])
-def test_results_are_kept_after_ctrl_c(command, comparing, monkeypatch, capsys):
-    """Ctrl-C after the first trial of linear: float32 was not finished."""
+def test_results_are_kept_after_ctrl_c(proving, monkeypatch, capsys):
+    """Ctrl-C after the first trial of linear: its class was not finished in float32."""
     lines_of = prove.lines_of
+    [(case, *_), *_] = on_device.trials("linear")
+    unfinished = verdict(dtype="float32", shape=on_device.class_of(case))
 
     def until_linear(process, take, *rest):
         if process != "linear":
             return lines_of(process, take, *rest)
-        take([finding(one) for one in (verdict(), common(), common(dtype="float32"))])
+        take([verdict(shape="a class"), unfinished])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prove, "lines_of", until_linear)
-    commands = {"layer_norm": program([common("layer_norm")]), "linear": "linear"}
-    if command == "compare":
-        assert comparing(commands) == 130
-        shown = capsys.readouterr()
-        assert shown.err == "interrupted\n"
-        assert "linear: its process ended before it was done (interrupted)" in shown.out
-    else:
-        monkeypatch.setattr(prove, "_command", lambda op, *_: commands[op])
-        assert main(["prove", "--op", *commands]) == 130
-    found = verdicts_of_file()
-    assert {common("layer_norm"), verdict()} <= found
-    assert common(dtype="float32") not in found
-
-
-def test_compare_may_write_no_record(comparing, capsys):
-    assert comparing({"linear": program([common()])}, "--no-proof") == 0
-    shown = capsys.readouterr().out
-    assert "2.00x" in shown
-    assert "nothing was written" in shown
-    assert verdicts_of_file() is None
-
-
-@pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
-def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
-    """The output is that of the text cases alone."""
-    monkeypatch.setattr(compare, "text_cases", lambda *_: [])
-    monkeypatch.setattr(compare, "_verdict", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
-    monkeypatch.setattr(prove, "measure", None)
-    assert main(["compare", *([given] if given != "no GPU" else [])]) == 0
+    of_norm = verdict(op="layer_norm")
+    assert proving({"layer_norm": program([of_norm]), "linear": "linear"}) == 130
     shown = capsys.readouterr()
-    assert "GPU" not in shown.out
-    assert shown.err == ""
-    assert verdicts_of_file() is None
-
-
-def test_compare_measures_the_common_cases():
-    for op, classes in COMMON.items():
-        cases = on_device.cases_of(op, short=True)
-        assert {class_of(one) for one in cases} == set(classes)
-        assert set(cases) == {one for one in on_device.cases_of(op) if class_of(one) in classes}
-    count = sum(len(list(on_device.trials(op, short=True))) for op in OPS)
-    assert f"{count} trials" in " ".join((ROOT / "docs" / "guides" / "gpu.md").read_text().split())
+    assert shown.err == "interrupted\n"
+    assert "linear: its process ended before it was done (interrupted)" in shown.out
+    assert verdicts_of_file() == {of_norm, verdict(shape="a class")}
 
 
 # `python -m benchmarks.gpu`

@@ -1,42 +1,121 @@
-"""`enable_sdpa`: runs `F.scaled_dot_product_attention` of the whole process on this package's kernels.
+"""`enable_sdpa`: runs `F.scaled_dot_product_attention` of the whole process on the CPU kernel.
 
-Registers the overrides of `_sdpa_operators` as a provider of PyTorch's flash attention. PyTorch checks
-the arguments before it calls them.
+Registers an override of PyTorch's fused operator for CPU tensors as a provider of PyTorch's flash
+attention. PyTorch checks the arguments before it calls the operator, and uses its own backward, which
+reads the log-sum-exp of each row of scores (B, H, T). Shapes and memory layouts of the results are those
+of PyTorch's meta function, on which compiled programs rely. The output has the query's order of
+dimensions in memory, as PyTorch's kernel returns it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import warnings
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import attention as _registry
 
 from . import _native, dispatch
-from ._sdpa_operators import BACKENDS, Override, runs_on
+from .dispatch import Call, make_call, select
+from .ops.arguments import AttentionArguments
+from .ops.attention import TRAINING
+
+_log = logging.getLogger("transformer_fast")
 
 NAME = "transformer_fast"
+OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Overrides:
-    """The overrides for all devices of this machine, until `remove`."""
+class _Override:
+    """Overrides PyTorch's operator until `remove`. named: the backend that the user named."""
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
-        self.parts = []
-        try:
-            for device in _devices():
-                self.parts.append(Override(device, backend))
-        except BaseException:
-            self.remove()
-            raise
+    def __init__(self, named: str | None) -> None:
+        self.named = named
+        self._logged: set[str] = set()
+        theirs = torch.library.get_kernel(f"aten::{OPERATOR}", "CPU")
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        self._run_theirs = partial(theirs.call_boxed, keys)
+        self._library = torch.library.Library("aten", "IMPL", "CPU")
+        with warnings.catch_warnings():
+            # PyTorch warns that a kernel is overridden.
+            warnings.simplefilter("ignore", UserWarning)
+            self._library.impl(OPERATOR, self._run, "CPU")
 
     def remove(self) -> None:
-        for part in self.parts:
-            part.remove()
+        self._library._destroy()
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
+        is_causal: bool = False, *, attn_mask: Tensor | None = None, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        if self._chooses_ours(query, key, value, dropout_p, is_causal, attn_mask):
+            return attend(query, key, value, attn_mask, is_causal, scale)
+        return self._run_theirs(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+
+    def _chooses_ours(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
+        mask: Tensor | None,
+    ) -> bool:  # fmt: skip
+        arguments = AttentionArguments(query, key, value, mask, None, is_causal, None, dropout_p)
+        call = make_call(arguments, needs_grad=False)  # the backward is PyTorch's
+        named = dispatch.named_backend() or self.named
+        try:
+            backend = select(call, named).backend
+        except NotImplementedError:  # the named backend does not support the call
+            backend = ""
+        # PyTorch's backward would drop other elements than our forward.
+        fits = dropout_p == 0.0 and value.shape[-1] == query.shape[-1]
+        if fits and backend == "cpu" and query.numel() > 0 and key.numel() > 0:
+            return True
+        self._log_reason(call, named)
+        return False
+
+    def _log_reason(self, call: Call, named: str | None) -> None:
+        """Logs why PyTorch's kernel runs, once for each reason."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        reason = _why_not_ours(call, named)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _log.info("scaled_dot_product_attention runs on PyTorch's own kernel: %s", reason)
 
 
-def _devices() -> list[str]:
-    return ["CPU", "CUDA"] if torch.cuda.is_available() else ["CPU"]
+def _why_not_ours(call: Call, named: str | None) -> str:
+    """Returns the reasons why our kernel does not run the call, in one line."""
+    lines = []
+    if named not in (None, "cpu"):
+        lines.append(f"use_backend selects {named!r}")
+    for kernel in dispatch.kernels("attention"):
+        if kernel.backend == "cpu" and (reasons := dispatch.why_not(kernel, call)):
+            lines.append(f"cpu: {'; '.join(reasons)}")
+    return ". ".join(lines) or "it is empty, or its values are of another size than its queries"
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the output, and the log-sum-exp (B, H, T) in fp32; 0 in fully masked rows.
+
+    Of these rows the backward computes the weights as exp(-inf - 0).
+    """
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    output, _, row_max, row_sum = TRAINING.of["cpu"](
+        query, key, value, mask, None, is_causal, scale, 0.0, None, False
+    )
+    lse = row_max + row_sum.log()
+    batch, heads, length = lse.shape
+    rows = lse.new_empty((batch, length, heads)).transpose(1, 2).copy_(lse)
+    return output, rows.masked_fill_(rows == -math.inf, 0.0)
 
 
 _before: str | None = None
@@ -44,36 +123,30 @@ _named: str | None = None
 
 
 def enable_sdpa(backend: str | None = None) -> None:
-    """Run `torch.nn.functional.scaled_dot_product_attention` on this package's kernels from now on.
+    """Run `torch.nn.functional.scaled_dot_product_attention` on this package's CPU kernel from now on.
 
     For code that you cannot change: it affects every caller of PyTorch's function in this process,
     eager or compiled, with or without gradients. The forward runs on this package's kernel, the backward
-    on PyTorch's. Calls that the kernels do not support run on PyTorch's as before;
+    on PyTorch's. Calls that the kernel does not support run on PyTorch's as before;
     `transformer_fast.explain` and the log "transformer_fast" at level INFO give the reasons. Calls
     that PyTorch does not run on its fused attention stay on PyTorch, too: those with dropout, a mask
     that needs a gradient, 3-D inputs on CPUs before PyTorch 2.14, or values of another size than
-    queries. A second call with the same backend changes nothing.
-
-    CPU tensors run on the C++ kernels. CUDA tensors stay on PyTorch unless ``backend="triton"`` names the
-    Triton kernels, which are not validated on a GPU yet.
+    queries. A second call with the same backend changes nothing. Tensors on GPUs stay on PyTorch.
 
     Args:
-        backend: None: the dispatcher chooses for each call. "cpu" or "triton": this backend runs all
-            tensors of its devices, validated or not; the dispatcher chooses for others. `use_backend`
-            and TRANSFORMER_FAST_BACKEND take precedence.
+        backend: None: the dispatcher chooses for each call. "cpu": our kernel runs all calls that it
+            supports, validated or not. `use_backend` and TRANSFORMER_FAST_BACKEND take precedence.
 
     Raises:
         ValueError: the backend has no such kernel.
-        RuntimeError: the backend cannot run on this machine, or for None the CPU kernels were not
-            built, or this PyTorch cannot restore its own kernel afterwards (2.10).
+        RuntimeError: the CPU kernels were not built, or this PyTorch cannot restore its own kernel
+            afterwards (2.10).
     """
     global _before, _named
-    if backend is not None and backend not in BACKENDS:
-        names = ", ".join(BACKENDS)
-        raise ValueError(f"backend must be one of {names}, or None, not {backend!r}")
-    reason = _why_not(backend)
-    if reason is not None:
-        raise RuntimeError(f"enable_sdpa: {reason}")
+    if backend not in (None, "cpu"):
+        raise ValueError(f"backend must be cpu or None, not {backend!r}")
+    if _native.why_not is not None:
+        raise RuntimeError(f"enable_sdpa: there is no CPU kernel: {_native.why_not}")
     if not hasattr(_registry, "restore_flash_attention_impl"):
         raise RuntimeError(
             f"enable_sdpa: torch {torch.__version__} cannot restore its attention kernel afterwards "
@@ -82,32 +155,11 @@ def enable_sdpa(backend: str | None = None) -> None:
     current = _registry.current_flash_attention_impl()
     if current == NAME and _named == backend:
         return
-    _registry.register_flash_attention_impl(NAME, register_fn=partial(_Overrides, backend))
+    _registry.register_flash_attention_impl(NAME, register_fn=partial(_Override, backend))
     _registry.activate_flash_attention_impl(NAME)
     _named = backend
     if current != NAME:
         _before = current
-
-
-def _why_not(backend: str | None) -> str | None:
-    """Returns why the backend (None: the CPU kernels) cannot run here, or None if it can."""
-    if backend in (None, "cpu"):
-        if _native.why_not is None:
-            return None
-        reason = f"there is no CPU kernel: {_native.why_not}"
-        if backend is None and torch.cuda.is_available():
-            reason += '; for CUDA tensors name one, enable_sdpa(backend="triton")'
-        return reason
-    kernel = next((k for k in dispatch.kernels("attention") if k.backend == backend), None)
-    if kernel is None:
-        return f"backend {backend!r} has no kernel for attention"
-    if kernel.unavailable is not None:
-        return f"backend {backend!r} cannot run here: {kernel.unavailable}"
-    if torch.cuda.is_available() or runs_on(kernel.backend, "cpu"):
-        return None
-    built = torch.version.cuda is not None
-    why = "PyTorch finds no GPU here" if built else f"torch {torch.__version__} has no CUDA"
-    return f"backend {backend!r} runs on {' and '.join(kernel.devices)} tensors, and {why}"
 
 
 def disable_sdpa() -> None:

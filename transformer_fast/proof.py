@@ -3,8 +3,7 @@
 Kernels for GPUs, and for CPUs' instruction sets that were never timed on hardware, are selected by such
 a record only. ``python -m transformer_fast prove`` writes it to the user's cache folder
 (``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one file for each `Machine`.
-``python -m transformer_fast compare`` does the same for the most common classes of shapes only. The
-dispatcher looks a call up by its `shape_class`. Calls measure nothing.
+The dispatcher looks a call up by its `shape_class`. Calls measure nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from .reference import ANNOTATED, OPS
 COMMAND = "python -m transformer_fast prove"
 #: Duration of the command in messages: an estimate from the number of cases, not measured on a GPU.
 DURATION = "a quarter of an hour to half an hour"
-#: The command that measures common calls only (`specs.gpu.COMMON`), and its duration.
-SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"
 #: Version of the file format. 5: CPUs; one time for a call.
 _FORMAT = 5
 #: Least speed-up over PyTorch for which a kernel is selected; smaller ones are noise.
@@ -268,8 +265,7 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None, (
-            f"nothing was measured on this machine yet: `{SHORT_COMMAND}` does it for common calls, in "
-            f"{SHORT_DURATION}, and `{COMMAND}` for more, in {DURATION}"
+            f"nothing was measured on this machine yet: `{COMMAND}` does it, in {DURATION}"
         )
     except OSError as error:
         return None, f"{path} cannot be read: {error.strerror}"
@@ -329,12 +325,12 @@ def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | Non
     """
     if call is None:
         return _never(op, backend, device)
-    return _decide(op, backend, *_about(call), device)
+    return _decide(op, backend, *_about(call), device)[0]
 
 
 def gain(op: str, backend: str, call: Any, device: torch.device) -> float:
     """Returns `Verdict.gain` of a kernel for the call's class; 0 without a verdict."""
-    return _gain(op, backend, *_about(call), device)
+    return _decide(op, backend, *_about(call), device)[1]
 
 
 def _about(call: Any) -> tuple[str, str, bool]:
@@ -347,30 +343,23 @@ def _unmeasured(problem: str | None) -> str:
 
 def _decide(
     op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
-) -> str | None:
+) -> tuple[str | None, float]:
+    """Returns why the kernel is not selected, or None, and its gain."""
     proof, problem = record_of(device)
     if proof is None:
-        return _unmeasured(problem)
+        return _unmeasured(problem), 0.0
     verdict = proof.find(op, backend, dtype, shape, gradients)
     if verdict is None:
-        return (
+        why = (
             f"no call like this one was measured on this machine ({dtype}, {shape}), so PyTorch's "
             f"op is preferred; `{COMMAND}` measures most, in {DURATION}"
         )
-    return None if verdict.chosen else verdict.why_not()
-
-
-def _gain(
-    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: torch.device
-) -> float:
-    proof, _ = record_of(device)
-    verdict = proof and proof.find(op, backend, dtype, shape, gradients)
-    return verdict.gain if verdict else 0.0
+        return why, 0.0
+    return None if verdict.chosen else verdict.why_not(), verdict.gain
 
 
 # Equals `torch.compiler.assume_constant_result`, which would import all of torch._dynamo.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _never(op: str, backend: str, device: torch.device) -> str | None:

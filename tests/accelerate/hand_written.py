@@ -357,6 +357,9 @@ NORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "without affine": lambda x, a, b: (
         (x - _mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-2)
     ),
+    "reciprocal of a root": lambda x, a, b: (
+        (x - _mean(x)) * (1 / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)) * a + b
+    ),
     "var and mean": _var_and_mean,
     "std and mean": _std_and_mean,
     "dimension restored": lambda x, a, b: (

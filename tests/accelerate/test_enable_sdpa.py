@@ -1,8 +1,4 @@
-"""enable_sdpa: PyTorch's scaled_dot_product_attention with our forward and PyTorch's backward.
-
-PyTorch's operators for CUDA tensors are called by their dispatch key, here with CPU tensors. The
-results of the Triton kernels behind them are tested in tests/triton_kernels.
-"""
+"""enable_sdpa: PyTorch's scaled_dot_product_attention with our forward and PyTorch's backward."""
 
 from __future__ import annotations
 
@@ -16,27 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import CPU, TRITON, Backend, kernel_of, python
+from harness import kernel_of, python
 from module_checks import cast, check_budget, run
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as registry
-from torch.utils._pytree import tree_map_only
 
 import transformer_fast
-from transformer_fast import (
-    _native,
-    _sdpa_operators,
-    disable_sdpa,
-    dispatch,
-    enable_sdpa,
-    use_backend,
-)
+from transformer_fast import _native, _sdpa, disable_sdpa, dispatch, enable_sdpa, use_backend
 from transformer_fast._native import TORCH_VERSION
-from transformer_fast.backends import triton as triton_backend
 from transformer_fast.functional.attention import FUSES_3D
-from transformer_fast.ops.attention import TRAINING
-from transformer_fast.reference.attention import empty_output
 from transformer_fast.testing import GRADIENT_FACTOR
 
 #: PyTorch 2.10 lacks it, and `enable_sdpa` refuses.
@@ -50,34 +34,24 @@ def restores(request: pytest.FixtureRequest) -> None:
 
 
 needs_native = pytest.mark.skipif(_native.why_not is not None, reason=str(_native.why_not))
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 B, H, T, S, D = 2, 4, 7, 5, 8
-CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-FLASH, EFFICIENT, CUDNN = _sdpa_operators.OPERATORS["CUDA"]
-
-
-#: Triton kernels run only if they are named.
-EITHER = pytest.mark.parametrize("backend", [CPU, TRITON], indirect=True, ids=str)
 
 
 @pytest.fixture
-def calls(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[tuple[Any, ...]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """Enables our kernels, and records every call that they accept."""
     if _native.why_not is not None:
         pytest.skip(str(_native.why_not))
     found: list[tuple[Any, ...]] = []
-    named = "backend" in request.fixturenames and request.getfixturevalue("backend") == TRITON
-    right = _sdpa_operators.attend
+    right = _sdpa.attend
 
     def attend(*args: Any) -> Any:
         found.append(args)
         return right(*args)
 
-    monkeypatch.setattr(_sdpa_operators, "attend", attend)
-    enable_sdpa(backend="triton" if named else None)
+    monkeypatch.setattr(_sdpa, "attend", attend)
+    enable_sdpa()
     yield found
     disable_sdpa()
     assert registry.current_flash_attention_impl() is None
@@ -135,15 +109,12 @@ def _run(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.usefixtures("small_tiles")
-@EITHER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_match_pytorch(
-    name: str, dtype: torch.dtype, backend: Backend, calls: list[Any]
+    name: str, dtype: torch.dtype, calls: list[Any]
 ) -> None:
-    device = backend.of("attention").device
-    args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), cast(CASES[name](), dtype))
+    args, kwargs = cast(CASES[name](), dtype)
     ours = _run(args, kwargs)
     assert len(calls) == 1
     disable_sdpa()
@@ -152,10 +123,9 @@ def test_outputs_and_gradients_match_pytorch(
     assert len(calls) == 1
     for got, expected, true in zip(ours, theirs, oracle, strict=True):
         check_budget(got, expected, true, GRADIENT_FACTOR)
-    if backend == CPU:
-        with torch.no_grad():
-            enable_sdpa()
-            torch.testing.assert_close(F.scaled_dot_product_attention(*args, **kwargs), ours[0])
+    with torch.no_grad():
+        enable_sdpa()
+        torch.testing.assert_close(F.scaled_dot_product_attention(*args, **kwargs), ours[0])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fewer key heads"])
@@ -189,10 +159,7 @@ def test_log_sum_exp_and_strides_match_pytorch(name: str, calls: list[Any]) -> N
     ],
     ids=["dropout", "fp64", "mask with gradient", "other value size"],
 )
-@EITHER
-def test_unsupported_calls_run_on_pytorch(
-    args: Any, kwargs: Any, backend: Backend, calls: list[Any]
-) -> None:
+def test_unsupported_calls_run_on_pytorch(args: Any, kwargs: Any, calls: list[Any]) -> None:
     torch.manual_seed(0)
     ours = _run(args, kwargs)
     assert not calls
@@ -301,86 +268,6 @@ def test_without_kernels_enable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         enable_sdpa()
 
 
-# Operators for CUDA tensors.
-
-
-def _their(name: str, calls: list[tuple[Any, ...]]) -> SimpleNamespace:
-    """Placeholder for one of PyTorch's CUDA kernels, which a CPU build lacks."""
-
-    def call_boxed(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        assert keys.has(torch._C.DispatchKey.CUDA)
-        calls.append((args, kwargs))
-        output, lse, zero = args[0].clone(), args[0].new_zeros(args[0].shape[:3]), torch.zeros(())
-        if name == EFFICIENT:
-            return output, lse, zero, zero
-        return output, lse, None, None, 1, 1, zero, zero, None
-
-    return SimpleNamespace(call_boxed=call_boxed)
-
-
-@pytest.fixture
-def theirs() -> list[tuple[Any, ...]]:
-    """Returns the recorded calls of PyTorch's kernels."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    return []
-
-
-@pytest.fixture
-def override(request: pytest.FixtureRequest, theirs: list[Any]) -> Iterator[None]:
-    """Registers our CUDA override with the backend given as parameter. The dispatcher treats CPU
-    tensors as supported by Triton, as with its interpreter.
-    """
-    for kernel in triton_backend.kernels(interpreted=True):
-        dispatch.register(kernel)
-    kernels = {name: _their(name, theirs) for name in (FLASH, EFFICIENT, CUDNN)}
-    override = _sdpa_operators.Override("CUDA", request.param, kernels)
-    yield
-    override.remove()
-
-
-unnamed = pytest.mark.parametrize("override", [None], indirect=True)
-named_triton = pytest.mark.parametrize("override", ["triton"], indirect=True)
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Records the calls that reach Triton, and computes them by definition."""
-    found: list[tuple[Any, ...]] = []
-
-    def run(
-        query: Tensor, key: Tensor, value: Tensor, mask: Any, _: None, causal: bool, scale: float,
-        *rest: Any,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        found.append((mask, causal, scale))
-        scores = query @ key.mT * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
-        scores = scores if mask is None else scores + mask
-        lse = scores.logsumexp(-1)
-        output = empty_output(query, key, value).copy_(scores.softmax(-1).nan_to_num() @ value)
-        return output, None, torch.zeros_like(lse), lse.exp()
-
-    monkeypatch.setitem(TRAINING.of, "triton", run)
-    return found
-
-
-def _call(name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(torch.ops.aten, name).default.redispatch(CUDA, *args, **kwargs)
-
-
-def _calls() -> list[tuple[str, tuple[Any, ...]]]:
-    bias = torch.randn(B, H, T, S).masked_fill(torch.rand(B, H, T, S) > 0.7, -math.inf)
-    bias[0, 1, 2] = -math.inf  # a fully masked row
-    return [
-        (FLASH, (*_qkv(S), 0.0, True, False)),
-        (EFFICIENT, (*_qkv(), bias, True, 0.0, False)),
-        (EFFICIENT, (*_qkv(), None, False, 0.0, False)),
-        (CUDNN, (*_qkv(), bias, True, 0.0, False, False)),
-        (CUDNN, (*_qkv(), None, True, 0.0, True, False)),
-    ]
-
-
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
     """Returns the library's log messages.
@@ -399,202 +286,42 @@ def messages() -> Iterator[list[str]]:
     logger.setLevel(before)
 
 
-@unnamed
-def test_unvalidated_kernels_are_not_chosen(
-    override: None, theirs: list[Any], messages: list[str]
-) -> None:
+def test_the_log_has_each_reason_once(calls: list[Any], messages: list[str]) -> None:
+    q, k, v = _qkv()
     for _ in range(2):
-        for name, args in _calls():
-            double = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
-            _call(name, *double, scale=0.5)
-    assert len(theirs) == 10
-    assert theirs[0][1] == {"scale": 0.5}
-    [record] = set(messages)
-    assert (
-        "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and"
-        in record
-    )
-    assert "so it is used only if selected by name" in record
-
-
-@named_triton
-def test_a_named_backend_runs(override: None, theirs: list[Any], ran: list[Any]) -> None:
-    for name, args in _calls():
-        _call(name, *args, scale=0.25)
-    assert [(mask is not None, causal) for mask, causal, _ in ran] == [
-        (False, True), (True, False), (False, False), (True, False), (False, True)
-    ]  # fmt: skip
-    assert {scale for *_, scale in ran} == {0.25}
-    query = _qkv()
-    _call(EFFICIENT, *query, None, True)
-    assert ran[-1][2] == pytest.approx(D**-0.5)
-    assert not theirs
-
-
-@named_triton
-def test_unsupported_cuda_calls_run_on_pytorch(
-    override: None, theirs: list[Any], messages: list[str], ran: list[Any]
-) -> None:
-    q, k, v = _qkv()
-    _call(EFFICIENT, q.double(), k.double(), v.double(), None, True)
-    assert "triton: it supports bfloat16, float16, float32, and the call has float64" in "\n".join(
-        messages
-    )
-    _call(FLASH, q, k, v, 0.0, False, True)  # the debug mask is requested
-    _call(CUDNN, q, k, v, None, True, 0.0, False, True)
-    _call(EFFICIENT, q, k, torch.randn(B, H, S, 3), None, True)
-    assert "its values are of another size than its queries" in "\n".join(messages)
-    with use_backend("reference"):
-        _call(EFFICIENT, q, k, v, None, True)
-    assert "use_backend selects 'reference'" in "\n".join(messages)
-    wide = torch.randn(1, 1, 2, 300)
-    _call(FLASH, wide, wide, wide)
-    assert "triton: it supports head sizes up to 256, and the call has 300" in "\n".join(messages)
-    assert len(theirs) == 6
-    assert not ran
-
-
-@named_triton
-def test_dropout_runs_on_pytorch(
-    override: None, theirs: list[Any], ran: list[Any], messages: list[str]
-) -> None:
-    """PyTorch's backward could not reproduce which elements another kernel dropped."""
-    q, k, v = _qkv()
-    for name, args in (
-        (FLASH, (q, k, v, 0.1)),
-        (EFFICIENT, (q, k, v, None, True, 0.1)),
-        (CUDNN, (q, k, v, None, True, 0.1)),
-    ):
-        _call(name, *args)
-    assert len(theirs) == 3
-    assert "it has dropout, which PyTorch's backward has to repeat" in "\n".join(messages)
-    assert not ran
-
-
-@unnamed
-def test_use_backend_takes_precedence(override: None, theirs: list[Any], ran: list[Any]) -> None:
-    with use_backend("triton"):
-        _call(EFFICIENT, *_qkv(), None, True)
-    assert len(ran) == 1
-    assert not theirs
-
-
-@named_triton
-@pytest.mark.parametrize("number", range(5))
-def test_cuda_results_match_the_meta_functions(number: int, override: None, ran: list[Any]) -> None:
-    """Shapes, strides and dtypes of PyTorch's meta functions, which compiled programs rely on."""
-    name, args = _calls()[number]
-    for heads_last in (False, True):
-        if heads_last:
-            args = tuple(
-                x.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(x, Tensor) else x
-                for x in args
-            )
-        got = _call(name, *args)
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
-            meta = getattr(torch.ops.aten, name)(*fakes)
-        assert len(got) == len(meta)
-        for ours, promised in zip(got, meta, strict=True):
-            if isinstance(promised, Tensor) and isinstance(ours, Tensor):
-                assert (ours.shape, ours.dtype) == (promised.shape, promised.dtype)
-                assert ours.stride() == promised.stride()
-            else:
-                assert type(ours) is type(promised)
-
-
-@named_triton
-@pytest.mark.parametrize("number", [1, 3])
-def test_fully_masked_rows_have_zero_weights_in_backward(
-    number: int, override: None, ran: list[Any]
-) -> None:
-    name, args = _calls()[number]
-    q, k, _, bias = args[:4]
-    output, lse = _call(name, *args)[:2]
-    scores = q @ k.mT / math.sqrt(D) + bias
-    weights = (scores - lse.reshape(B, H, -1)[:, :, :T, None]).exp()
-    assert weights.isfinite().all()
-    sums = weights.sum(-1)
-    assert (sums == 0).sum() >= 1
-    torch.testing.assert_close(sums[sums != 0], torch.ones_like(sums[sums != 0]))
-    torch.testing.assert_close(output, weights @ args[2])
-    assert lse.reshape(B, H, -1)[:, :, T:].isinf().all()
-
-
-@without_gpu
-def test_unknown_backend_names_raise() -> None:
-    for wrong in ("reference", "torch", "cuda", "fast"):
-        with pytest.raises(ValueError, match="backend must be one of cpu, triton, or None, not"):
-            enable_sdpa(wrong)
-    assert registry.current_flash_attention_impl() is None
-
-
-@without_gpu
-def test_without_a_gpu_naming_triton_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(
-        RuntimeError, match=r"backend 'triton' runs on cuda tensors, and torch \S+ has no CUDA"
-    ):
-        enable_sdpa(backend="triton")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RuntimeError, match="PyTorch finds no GPU here"):
-        enable_sdpa(backend="triton")
-    kernel = kernel_of("attention", "triton")
-    missing = dataclasses.replace(kernel, unavailable="Triton is not installed")
-    monkeypatch.setitem(dispatch.registry.kernels, "attention", (missing,))
-    with pytest.raises(RuntimeError, match="cannot run here: Triton is not installed"):
-        enable_sdpa(backend="triton")
-    assert registry.current_flash_attention_impl() is None
-
-
-def test_with_a_gpu_both_devices_are_registered(
-    monkeypatch: pytest.MonkeyPatch, theirs: list[Any]
-) -> None:
-    """Registers both devices; without CPU kernels, the message recommends naming a backend."""
-    right = torch.library.get_kernel
-
-    def get_kernel(op: str, key: Any, *args: Any) -> Any:
-        return _their(op, theirs) if key == "CUDA" else right(op, key, *args)
-
-    monkeypatch.setattr(torch.library, "get_kernel", get_kernel)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    name = f"aten::{EFFICIENT}"
-    before = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")  # PyTorch's own
-    enable_sdpa(backend="triton")
-    try:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-        parts = registry._registry._FLASH_ATTENTION_ACTIVE[1].parts
-        assert [(part.device, part.named) for part in parts] == [
-            ("CPU", "triton"), ("CUDA", "triton")
-        ]  # fmt: skip
-        if _native.why_not is None:
-            enable_sdpa()  # replaces the first choice
-            parts = registry._registry._FLASH_ATTENTION_ACTIVE[1].parts
-            assert [part.named for part in parts] == [None, None]
-    finally:
-        disable_sdpa()
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") == before
-    monkeypatch.setattr(_native, "why_not", "no compiler was found")
-    with pytest.raises(RuntimeError, match='for CUDA tensors name one, enable_sdpa\\(backend="tri'):
-        enable_sdpa()
+        F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+        with use_backend("reference"):
+            F.scaled_dot_product_attention(q, k, v)
+    head = "scaled_dot_product_attention runs on PyTorch's own kernel: "
+    assert not calls
+    wide, named = (message.removeprefix(head) for message in messages)
+    assert wide.startswith("cpu: it supports bfloat16, float16, float32, and the call has float64")
+    assert named == "use_backend selects 'reference'"
 
 
 @needs_native
-@without_gpu
-def test_a_failed_enable_leaves_nothing_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If PyTorch lacks the kernels of one device, the other device is disabled again."""
-    right = torch.library.get_kernel
+def test_a_named_backend_takes_precedence_over_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that waits for validation runs only if it is named."""
+    kernel = kernel_of("attention")
+    waiting = dataclasses.replace(kernel, proven=frozenset())
+    kernels = tuple(waiting if one is kernel else one for one in dispatch.kernels("attention"))
+    monkeypatch.setitem(dispatch.registry.kernels, "attention", kernels)
+    found: list[Any] = []
+    right = _sdpa.attend
+    monkeypatch.setattr(_sdpa, "attend", lambda *args: found.append(args) or right(*args))
+    for named, count in ((None, 0), ("cpu", 1)):
+        enable_sdpa(backend=named)
+        try:
+            F.scaled_dot_product_attention(*_qkv())
+        finally:
+            disable_sdpa()
+        assert len(found) == count
 
-    def get_kernel(op: str, key: Any, *args: Any) -> Any:
-        if key == "CUDA":
-            raise RuntimeError(f"no kernel for CUDA of {op}")
-        return right(op, key, *args)
 
-    monkeypatch.setattr(torch.library, "get_kernel", get_kernel)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="no kernel for CUDA"):
-        enable_sdpa()
+def test_unknown_backend_names_raise() -> None:
+    for wrong in ("reference", "torch", "cuda", "triton", "fast"):
+        with pytest.raises(ValueError, match="backend must be cpu or None, not"):
+            enable_sdpa(wrong)
     assert registry.current_flash_attention_impl() is None
-    x = torch.randn(1, 1, 2, 4)
-    monkeypatch.setattr(_sdpa_operators, "attend", None)
-    F.scaled_dot_product_attention(x, x, x)

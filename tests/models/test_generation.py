@@ -302,14 +302,13 @@ def test_memory_is_not_copied_for_beams() -> None:
     with torch.no_grad():
         steps = step_decoder(model, model.encode(source), source == PAD)
         steps.start(torch.full((5, 1), START))
-        before = [cross.memory.data_ptr() for _, cross, _ in steps.layers if cross is not None]
+        before = [memory.data_ptr() for memory in steps.memories]
         steps.spread(4)
         steps.step(torch.full((20,), 3))
         steps.reorder(torch.arange(20))
         steps.step(torch.full((20,), 3))
-    after = [cross.memory for _, cross, _ in steps.layers if cross is not None]
-    assert [x.data_ptr() for x in after] == before
-    assert all(x.shape[1] == 5 for x in after)
+    assert [memory.data_ptr() for memory in steps.memories] == before
+    assert all(memory.shape[1] == 5 for memory in steps.memories)
 
 
 def test_custom_layers_are_recomputed() -> None:

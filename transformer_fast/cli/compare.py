@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from .. import _native, proof
+from .. import _native
 from .._console import bullets, output, progress
-from ..dispatch import BACKENDS, OPS, kernels
+from ..dispatch import BACKENDS, OPS
 from ..measure import device as on_device
 from ..measure import machine
-from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Row, run_case, worse
+from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Row, run_case
 from ..measure.cases import (
     PADDING,
     VOCABULARY,
@@ -32,14 +32,12 @@ from ..measure.cases import (
     pairs,
     transformer_case,
 )
-from ..measure.clock import QUICK, Plan, speed_up, summarise
-from ..measure.device import Finding
+from ..measure.clock import QUICK, Plan
 from ..measure.roof import why_no_roof
-from ..proof import SHORT_DURATION, Proof
+from ..proof import COMMAND, DURATION
 from ..specs import OPS as SPECS
-from ..specs.gpu import COMMON
 from ..specs.spec import Text
-from . import form, prove
+from . import form
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16", "float64")}
 MODELS = ("encoder_layer", "transformer")
@@ -75,8 +73,8 @@ class OneOrMore(argparse.Action):
         setattr(namespace, self.dest, every if "all" in values else values)
 
 
-def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
-    """Adds the options for ops, backend, device, dtype and threads; ``more``: help on devices."""
+def add_work(parser: argparse.ArgumentParser, ops: Sequence[str]) -> None:
+    """Adds the options for ops, backend, device, dtype and threads."""
     parser.add_argument(
         "--op", action=OneOrMore, choices=ops, default=list(ops), metavar="OP",
         help=f"one or more of: {', '.join(ops)} (default: all of them)",
@@ -85,8 +83,10 @@ def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = ""
         "--backend", action=OneOrMore, choices=BACKENDS, metavar="BACKEND",
         help=f"one or more of: {', '.join(BACKENDS)} (default: all that support the call)",
     )  # fmt: skip
-    help_text = f"a PyTorch device, such as cpu or cuda:0 (default: cpu{more})"
-    parser.add_argument("--device", type=str.lower, help=help_text)
+    parser.add_argument(
+        "--device", type=str.lower, default="cpu",
+        help="a PyTorch device, such as cpu or cuda:0 (default: cpu)",
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
         help=f"one of: {', '.join(DTYPES)} (default: float32)",
@@ -95,19 +95,11 @@ def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    more = ", then the kernels that need validation here, those of a GPU say, on calls of their own"
-    add_work(parser, COMPARED, more)
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds and less text, no validation"
-    )
+    add_work(parser, COMPARED)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and less text")
     parser.add_argument(
         "--compile", action="store_true", help="also time torch.compile (takes minutes)"
     )
-    parser.add_argument(
-        "--no-proof", action="store_true",
-        help="do not save the validation. By default, kernels found to be correct and faster "
-        f"are used from then on ({SHORT_DURATION}; skipped with --device, --backend or --quick)",
-    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
 
@@ -214,20 +206,13 @@ def show(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns 0 if all selected results were checked and are right, and nothing crashed; else 1."""
-    devices = unproven(options)
-    options.device = options.device or "cpu"
+    """Returns 0 if all selected results were checked and are right, else 1."""
     require_folder(parser, options)
     device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
     plan = QUICK if options.quick else _PLAN
     # The roof is measured once per case, not twice, because that takes as long as the timing.
     rows, remarks = run([*text_cases(options, device, text)], plan, probe_before=False)
-    validations = []
-    for one in devices:
-        validations.append(prove.measure(validated_ops(options, one), one, short=True))
-        if validations[-1].interrupted:
-            break
     about = machine.describe(device)
     real = sum(int(b.lengths.sum()) for b in text)
     places = sum(b.tokens.numel() for b in text)
@@ -236,22 +221,13 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch', 'batches')} "
         f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
     ]
-    remarks_of: list[str] = []
-    for measured in validations:
-        kept = None if options.no_proof else measured.keep()
-        record, _ = proof.record_of(measured.device)
-        rows += validated_rows(measured, record)
-        remarks_of += validation_remarks(measured, kept)
-        name = proof.machine_of(measured.device).device
-        head.append(
-            f"{_LABELS[measured.device.type]}: {name}, one call of each common case, without gradients "
-            "and with them; on a GPU the longer of the device's and the host's time"
-        )
-    rows.sort(key=lambda row: COMPARED.index(row.op))
     sections = {
         "Failed": form.failures(rows),
-        "Not finished": [line for one in validations for line in one.problem_lines()],
-        "Validation": remarks_of,
+        "Not validated": [
+            f"kernels for this {one.type.replace('cuda', 'gpu').upper()}: `{COMMAND}` checks and times "
+            f"them, in {DURATION}"
+            for one in on_device.unproven()
+        ],
         "Not run by a kernel of ours": remarks,
         "Not measured": form.absent(rows),
     }
@@ -270,101 +246,12 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         _write(options, about, rows, sections)
     if (busy := form.busy(rows)) is not None:
         console.print(f"\n{busy}", style="yellow")
-    if any(one.interrupted for one in validations):
-        raise KeyboardInterrupt
     wrong = _verdict(rows, options)
-    crashed = [op for one in validations for op in one.crashed]
-    if wrong is None and crashed:
-        wrong = f"kernels crashed: {', '.join(crashed)}"
     if wrong is None:
         console.print(f"\n{form.summary(rows)}", style="bold green")
         return 0
     console.print(f"\n{wrong}", style="bold red")
     return 1
-
-
-# Kernels that need validation: the findings of `prove`, by op, dtype and kernel.
-
-#: Names of the types of devices in the table.
-_LABELS = {"cpu": "CPU", "cuda": "GPU"}
-
-
-def unproven(options: argparse.Namespace) -> list[torch.device]:
-    """Returns the devices whose kernels are validated; none if options exclude it."""
-    return [] if options.device or options.backend or options.quick else on_device.unproven()
-
-
-def validated_ops(options: argparse.Namespace, device: torch.device) -> list[str]:
-    """Returns the ops whose kernels are validated on the device."""
-    wanted = [
-        op
-        for op in OPS
-        if op in options.op
-        and any(
-            one.proven is not None and one.unavailable is None and one.runs_on(device.type)
-            for one in kernels(op)
-        )
-    ]
-    # The op with most classes comes last, so that a time limit cuts off some of its classes only.
-    return sorted(wanted, key=lambda op: len(COMMON.get(op, ())))
-
-
-def _selected(known: Proof | None) -> set[tuple[object, ...]]:
-    """Returns the keys of the verdicts for which the dispatcher selects the kernel."""
-    best: dict[tuple[object, ...], proof.Verdict] = {}
-    for verdict in known.verdicts if known else ():
-        call = verdict.op, *verdict[2:5]
-        if verdict.chosen and (call not in best or verdict.gain > best[call].gain):
-            best[call] = verdict
-    return {verdict[:5] for verdict in best.values()}
-
-
-def validated_rows(measured: prove.Measured, known: Proof | None) -> list[Row]:
-    """Returns a row per op, dtype and kernel: the worst error, and the summed time of all cases."""
-    selected = _selected(known)
-    found: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in measured.findings:
-        op, backend, dtype = one.verdict[:3]
-        found.setdefault((op, dtype, backend), []).append(one)
-    result = []
-    for op, dtype, backend in sorted(found):
-        mine = found[op, dtype, backend]
-        chosen = any(one.verdict[:5] in selected for one in mine)
-        row = Row(op, f"{_LABELS[measured.device.type]}, {dtype}", backend, True, chosen)
-        wrong = [one.verdict for one in mine if not one.verdict.right]
-        row.ok = not wrong
-        for one in mine:
-            if one.error is not None and one.error_ratio is not None:
-                row.error = worse(row.error, one.error)
-                row.error_ratio = worse(row.error_ratio, one.error_ratio)
-        timed = [one for one in mine if one.samples and one.torch_samples]
-        if wrong:
-            row.reason = f"{wrong[0].shape}: {wrong[0].problem}"
-        elif timed:
-            # The time of a row is the sum over all cases, as it is over all batches of a text case.
-            row.samples, theirs = (
-                [sum(times) for times in zip(*series, strict=True)]
-                for series in zip(*((one.samples, one.torch_samples) for one in timed), strict=True)
-            )
-            row.time, row.vs_torch = summarise(row.samples), speed_up(theirs, row.samples)
-        else:
-            row.reason = mine[0].verdict.problem
-        result.append(row)
-    return result
-
-
-def validation_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> list[str]:
-    """Returns lines on the verdicts, and on the file by which the dispatcher selects from now on."""
-    verdicts = measured.verdicts
-    chosen = sum(verdict.chosen for verdict in verdicts)
-    lines = [
-        f"{chosen} of {len(verdicts)} tested kernel cases are correct and faster than PyTorch "
-        f"({measured.seconds:.0f} seconds)"
-    ]
-    if kept is None:
-        return [*lines, "nothing was written"]
-    more = f"`{proof.COMMAND}` measures more, in {proof.DURATION}"
-    return [*lines, f"saved to {kept[1]}, by which kernels are selected from now on; {more}"]
 
 
 # Exit status and JSON output.

@@ -5,9 +5,7 @@ They consist of products or convolutions, and of activations, PyTorch's or hand-
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,35 +22,22 @@ from ..ops.feed_forward import PACKED as FEED_FORWARD
 from ..ops.linear import CODES
 from ..ops.linear import PACKED as LINEAR
 from ..ops.operator import Operator
+from ..reference.linear import ACTIVATIONS
 from . import run_time
 from .aliasing import is_fresh
 from .editor import Editor
 from .nodes import dtype, is_number, is_same, only_user, rank, shape, value
-from .ops import Op, calls, constant, is_view, permutation, read, viewed
+from .ops import Op, calls, is_view, permutation, read, viewed
+from .values import UnknownValueError, evaluate, formula_of
 
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-_GATES: dict[str, Callable[[float], float]] = {
-    "erf": math.erf, "tanh": math.tanh, "sigmoid": _sigmoid
-}  # fmt: skip
-_ARITHMETIC: dict[str, Callable[..., float]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "neg": operator.neg, "pow": operator.pow, "sqrt": math.sqrt, **_GATES,
-}  # fmt: skip
-#: Activations that are recognised in hand-written form, as functions of a number.
-_BY_HAND: dict[str, Callable[[float], float]] = {
-    "gelu": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
-    "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x * _sigmoid(x),
-}
+#: Names of ops in hand-written activations. A formula has at least one of the latter.
+_GATES = frozenset({"erf", "tanh", "sigmoid"})
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "sqrt", *_GATES})
+#: Activations that are recognised in hand-written form.
+_BY_HAND = {name: ACTIVATIONS[name] for name in ("gelu", "gelu_tanh", "silu")}
 #: Tolerance of the comparison: relative for numbers below 1, absolute above, and exact at 0.
 #: Hand-written constants have five digits or more. (The two GELUs differ by 5e-4.)
 _ROUNDING = 3e-5
-#: Maximum number of calls that are searched: the formula, and some calls before it.
-_LARGEST_FORMULA = 32
 #: Inputs at which activations are compared.
 _NUMBERS = (0.0, 0.01, -0.01, *(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)))
 
@@ -73,43 +58,22 @@ def rewrite_activations(editor: Editor) -> None:
 
 def _by_hand(node: Node) -> tuple[str, Node] | None:
     """Returns (name, input) of the activation of ``node``, found by its values; or None."""
-    formula, names = [node], set()
-    for each in formula:
-        op = read(each)
-        if op is not None and op.name in _ARITHMETIC and len(formula) <= _LARGEST_FORMULA:
-            names.add(op.name)
-            formula += [n for n in each.all_input_nodes if n not in formula]
-    if not names & _GATES.keys():
+    formula = formula_of(node, _ARITHMETIC)
+    if _GATES.isdisjoint(op.name for each in formula if (op := read(each)) is not None):
         return None
+    numbers = torch.tensor(_NUMBERS, dtype=torch.float64)
     for x in formula[1:]:
         if (shape(x), dtype(x)) != (shape(node), dtype(node)):
             continue
-        values = _values(node, formula, {x: _NUMBERS})
+        try:
+            values = evaluate(node, {x: numbers}, formula)
+        except (UnknownValueError, RuntimeError, TypeError):
+            continue
         for name, activation in _BY_HAND.items():
-            if all(
-                abs(value - activation(number)) <= _ROUNDING * min(abs(number), 1.0)
-                for value, number in zip(values, _NUMBERS, strict=True)
-            ):
+            errors = (values - activation(numbers)).abs()
+            if bool((errors <= _ROUNDING * numbers.abs().clamp(max=1.0)).all()):
                 return name, x
     return None
-
-
-def _values(
-    node: Any, formula: Sequence[Node], cache: dict[Any, Sequence[float]]
-) -> Sequence[float]:
-    """Evaluates the node from the cached values of others; NaN if it depends on further nodes."""
-    if node in cache:
-        return cache[node]
-    number = constant(node)
-    found = [math.nan if number is None else number] * len(_NUMBERS)
-    op = read(node) if number is None else None
-    if op is not None and op.name in _ARITHMETIC and node in formula:
-        names = (name for name in ("input", "other", "exponent") if name in op.args)
-        given = [_values(op[name], formula, cache) for name in names]
-        with contextlib.suppress(ArithmeticError, TypeError, ValueError):
-            found = list(map(_ARITHMETIC[op.name], *given))
-    cache[node] = found
-    return found
 
 
 def activation_of(node: object) -> tuple[str, Node] | None:

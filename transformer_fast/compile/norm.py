@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from ..ops.layer_norm import ANNOTATED, ANNOTATED_BIASED, NORMS, RMS
 from .editor import Editor
 from .feed_forward import dropout_of
 from .nodes import dtype, is_same, only_user, rank, shape, value
-from .ops import Op, calls, mutates, plus, read
+from .ops import calls, mutates, plus, read
+from .values import UnknownValueError, evaluate, formula_of
 
 #: Function of this library: (name in the report, variant with a residual sum before it).
 _FUSED: dict[Any, tuple[str, Any]] = {
@@ -54,7 +56,7 @@ def rewrite_norms(editor: Editor) -> None:
                 editor.replace(node, editor.call(node, ours, *arguments, like=node))
             else:
                 editor.report_left(op.name, node, reason)
-        elif (norm := _match_norm(op)) is not None:
+        elif (norm := _match_norm(node)) is not None:
             _replace(editor, node, norm)
 
 
@@ -143,154 +145,77 @@ def _with_affine(core: Node, norm: _NormPattern, width: int) -> Node:
         last = user
 
 
-def _match_norm(op: Op) -> _NormPattern | None:
-    """Returns the norm with the division ``op`` (or multiplication by a reciprocal), or None."""
-    one, other = op["input"], op["other"]
-    if op.name == "div":
-        if (sum := plus(other)) is not None and (deviation := _deviation(sum[1])) is not None:
-            return _centred(one, *deviation, False, sum[0])
-        sides = [(one, _under(other, "sqrt", 0.5))]
-    else:
-        sides = [(one, _under(other, "rsqrt", -0.5)), (other, _under(one, "rsqrt", -0.5))]
-    for top, square in sides:
-        eps, of = plus(square) or (0.0, None)
-        if (norm := _rms(top, of, eps)) is not None:
-            return norm
-        if (variance := _variance(of)) is not None:
-            return _centred(top, *variance, True, eps)
-    return None
+#: Names of ops in hand-written norms. A formula has a mean, and a root of a mean.
+_MEANS = frozenset({"mean", "std", "var", "std_mean", "var_mean"})
+_ROOTS = frozenset({"std", "std_mean", "sqrt", "rsqrt", "pow"})
+_ARITHMETIC = frozenset({
+    "add", "sub", "mul", "div", "neg", "getitem", "unsqueeze", "to", "float", "detach", *_MEANS, *_ROOTS
+})  # fmt: skip
+#: Maximum number of nodes that are tried as a norm's input, nearest first.
+_CANDIDATES = 8
+#: Differences that rounding in float64 does not explain.
+_ROUNDING = 1e-9
 
 
-def _under(node: Any, name: str, exponent: float) -> Any:
-    """Returns x if the node computes ``root(x)`` or ``x ** exponent``, else None."""
-    op = read(node)
-    if op is None or not (op.name == name or op["exponent"] == exponent):
+def _match_norm(node: Node) -> _NormPattern | None:
+    """Returns the norm over the last dimension that the node computes, found by its values, or None."""
+    formula = formula_of(node, _ARITHMETIC)
+    names = {op.name for each in formula if (op := read(each)) is not None}
+    width = (shape(node) or (None,))[-1]
+    if _MEANS.isdisjoint(names) or _ROOTS.isdisjoint(names):
         return None
-    return op["input"]
-
-
-def _rms(top: Any, square: Any, eps: float) -> _NormPattern | None:
-    """Returns the RMS norm ``top / sqrt(square + eps)``, ``square`` being ``mean(top^2)``, or None."""
-    mean = read(square)
-    if mean is None or mean.name != "mean" or not _is_last(mean):
+    if not isinstance(width, int) or width < 2:
         return None
-    row = _squared(mean["input"])
-    if row is None or not isinstance(top, Node):
-        return None
-    if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
-        return None  # a centred row makes it a layer norm
-    return _NormPattern(top, True, False, eps, "rms_norm")
+    epsilons = [found[0] for each in formula if (found := plus(each)) is not None]
+    inputs = {n: None for each in formula for n in (each, *each.all_input_nodes) if n is not node}
+    rows_of = [x for x in inputs if is_same(shape(x), shape(node))][:_CANDIDATES]
+    rms = None
+    for x in rows_of:
+        norm = _norm_of(node, x, formula, (*epsilons, 0.0))
+        if norm is not None and norm.op == "layer_norm":
+            return norm  # of a row whose centred values have this RMS norm
+        rms = rms or norm
+    return rms
 
 
-def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
-    """Returns (x, unbiased) of ``std(x)`` or ``var(x)`` over the last dimension, or None."""
-    op = _statistic(node)
-    if op is None or op.name != name or (unbiased := _over_last(op)) is None:
-        return None
-    return op["input"], unbiased
-
-
-def _deviation(node: Any) -> tuple[Node, bool] | None:
-    """Returns (x, unbiased) of the standard deviation of x, or None."""
-    return _spread(node, "std") or _variance(_under(node, "sqrt", 0.5))
-
-
-def _variance(node: Any) -> tuple[Node, bool] | None:
-    """Returns x and whether it is unbiased if the node is the variance of x, else None."""
-    found = _spread(node, "var")
-    op = _statistic(node)
-    if found is not None or op is None:
-        return found
-    if op.name == "pow" and op["exponent"] == 2:
-        return _spread(op["input"], "std")
-    if op.name == "mean" and _is_last(op):
-        input = _minus_mean(_squared(op["input"]))
-        return None if input is None else (input, False)
-    return None
-
-
-def _squared(node: Any) -> Any:
-    """Returns x if the node computes ``x * x`` or ``x ** 2``, else None."""
-    op = read(node)
-    if op is None:
-        return None
-    doubled = op.name == "mul" and op["input"] is op["other"]
-    return op["input"] if doubled or op["exponent"] == 2 else None
-
-
-def _statistic(node: Any) -> Op | None:
-    """Returns the node's op, where equivalent forms of a mean, std or var become one op with
-    ``keepdim``.
-
-    These forms are an element of ``std_mean`` or ``var_mean``, and a reduction followed by an
-    unsqueeze.
-    """
-    op = read(node)
-    if op is None:
-        return None
-    if op.name == "getitem" and op["index"] in (0, 1):
-        pair = read(op["input"])
-        if pair is None or pair.name not in ("std_mean", "var_mean"):
+def _norm_of(
+    node: Node, x: Node, formula: list[Node], epsilons: tuple[float, ...]
+) -> _NormPattern | None:
+    """Returns the norm of x that the node computes, times a weight at most; else None."""
+    width, lead = shape(node)[-1], (2,) * ((rank(node) or 1) - 1)  # type: ignore[index]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((*lead, width), generator=generator, dtype=torch.float64) + 0.3
+    # Rows of several sizes, since eps matters for small ones only.
+    rows = rows.view(-1, width) * 10.0 ** -(2 * torch.arange(2 ** len(lead))[:, None] % 8)
+    known = {x: rows.view(*lead, width)}
+    y = weight = None
+    while y is None:
+        try:
+            y = evaluate(node, known, formula).reshape(-1, width)
+        except UnknownValueError as unknown:
+            weight = unknown.args[0]
+            if len(known) > 1 or shape(weight) not in ((width,), (1,), ()):
+                return None
+            known[weight] = 0.5 + torch.rand(shape(weight), generator=generator).double()  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):
             return None
-        return Op(pair.name[:3] if op["index"] == 0 else "mean", pair.args)
-    back = op.name == "unsqueeze" and op["dim"] in (-1, rank(op["input"]))
-    index = op["index"] if op.name == "getitem" else None
-    back |= isinstance(index, tuple) and index == (..., None)
-    if back:
-        inner = read(op["input"])
-        if inner is None or inner["keepdim"] not in (None, False):
-            return None
-        return Op(inner.name, {**inner.args, "keepdim": True})
-    return op
-
-
-def _is_last(op: Op) -> bool:
-    dim = op["dim"]
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
-    if not isinstance(dim, int) or op["keepdim"] is not True or op["dtype"] is not None:
-        return False
-    sizes = shape(op["input"])
-    return sizes is not None and dim in (-1, len(sizes) - 1)
-
-
-def _over_last(op: Op) -> bool | None:
-    """True if a std or var over the last dimension is unbiased, False if biased; else None."""
-    if not _is_last(op):
-        return None
-    if op["correction"] is not None:
-        return {0: False, 1: True}.get(op["correction"])
-    unbiased = op.args.get("unbiased", True)
-    return unbiased if isinstance(unbiased, bool) else None
-
-
-def _minus_mean(node: Any) -> Node | None:
-    """Returns x if the node computes ``x - mean(x)``, else None."""
-    op = read(node)
-    if op is None or op.name != "sub" or not isinstance(op["input"], Node):
-        return None
-    mean = _statistic(op["other"])
-    if mean is None or mean.name != "mean" or not _is_last(mean):
-        return None
-    return op["input"] if mean["input"] is op["input"] else None
-
-
-def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _NormPattern | None:
-    """Returns the norm with the numerator ``top``: ``x - mean(x)``, or that times the weight."""
-    if not isinstance(top, Node):
-        return None
-    input = _minus_mean(top)
-    if input is of:
-        return _NormPattern(of, inside, unbiased, eps)
-    op = read(top)
-    if op is None or op.name != "mul" or only_user(top) is None:
-        return None
-    sizes = shape(of)
-    for weight, centred in ((op["input"], op["other"]), (op["other"], op["input"])):
-        if sizes is None or shape(weight) not in (sizes[-1:], (1,), ()):
-            continue
-        if isinstance(weight, Node) and _minus_mean(centred) is of:
-            return _NormPattern(of, inside, unbiased, eps, weight=weight)
+    y = y if weight is None else y / known[weight]
+    centred = rows - rows.mean(-1, keepdim=True)
+    forms = [
+        *(
+            ("layer_norm", inside, unbiased)
+            for inside in (True, False)
+            for unbiased in (False, True)
+        ),
+        ("rms_norm", True, False),
+    ]
+    for (op, inside, unbiased), eps in itertools.product(forms, epsilons):
+        top = centred if op == "layer_norm" else rows
+        square = top.square().sum(-1, keepdim=True) / (width - unbiased)
+        wanted = top / ((square + eps).sqrt() if inside else square.sqrt() + eps)
+        error = (y - wanted).abs().amax(-1)
+        if y.shape == rows.shape and bool((error <= _ROUNDING * wanted.abs().amax(-1)).all()):
+            return _NormPattern(x, inside, unbiased, eps, op, weight)
     return None
 
 

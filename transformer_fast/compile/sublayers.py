@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.node import map_arg
 
 from .. import _native
 from .._context import is_traced
@@ -40,6 +39,7 @@ from .feed_forward import (
 from .nodes import dtype, is_same, only_user, rank, shape, value
 from .norm import NormCall, norm_of
 from .ops import calls, is_view, mutates, permutation, read, viewed
+from .values import UnknownValueError, evaluate
 
 
 class _Block(NamedTuple):
@@ -324,41 +324,32 @@ def _computed(head: Node, rotation: tuple[Node, ...]) -> _Projection | None:
 
     Models write rotations in many ways, so they are recognised by their results on random numbers.
     """
-    generator = torch.Generator().manual_seed(0)
-    base: Any = None
-    values: dict[Node, Any] = {}
-
-    def of(node: Node) -> Any:
-        nonlocal base
-        if node in values:
-            return values[node]
-        if node in rotation or (linear_map(node) is not None and base is None):
-            base = base if node in rotation else node
-            sizes = [number(size) for size in value(node).shape]
-            values[node] = torch.randn(sizes, generator=generator, dtype=torch.float64)
-        elif isinstance(value(node), torch.SymInt):
-            values[node] = number(value(node))
-        elif node.op not in ("call_function", "call_method") or mutates(node):
-            raise LookupError
-        else:
-            args, kwargs = map_arg((node.args, node.kwargs), of)
-            name = node.target
-            run = getattr(torch.Tensor, name) if isinstance(name, str) else name
-            values[node] = run(*args, **kwargs)
-        return values[node]
-
-    try:
-        found = of(head)
-    except (LookupError, RuntimeError):
+    nodes = [head]
+    for node in nodes:
+        if node not in rotation and linear_map(node) is None:
+            nodes += [each for each in node.all_input_nodes if each not in nodes]
+    base = next((node for node in nodes if linear_map(node) is not None), None)
+    if base is None:
         return None
-    source = None if base is None else linear_map(base)
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        node: torch.randn(
+            [number(size) for size in value(node).shape], generator=generator, dtype=torch.float64
+        )
+        for node in (base, *rotation)
+    }
+    try:
+        found = evaluate(head, values)
+    except (UnknownValueError, RuntimeError):
+        return None
+    source = linear_map(base)
     if source is None or found.dim() != 4 or values[base].dim() != 3:
         return None
     heads, size = found.shape[1], found.shape[3]
     width, y = heads * size, values[base]
     for start in range(0, y.shape[2] - width + 1, width):
         part = y[:, :, start : start + width].unflatten(2, (heads, size)).transpose(1, 2)
-        for turned in (part, rotated(part, *(of(each)[:, None] for each in rotation))):
+        for turned in (part, rotated(part, *(values[each][:, None] for each in rotation))):
             if turned.shape != found.shape:
                 continue
             factor = float((turned * found).sum() / (turned * turned).sum())

@@ -1,4 +1,4 @@
-"""Checks and times kernels that need validation, for `prove`, `compare` and `benchmarks.gpu`.
+"""Checks and times kernels that need validation, for `prove` and `benchmarks.gpu`.
 
 They run in subprocesses, which isolate crashes and hangs.
 """
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from .. import _native, dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
-from ..specs.gpu import COMMON, GPU_CASES, GpuCase
+from ..specs.gpu import GPU_CASES, GpuCase
 from ..testing import Parity, call_of, nan_memory, require_grad
 from .accuracy import BothWays, OpChecker, leaves
 from .benchmark_case import problem_of
@@ -118,25 +118,11 @@ class Trial:
         return {**found, "by hand": OPS[self.op].pytorch}
 
 
-class Finding(NamedTuple):
-    """A verdict, with the errors and times that it is based on."""
-
-    verdict: Verdict
-    #: Largest error against fp64 on the input checked last; the same in units of the reference's
-    #: error. None if the kernel raised.
-    error: float | None
-    error_ratio: float | None
-    #: Seconds of one call in each round, the longer of device and host; the same of PyTorch's fastest
-    #: candidate. Empty if not timed.
-    samples: list[float]
-    torch_samples: list[float]
-
-
 def checker(
     case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device, clock: Clock,
     kernels: Sequence[Kernel] | None = None,
-) -> list[Finding]:  # fmt: skip
-    """Checks and times the kernels that support the case; one finding for each.
+) -> list[Verdict]:  # fmt: skip
+    """Checks and times the kernels that support the case; one verdict for each.
 
     Results are checked before the timing, and once more afterwards on another input. ``kernels``:
     None stands for all that need validation.
@@ -148,8 +134,8 @@ def checker(
         ours = {
             k.backend: trial.work(k.run) for k in kernels if not dispatch.why_not(k, trial.call)
         }
-    checks = {name: trial.check(work) for name, work in ours.items()}
-    right = {name: work for name, work in ours.items() if checks[name][1] is None}
+    problems = {name: trial.check(work)[1] for name, work in ours.items()}
+    right = {name: work for name, work in ours.items() if problems[name] is None}
     rivals: dict[str, Call] = {}
     samples: dict[str, list[Times]] = {}
     if right:
@@ -160,54 +146,40 @@ def checker(
                     work(0)
                     rivals[name] = work
             samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
-        checks |= {name: trial.check(work, len(trial.inputs) - 1) for name, work in right.items()}
+        last = len(trial.inputs) - 1
+        problems |= {name: trial.check(work, last)[1] for name, work in right.items()}
     times = {name: max(medians(taken)) for name, taken in samples.items()}
     fastest = min(rivals, key=times.__getitem__, default="")
     about = str(dtype)[6:], shape_class(trial.call), gradients
     lonely = None if rivals else "PyTorch has no equivalent to compare it with"
-    found = []
-    for name, (parity, problem) in checks.items():
-        measured = times.get(name), times.get(fastest)
-        verdict = Verdict._make(
-            (case.op, name, *about, problem is None, *measured, problem or lonely)
+    return [
+        Verdict(
+            case.op, name, *about, problem is None, times.get(name), times.get(fastest),
+            problem or lonely,
         )
-        errors = (parity.error, parity.ratio) if parity else (None, None)
-        taken = ([max(one) for one in samples.get(each, ())] for each in (name, fastest))
-        found.append(Finding(verdict, *errors, *taken))
-    return found
+        for name, problem in problems.items()
+    ]  # fmt: skip
 
 
 def class_of(case: GpuCase) -> str:
     return shape_class(call_of(case.op, case.case.build(torch.float32, "meta", None)))
 
 
-#: Largest FLOPs of a case on a CPU: (in short runs, in other runs).
-_CPU_FLOPS = 3e9, 2e10
+#: Largest FLOPs of a case on a CPU.
+_CPU_FLOPS = 2e10
 
 
-def cases_of(op: str, short: bool = False, kind: str = "cuda") -> list[GpuCase]:
-    """Returns the cases of an op for a type of device; on CPUs they are the benchmark's.
+def trials(op: str, kind: str = "cuda") -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
+    """Yields what to check on a type of device: (case, dtype, with gradients).
 
-    ``short``: only those of classes in `COMMON`, sorted by class; on CPUs the small ones.
+    On CPUs the cases are the benchmark's.
     """
-    if kind == "cpu":
-        cases = [GpuCase(op, case) for case in OPS[op].bench_cases]
-        most = _CPU_FLOPS[0 if short else 1]
-        return [
-            c for c in cases if OPS[op].flops(c.case.build(torch.float32, "meta", None)) <= most
-        ]
     cases = [case for case in GPU_CASES if case.op == op]
-    if not short:
-        return cases
-    common = [case for case in cases if class_of(case) in COMMON[op]]
-    return sorted(common, key=lambda case: COMMON[op].index(class_of(case)))
-
-
-def trials(
-    op: str, short: bool = False, kind: str = "cuda"
-) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
-    """Yields what to check: (case, dtype, with gradients)."""
-    for case in cases_of(op, short, kind):
+    if kind == "cpu":
+        spec = OPS[op]
+        sizes = ((c, spec.flops(c.build(torch.float32, "meta", None))) for c in spec.bench_cases)
+        cases = [GpuCase(op, case) for case, flops in sizes if flops <= _CPU_FLOPS]
+    for case in cases:
         for dtype in DTYPES:
             for gradients in (False, True) if case.gradients and OPS[op].gradients_of else (False,):
                 yield case, dtype, gradients

@@ -587,15 +587,6 @@ ATTENTION = OpSpec(
         ("with weights", partial(_text, "lengths weights")),
     ),
     gpu_cases=tuple(_gpu_cases()),
-    gpu_classes=tuple(
-        f"up to 64 values a head, {lengths}, more than 64 heads in the batch, {seen}"
-        for lengths, visible in (
-            ("up to 512 queries, up to 512 keys", _UNMASKED),
-            ("more than 512 queries, up to 2048 keys", _UNMASKED),
-            ("1 query, up to 2048 keys", ("no mask",)),
-        )
-        for seen in visible
-    ),
     gpu_bench_cases=tuple(_gpu_bench_cases()),
     public=lambda functional, *qkv: (functional.scaled_dot_product_attention(*qkv[:3]), None),
     useful_share=_useful_share,

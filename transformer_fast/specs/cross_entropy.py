@@ -265,7 +265,6 @@ CROSS_ENTROPY = OpSpec(
         for rows in (1000, 8192)
         for classes in (1000, 8192, 32000)
     ),
-    gpu_classes=("up to 8192 rows, more than 16384 classes",),
     public=lambda functional, x, target, ignored, smoothing: functional.cross_entropy(
         x.movedim(-1, 1), target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
     ),
@@ -288,7 +287,6 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     gpu_cases=tuple(
         case(f"{rows}x512x32000", _linear_loss(rows, 512, 32000)) for rows in (1000, 8192)
     ),
-    gpu_classes=("up to 8192 rows",),
     public=lambda functional, x, weight, bias, target, ignored, smoothing: (
         functional.linear_cross_entropy(
             x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",

@@ -132,7 +132,6 @@ FEED_FORWARD = OpSpec(
         for rows in (32, 1000, 4096, 16384)
         for p in (0.0, 0.1)
     ),
-    gpu_classes=("up to 8192 rows",),
     gpu_bench_cases=tuple(_bench(rows, model=1024, hidden=4096) for rows in (32768, 65536)),
     public=lambda functional, x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
 )  # fmt: skip

@@ -1,10 +1,9 @@
 """Cases of the op table in GPU-sized shapes.
 
-`prove` checks and times them, `compare` does so for the classes in `COMMON`, and
-``python -m benchmarks.gpu`` reports them. Each case represents its class of `proof.shape_class`; calls
-of classes without a case run PyTorch's kernels. The checked call is the timed one, so its fp64
-reference has to fit into memory. The reference of attention runs head by head, unless the case has
-dropout.
+`prove` checks and times them, and ``python -m benchmarks.gpu`` reports them. Each case represents its
+class of `proof.shape_class`; calls of classes without a case run PyTorch's kernels. The checked call is
+the timed one, so its fp64 reference has to fit into memory. The reference of attention runs head by
+head, unless the case has dropout.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ class GpuCase(NamedTuple):
 
 
 GPU_CASES = tuple(GpuCase(op, one) for op, spec in OPS.items() for one in spec.gpu_cases)
-
-#: Op with kernels for GPUs -> classes of `proof.shape_class` that `compare` measures.
-COMMON = {op: spec.gpu_classes for op, spec in OPS.items() if spec.gpu_cases}
 
 _NAMES = {(one.op, one.name) for one in GPU_CASES}
 #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `GPU_CASES`.

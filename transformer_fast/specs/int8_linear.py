@@ -242,7 +242,6 @@ INT8_LINEAR = OpSpec(
     tiny=_bench(1, 8, 8),
     text_cases=(("512 → 2048, gelu", _text),),
     gpu_cases=(),
-    gpu_classes=(),
     public=lambda functional, x, weight, scale, bias, *_: functional.int8_linear(
         x, weight, scale, bias
     ),
@@ -271,7 +270,6 @@ INT8_FEED_FORWARD = OpSpec(
     tiny=_bench_network(1, "relu", 8, 8),
     text_cases=(("512 → 2048, relu", _network_text),),
     gpu_cases=(),
-    gpu_classes=(),
     public=lambda functional, *given: functional.int8_feed_forward(*given[:7]),
     product="int8",
     step=_step,

@@ -202,7 +202,6 @@ def _add_text(text: Text) -> list[tuple[Any, ...]]:
 
 
 _GPU_SIZES = [(rows, columns) for rows in (32, 1000, 4096, 16384) for columns in (512, 1024, 4096)]
-_GPU_CLASSES = ("up to 8192 rows, up to 1024 columns",)
 
 
 LAYER_NORM = OpSpec(
@@ -220,7 +219,6 @@ LAYER_NORM = OpSpec(
     tiny=case("call", _plain(1, 8)),
     text_cases=(("512", _text),),
     gpu_cases=tuple(_bench(*sizes) for sizes in _GPU_SIZES),
-    gpu_classes=_GPU_CLASSES,
     gpu_bench_cases=(_bench(32768, 1024), _bench(65536, 1024)),
 )
 
@@ -246,7 +244,6 @@ ADD_LAYER_NORM = OpSpec(
     tiny=_add_bench(1, 8),
     text_cases=(("512", _add_text),),
     gpu_cases=tuple(_add_bench(*sizes, p) for sizes in _GPU_SIZES for p in (0.0, 0.1)),
-    gpu_classes=_GPU_CLASSES,
     gpu_bench_cases=(_add_bench(32768, 1024, 0.1), _add_bench(65536, 1024, 0.1)),
     public=lambda functional, *given: functional.add_layer_norm(*given[:6]),
 )  # fmt: skip
@@ -266,7 +263,6 @@ RMS_NORM = OpSpec(
     tiny=_rms(LAYER_NORM.tiny),
     text_cases=(("512", lambda text: [_without_bias(one) for one in _text(text)]),),
     gpu_cases=_rms_cases(LAYER_NORM.gpu_cases),
-    gpu_classes=_GPU_CLASSES,
 )
 
 ADD_RMS_NORM = OpSpec(
@@ -284,6 +280,5 @@ ADD_RMS_NORM = OpSpec(
     tiny=_rms(ADD_LAYER_NORM.tiny),
     text_cases=(("512", lambda text: [_without_bias(one) for one in _add_text(text)]),),
     gpu_cases=_rms_cases(ADD_LAYER_NORM.gpu_cases),
-    gpu_classes=_GPU_CLASSES,
     public=lambda functional, *given: functional.add_rms_norm(*given[:5]),
 )

@@ -140,6 +140,5 @@ LINEAR = OpSpec(
         for rows in (32, 1000, 4096, 16384)
         for activation in (None, "gelu")
     ),
-    gpu_classes=("up to 8192 rows", "up to 8192 rows, activation or residual"),
     public=lambda functional, x, weight, bias, *_: functional.linear(x, weight, bias),
 )

@@ -69,8 +69,6 @@ class OpSpec:
     text_cases: tuple[tuple[str, Callable[[Text], list[tuple[Any, ...]]]], ...]
     #: Calls in GPU-sized shapes, see `specs.gpu`.
     gpu_cases: tuple[Case, ...]
-    #: Classes of `proof.shape_class` that `compare` measures: those of common batch sizes.
-    gpu_classes: tuple[str, ...]
     #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
     gpu_bench_cases: tuple[Case, ...] = ()
     #: ``public(functional, *arguments)`` calls the public function with the reference's arguments, as

@@ -2,14 +2,15 @@
 new token costs the work of one token. `RecomputedDecoder` computes all tokens again, for any stack and
 to check the cache.
 
-`CachedDecoder` reads the parts of a stack from its modules and chooses kernels once for each shape of
-step: thousands of equal calls are not checked again. Under autocast matrix products run in its dtype, as
-in the public functions; the weights are cast once, when kernels are bound.
+`CachedDecoder` reads the parts of a stack from its modules, and chooses once for each shape of step
+whether one kernel runs it whole. Under autocast matrix products run in its dtype, as in the public
+functions; the weights are cast once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,22 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _native, dispatch, nn
+from ... import _native, dispatch, functional, nn
 from ..._context import is_traced
-from ...dispatch import Call, make_call, select
+from ...dispatch import Call
 from ...functional import causal_mask
+from ...functional.attention import attend, attend_directly
 from ...nn import masks
 from ...nn.bound import Bound, bound_to
 from ...nn.fusion import LAYER_NORM, LINEAR, affine, read_layer
 from ...nn.guard import Guard, Unreadable, is_unhooked
 from ...nn.int8 import Int8Weight, Weight, run_feed_forward, run_linear
-from ...ops.arguments import (
-    AddLayerNormArguments,
-    AttentionArguments,
-    FeedForwardArguments,
-    LayerNormArguments,
-    LinearArguments,
-)
+from ...ops.arguments import AttentionArguments
 from ...ops.autograd import wants_grad
 from ...recipe import NO_NORM, Kind, Layer, Linear, Norm, NormKind, Place, Sublayer
 from ..attention_weights import evaluating
@@ -125,17 +121,8 @@ def _final_norm(module: Any, width: int) -> Norm[Any]:
     return replace(NO_NORM, module=module)
 
 
-def of_query(cross: Sublayer[Any]) -> Linear[Any]:
-    """Returns the query's projection, (M, M) and (M,)."""
-    joined = cross.maps[0]
-    width = joined.weight.shape[1]
-    return Linear(joined.weight[:width], None if joined.bias is None else joined.bias[:width])
-
-
 #: (input (N, M)) -> (N, Mout)
 Map = Callable[[Tensor], Tensor]
-#: (sub-layer's output, its residual) -> their sum, normalised in post-norm stacks
-Join = Callable[[Tensor, Tensor], Tensor]
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -146,80 +133,32 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, Any]:
-    """Returns (None, the tensors), or (autocast's dtype, the tensors cast to it)."""
-    dtype = product_dtype(first)
-    if dtype == first.dtype:
-        return None, (first, *others)
-    return dtype, (first.to(dtype), *(None if t is None else t.to(dtype) for t in others))
+def _cast(one: Linear[Any], dtype: torch.dtype) -> Linear[Any]:
+    """Returns the map with floating-point parameters in this dtype."""
+    return one.each(lambda x: x if isinstance(x, Int8Weight) else x.to(dtype))
 
 
-# Each of the next functions takes the sizes of later calls and returns a function that makes these
-# calls on the kernel that the dispatcher chooses.
+def _with_maps_in(dtype: torch.dtype, layer: Layer[Any]) -> Layer[Any]:
+    sublayers = (
+        replace(one, maps=tuple(_cast(each, dtype) for each in one.maps)) for one in layer.sublayers
+    )
+    return replace(layer, sublayers=tuple(sublayers))
 
 
-def bind_linear(rows: int, weight: Weight, bias: Tensor | None) -> Map:
-    if isinstance(weight, Int8Weight):
-        return lambda x: run_linear(x, weight, bias)
-    dtype, (w, b) = _cast(weight, bias)
-    sample = w.new_empty((rows, w.shape[1]))
-    run = select(make_call(LinearArguments(sample, w, b), False)).function
-    if dtype is not None:
-        return lambda x: run(LinearArguments(x.to(dtype), w, b))
-    return lambda x: run(LinearArguments(x, w, b))
+def bind_linear(weight: Weight, bias: Tensor | None, like: Tensor) -> Map:
+    """Returns the linear map, whose parameters are cast once if autocast is on. like: its input."""
+    dtype = product_dtype(like)
+    one = _cast(Linear(weight, bias), dtype)
+    return lambda x: run_linear(x.to(dtype), one.weight, one.bias)
 
 
-def bind_feed_forward(rows: int, f: Sublayer[Any], activation: Any) -> Map:
-    first, second = f.maps
-    given = first.weight, first.bias, second.weight, second.bias
-    if isinstance(first.weight, Int8Weight) or isinstance(second.weight, Int8Weight):
-        return lambda x: run_feed_forward(x, *given, activation)
-    dtype, (w1, b1, w2, b2) = _cast(*given)
-    sample = w1.new_empty((rows, w1.shape[1]))
-    rest = (w1, b1, w2, b2, activation)
-    run = select(make_call(FeedForwardArguments(sample, *rest), False)).function
-    if dtype is not None:
-        return lambda x: run(FeedForwardArguments(x.to(dtype), *rest))
-    return lambda x: run(FeedForwardArguments(x, *rest))
-
-
-def bind_attention(
-    query: Tensor, key: Tensor, mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool
-) -> Callable[..., Any]:
-    """Returns the kernel's function; it takes an `AttentionArguments`."""
-    arguments = AttentionArguments(query, key, key, mask, key_lengths, is_causal)
-    return select(make_call(arguments, False)).function
-
-
-def bind_layer_norm(sample: Tensor, norm: Norm[Any]) -> Map:
-    """Returns the layer norm of (N, M), with the sample's N and M."""
+def normed(x: Tensor, norm: Norm[Any] | None) -> Tensor:
+    """Returns the norm of (N, M); None: there is none."""
+    if norm is None:
+        return x
     if norm.module is not None:
-        return norm.module
-    shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
-    rest = (shape, weight, bias, eps)
-    run = select(make_call(LayerNormArguments(sample, *rest), False)).function
-    return lambda x: run(LayerNormArguments(x, *rest))
-
-
-def bind_enter(sample: Tensor, norm: Norm[Any], norm_first: bool) -> Map | None:
-    """Returns the norm before a sub-layer in pre-norm stacks, else None."""
-    return bind_layer_norm(sample, norm) if norm_first else None
-
-
-def bind_join(sample: Tensor, norm: Norm[Any], norm_first: bool) -> Join:
-    """Returns the residual connection after a sub-layer, with the norm in post-norm stacks."""
-    casts = product_dtype(sample) != sample.dtype
-    module = norm.module
-    if norm_first:
-        return torch.add
-    if module is not None:
-        return lambda y, residual: module(y + residual)
-    shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
-    rest = (shape, weight, bias, eps)
-    run = select(make_call(AddLayerNormArguments(sample, sample, *rest), False)).function
-    if casts:
-        return lambda y, x: run(AddLayerNormArguments(y.to(x.dtype), x, *rest))[0]
-    return lambda y, x: run(AddLayerNormArguments(y, x, *rest))[0]
+        return norm.module(x)  # type: ignore[no-any-return]
+    return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
 def bind_stack(
@@ -275,68 +214,6 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.ops.transformer_fast.uninitialized.cpu(none, shape)
 
 
-# The three sub-layers of a step. x is (R * T, M): R sequences, T new tokens each. A step returns
-# norm(x + sublayer(x)), or x + sublayer(norm(x)) in a pre-norm stack. ``bind`` chooses kernels and is
-# called before the first step of each shape.
-
-
-class _Attention:
-    """Base of both attentions: projections, norm and residual connection."""
-
-    def __init__(self, weights: Sublayer[Any], norm_first: bool) -> None:
-        self.weights, self.norm_first = weights, norm_first
-        self.heads = weights.heads
-        self.width = weights.maps[0].weight.shape[1]
-        self.size = self.width // self.heads
-        self.scale = self.size**-0.5
-
-    def _bind(self, sample: Tensor, project: Linear[Any]) -> None:
-        w, rows = self.weights, sample.shape[0]
-        out = w.maps[-1]
-        self.project_in = bind_linear(rows, project.weight, project.bias)
-        self.project_out = bind_linear(rows, out.weight, out.bias)
-        self.enter = bind_enter(sample, w.norm, self.norm_first)
-        self.join = bind_join(sample, w.norm, self.norm_first)
-
-
-class SelfAttention(_Attention):
-    """Attention of the new tokens to themselves and to all earlier tokens."""
-
-    def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
-        """Binds kernels for (R * T, M) like ``sample``, and keys like (R, H, positions, D)."""
-        self._bind(sample, self.weights.maps[0])
-        # Only the first call has several tokens, so the causal mask starts at position 0.
-        self.causal = length > 1
-        query = keys.new_empty((rows, self.heads, length, self.size))
-        self.attention = bind_attention(query, keys, None, None, self.causal)
-        lengths = torch.empty(rows, dtype=torch.int64, device=keys.device)
-        self.attention_at = bind_attention(query, keys, None, lengths, False)
-        self.shape = (rows, length, 3, self.heads, self.size)
-
-    def step(
-        self, x: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None = None
-    ) -> Tensor:
-        """``cache`` (2, R, H, positions, D) holds the keys and values of the first ``start`` tokens.
-
-        ``place``: position of a single token in device memory, for recorded steps.
-        """
-        qkv = self.project_in(x if self.enter is None else self.enter(x))
-        qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
-        attention, lengths, causal = self.attention, None, self.causal
-        if place is None:
-            length = self.shape[1]
-            cache.narrow(3, start, length).copy_(qkv.narrow(0, 1, 2))
-            keys, values = cache.narrow(3, 0, start + length).unbind(0)
-        else:
-            attention, lengths, causal = self.attention_at, place.lengths, False
-            cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
-            keys, values = cache.narrow(3, 0, place.places).unbind(0)
-        query = qkv.select(0, 0).to(keys.dtype)
-        y, _ = attention(AttentionArguments(query, keys, values, None, lengths, causal, self.scale))
-        y = self.project_out(y.to(qkv.dtype).transpose(1, 2).reshape(-1, self.width))
-        return self.join(y, x)
-
-
 @dataclass
 class MemoryPlaces:
     """The memory positions that are not padding, in the cheapest form."""
@@ -359,67 +236,111 @@ class MemoryPlaces:
         return MemoryPlaces(lengths, mask)
 
 
-class CrossAttention(_Attention):
-    """Attention to the memory, whose keys and values are computed once.
+def project_memory(cross: Sublayer[Any], memory: Tensor, in_bf16: bool) -> Tensor:
+    """Returns the keys and values (2, B, H, S, D) of a memory (B, S, M)."""
+    sources, places, width = memory.shape
+    w, b = cross.maps[0].weight, cross.maps[0].bias
+    project = bind_linear(w[width:], None if b is None else b[width:], memory)
+    both = project(memory.reshape(sources * places, width))
+    both = both.view(sources, places, 2, cross.heads, width // cross.heads)
+    # Each head's keys are contiguous, because every step reads all of them.
+    both = both.permute(2, 0, 3, 1, 4)
+    dtype = torch.bfloat16 if in_bf16 and both.dtype == torch.float32 else both.dtype
+    return empty_cache(both, tuple(both.shape), dtype).copy_(both)
 
-    The beams of a source are additional queries to that source's keys, so its keys are not copied.
+
+class SeparateOps:
+    """The layers of a stack, run op by op, for steps that need separate kernels.
+
+    Args:
+        stack: the result of `read_stack`.
+        like: the input (R * T, M) of a step: R sequences, T new tokens each.
+        memories: the layers' `project_memory`; empty: there is no attention to a memory.
+        places: the places of the memory.
     """
 
     def __init__(
-        self, weights: Sublayer[Any], norm_first: bool, memory: Tensor, in_bf16: bool
+        self, stack: Stack, like: Tensor, memories: Sequence[Tensor], places: MemoryPlaces
     ) -> None:
-        super().__init__(weights, norm_first)
-        width = self.width
-        w, b = weights.maps[0].weight, weights.maps[0].bias
-        sources, places, _ = memory.shape
-        project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
-        both = project(memory.reshape(sources * places, width))
-        both = both.view(sources, places, 2, self.heads, self.size)
-        # (2, B, H, S, D): each head's keys are contiguous, because every step reads all of them.
-        both = both.permute(2, 0, 3, 1, 4)
-        dtype = torch.bfloat16 if in_bf16 and both.dtype == torch.float32 else both.dtype
-        self.memory = empty_cache(both, tuple(both.shape), dtype).copy_(both)
+        self.norm_first, self.memories, self.places = stack.norm_first, memories, places
+        self.heads, self.size = stack.heads, stack.d_model // stack.heads
+        #: Of products; autocast's is applied here, to the parameters once.
+        self.dtype = product_dtype(like)
+        self.casts = self.dtype != like.dtype
+        self.layers = [_with_maps_in(self.dtype, layer) for layer in stack.steps.layers]
 
-    def keep(self, sources: Tensor) -> None:
-        self.memory = self.memory.index_select(1, sources)
+    def __call__(
+        self, x: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None = None
+    ) -> Tensor:
+        """Returns the output of all layers.
 
-    def bind(self, sample: Tensor, places: MemoryPlaces) -> None:
-        rows = sample.shape[0]
-        self.keys, self.values = self.memory.unbind(0)
-        sources = self.keys.shape[0]
-        self.mask, self.lengths = places.mask, places.lengths
-        self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
-        self._bind(sample, of_query(self.weights))
-        query = self.keys.new_empty(self.shape).transpose(1, 2)
-        self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
+        Args:
+            cache: (layers, 2, R, H, positions, D), with keys and values of the first ``start`` tokens.
+            place: position of a single token in device memory, for recorded steps.
+        """
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if self.casts else nullcontext():
+            for index, layer in enumerate(self.layers):
+                for one in layer.sublayers:
+                    y = normed(x, one.norm) if self.norm_first else x
+                    y = y.to(self.dtype) if self.casts else y
+                    first, second = one.maps
+                    if one.kind is Kind.FEED_FORWARD:
+                        given = first.weight, first.bias, second.weight, second.bias
+                        y = run_feed_forward(y, *given, layer.activation)
+                    else:
+                        y = run_linear(y, first.weight, first.bias)
+                        if one.kind is Kind.SELF_ATTENTION:
+                            y = self._attend_to_past(y, cache[index], start, place)
+                        else:
+                            y = self._attend_to_memory(y, self.memories[index])
+                        y = run_linear(y, second.weight, second.bias)
+                    x = self._joined(y, x, one.norm)
+        return x
 
-    def step(self, x: Tensor) -> Tensor:
-        query = self.project_in(x if self.enter is None else self.enter(x))
-        query = query.view(self.shape).transpose(1, 2)
-        lowp = query.to(self.keys.dtype)
-        arguments = AttentionArguments(
-            lowp, self.keys, self.values, self.mask, self.lengths, False, self.scale
-        )
-        y, _ = self.attention(arguments)
-        y = self.project_out(y.to(query.dtype).transpose(1, 2).reshape(-1, self.width))
-        return self.join(y, x)
+    def _joined(self, y: Tensor, x: Tensor, norm: Norm[Any]) -> Tensor:
+        """Returns the residual connection after a sub-layer, with the norm in post-norm stacks."""
+        if self.norm_first or norm.module is not None:
+            return y + x if self.norm_first else normed(y + x, norm)
+        y = y.to(x.dtype) if self.casts else y
+        rest = x.shape[-1:], norm.weight, norm.bias, norm.eps
+        return functional.add_layer_norm(y, x, *rest)[0]
 
-
-class FeedForward:
-    """The position-wise feed-forward network."""
-
-    def __init__(self, weights: Sublayer[Any], activation: Any, norm_first: bool) -> None:
-        self.weights, self.activation, self.norm_first = weights, activation, norm_first
-
-    def bind(self, sample: Tensor) -> None:
-        """Binds kernels for (R * T, M) like ``sample``."""
-        norm, norm_first = self.weights.norm, self.norm_first
-        enter, join = bind_enter(sample, norm, norm_first), bind_join(sample, norm, norm_first)
-        network = bind_feed_forward(sample.shape[0], self.weights, self.activation)
-        if enter is None:
-            self.step: Map = lambda x: join(network(x), x)
+    def _attend_to_past(
+        self, qkv: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None
+    ) -> Tensor:
+        """Attention of the new tokens to themselves and to all earlier tokens."""
+        rows = cache.shape[1]
+        length = qkv.shape[0] // max(rows, 1)
+        qkv = qkv.view(rows, length, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
+        new, lengths = qkv.narrow(0, 1, 2), None
+        if place is None:
+            cache.narrow(3, start, length).copy_(new)
+            keys, values = cache.narrow(3, 0, start + length).unbind(0)
         else:
-            self.step = lambda x: join(network(enter(x)), x)
+            lengths = place.lengths
+            cache.index_copy_(3, place.position, new.to(cache.dtype))
+            keys, values = cache.narrow(3, 0, place.places).unbind(0)
+        # Only the first call has several tokens, so the causal mask starts at position 0.
+        return self._attended(qkv.select(0, 0), keys, values, None, lengths, length > 1)
+
+    def _attend_to_memory(self, query: Tensor, memory: Tensor) -> Tensor:
+        """Attention to the memory. The beams of a source are further queries to that source's keys, so
+        that its keys are not copied."""
+        keys, values = memory.unbind(0)
+        shape = keys.shape[0], query.shape[0] // max(keys.shape[0], 1), self.heads, self.size
+        query = query.view(shape).transpose(1, 2)
+        return self._attended(query, keys, values, self.places.mask, self.places.lengths, False)
+
+    def _attended(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+        lengths: Tensor | None, is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        lowp = query if query.dtype is keys.dtype else query.to(keys.dtype)
+        arguments = AttentionArguments(lowp, keys, values, mask, lengths, is_causal)
+        y, _ = attend_directly(arguments) or attend(arguments)
+        y = y if lowp is query else y.to(query.dtype)
+        return y.transpose(1, 2).reshape(-1, self.heads * self.size)
 
 
 #: (tokens (R, T), position of the first) -> vectors (R, T, M)
@@ -428,16 +349,16 @@ Embed = Callable[[Tensor, int], Tensor]
 Project = Callable[[Tensor], Tensor]
 
 
-def bind_project(project: Any, rows: int) -> Map:
+def bind_project(project: Any, like: Tensor) -> Map:
     """Returns ``project`` for (R, M), on this package's kernels if it is a plain Linear."""
     if is_unhooked(project, LINEAR):
-        return bind_linear(rows, *affine(project))
+        return bind_linear(*affine(project), like)
     if is_unhooked(project, (OutputProjection,)):
-        last = bind_linear(rows, *affine(project))
+        last = bind_linear(*affine(project), like)
         if project.projection is None:
             return last
         if is_unhooked(project.projection, LINEAR):
-            first = bind_linear(rows, *affine(project.projection))
+            first = bind_linear(*affine(project.projection), like)
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)
 
@@ -556,13 +477,10 @@ class CachedDecoder(StepDecoder):
         self.places = MemoryPlaces.of(memory_padding)
         self.in_bf16 = caches_in_bf16(stack.layers)
         self.length = 0  # number of tokens in the cache
-        #: Attention to the memory in each layer; empty: there is none.
-        self.crosses: list[CrossAttention] = []
+        #: Keys and values of the memory in each layer; empty: there is none.
+        self.memories: list[Tensor] = []
         for layer in stack.layers if memory is not None else ():
-            cross = CrossAttention(layer.sublayers[1], stack.norm_first, memory, self.in_bf16)  # type: ignore[arg-type]
-            self.crosses.append(cross)
-        #: The sub-layers of each layer, if they need separate kernels.
-        self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
+            self.memories.append(project_memory(layer.sublayers[1], memory, self.in_bf16))  # type: ignore[arg-type]
         self._bound: tuple[int, int] | None = None
         # (layers, key and value, R, H, capacity, D).
         self.cache = torch.empty(0)
@@ -592,55 +510,25 @@ class CachedDecoder(StepDecoder):
         start, self.length = self.length, self.length + length
         if self.steps is not None:
             return self.steps.step(x, self.cache, start)
-        if self.whole is not None:
-            x = self.whole(x, self.cache, start)
-        else:
-            x = self._layer_by_layer(x, self.cache, start)
-        if length > 1:
-            x = x.view(rows, length, -1)[:, -1]
-        return self.logits(self.final_norm(x))
+        x = self.layers(x, self.cache, start)
+        return self._logits(x.view(rows, length, -1)[:, -1] if length > 1 else x)
 
-    def _layer_by_layer(
-        self, x: Tensor, caches: Tensor, start: int, place: cuda_graph.Place | None = None
-    ) -> Tensor:
-        for cache, (own, cross, feed_forward) in zip(caches, self.layers, strict=True):
-            x = own.step(x, cache, start, place)
-            if cross is not None:
-                x = cross.step(x)
-            x = feed_forward.step(x)
-        return x
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.logits(normed(x, self.stack.final_norm))
 
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
-        keys = self.cache[0, 0]
-        memories = [cross.memory for cross in self.crosses]
-        self.whole = bind_stack(
-            x, self.cache, self.stack.steps, memories, self.places.mask, self.places.lengths
+        whole = bind_stack(
+            x, self.cache, self.stack.steps, self.memories, self.places.mask, self.places.lengths
         )
-        if self.whole is None:
-            self.layers = self.layers or self._separate()
-            for own, cross, feed_forward in self.layers:
-                own.bind(x, keys, rows, length)
-                if cross is not None:
-                    cross.bind(x, self.places)
-                feed_forward.bind(x)
-        final = self.stack.final_norm
-        self.final_norm = (lambda x: x) if final is None else bind_layer_norm(x[:rows], final)
-        self.logits = bind_project(self.project, rows)
+        separate = None if whole else SeparateOps(self.stack, x, self.memories, self.places)
+        #: (x, cache, number of cached tokens) -> output of all layers.
+        self.layers: Callable[..., Tensor] = whole or separate  # type: ignore[assignment]
+        self.logits = bind_project(self.project, x)
         self.steps: cuda_graph.Steps | None = None
-        if length == 1 and self.whole is None and cuda_graph.wanted(x):
-            self.steps = cuda_graph.Steps(
-                x, self.capacity,
-                lambda *step: self.logits(self.final_norm(self._layer_by_layer(*step))),
-            )  # fmt: skip
-
-    def _separate(self) -> list[tuple[SelfAttention, CrossAttention | None, FeedForward]]:
-        norm_first, layers = self.stack.norm_first, []
-        for i, layer in enumerate(self.stack.layers):
-            own, network = layer.sublayers[0], layer.sublayers[-1]
-            parts = SelfAttention(own, norm_first), self.crosses[i] if self.crosses else None
-            layers.append((*parts, FeedForward(network, layer.activation, norm_first)))
-        return layers
+        if length == 1 and separate and cuda_graph.wanted(x):
+            run = separate  # not the decoder's, which may change
+            self.steps = cuda_graph.Steps(x, self.capacity, lambda *step: self._logits(run(*step)))
 
     def reorder(self, rows: Tensor) -> None:
         self.cache = self.reordering.apply(self.cache, rows, self.length)
@@ -648,8 +536,7 @@ class CachedDecoder(StepDecoder):
     def keep(self, sources: Tensor) -> None:
         super().keep(sources)
         self.places = self.places.keep(sources)
-        for cross in self.crosses:
-            cross.keep(sources)
+        self.memories = [memory.index_select(1, sources) for memory in self.memories]
 
     def _rows(self) -> Tensor:
         return torch.arange(self.cache.shape[2], device=self.cache.device)
