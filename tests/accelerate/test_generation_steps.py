@@ -498,3 +498,78 @@ def test_verify_covers_steps(steps: list[int], monkeypatch: pytest.MonkeyPatch) 
     report = accelerate(model, verify=given)
     assert report.verified is False
     assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+
+
+@torch.no_grad()
+def test_changed_biases_of_positions_take_effect_amid_a_cache(steps: list[int]) -> None:
+    theirs, ours = build("t5"), build("t5")
+    accelerate(ours)
+    steps.clear()
+
+    def run(model: Any) -> Tensor:
+        source = sources()
+        encoded = model.get_encoder()(**source)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        mask, found = source["attention_mask"], []
+        for token in range(3, 43):
+            if token == 30:
+                block: Any = model.decoder.block[0]
+                block.layer[0].SelfAttention.relative_attention_bias.weight.neg_()
+            given = {"decoder_input_ids": torch.full((3, 1), token), "cache": cache}
+            y = model(encoder_outputs=encoded, attention_mask=mask, use_cache=True, **given)
+            found.append(y.logits)
+        return torch.cat(found, 1)
+
+    oracle = run(copy.deepcopy(theirs).double())
+    check_budget(run(ours), run(theirs), oracle, GRADIENT_FACTOR)
+    assert len(steps) == 39
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "uses_steps"),
+    [
+        ("gpt2", {"prompt_lookup_num_tokens": 3}, True),
+        ("gpt2", {"output_hidden_states": True}, False),
+        ("gpt2", {"use_cache": False}, False),
+        ("llama", {"cache_implementation": "static"}, False),
+        ("llama", {"do_sample": True, "repetition_penalty": 1.3}, True),
+        ("t5", {"cache_implementation": "static"}, False),
+    ],
+    ids=str,
+)
+def test_other_options(
+    name: str, options: dict[str, Any], uses_steps: bool, steps: list[int]
+) -> None:
+    model = build(name)
+    expected = tokens_of(model, 1, name, **options)
+    accelerate(model)
+    steps.clear()
+    assert torch.equal(tokens_of(model, 1, name, **options), expected)
+    assert bool(steps) is uses_steps
+
+
+@torch.no_grad()
+def test_a_decoder_that_runs_fewer_layers_runs_module_by_module(steps: list[int]) -> None:
+    theirs, ours = build("llama"), build("llama")
+    accelerate(ours)
+    steps.clear()
+
+    def run(model: Any) -> Tensor:
+        cache = DynamicCache()
+        model(torch.tensor([[3, 4]]), cache=cache)
+        model.config.num_hidden_layers = 2
+        return model(torch.tensor([[5]]), cache=cache).logits  # type: ignore[no-any-return]
+
+    oracle = run(copy.deepcopy(theirs).double())
+    check_budget(run(ours), run(theirs), oracle)
+    assert not steps
+
+
+def test_caches_of_a_window_and_other_layers_are_reported() -> None:
+    for name, settings, reason in (
+        ("mistral", {"sliding_window": 16}, "supports its sizes, or its cache"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "supports its sizes"),
+    ):
+        report = accelerate(build(name, **settings))
+        found = [e.reason for e in report.entries if "generate: module by module" in e.reason]
+        assert [reason in each for each in found] == [True], found

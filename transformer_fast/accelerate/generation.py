@@ -166,6 +166,9 @@ def _chain(decoder: Any, given: dict[str, Any]) -> _Chain | None:
         or torch.is_autocast_enabled("cpu")
     ):  # fmt: skip
         return None
+    # Some models run fewer layers than they have; BART's number is that of the encoder's.
+    if not is_crossed and vars(config).get("num_hidden_layers") not in (None, len(decoder._steps)):
+        return None
     parts = _layers_of(cache, len(decoder._steps), is_crossed)
     if parts is None or any(len(part[0].keys) != len(tokens) for part in parts):
         return None
@@ -219,7 +222,15 @@ class _Chain:
         given = dict(zip(call.names, args, strict=False)) | kwargs
         own_mask = None if call.is_crossed else given.get(MASK)
         rotation = given.get(ROTATION)
-        if not are_plain_on_cpu((x, own_mask, *(rotation or ()))):
+        tables = rotation or ()
+        if not are_plain_on_cpu((x, own_mask, *tables)):
+            raise _NotAStepError
+        # What the model computes for several tokens, or for parts of a head, is no rotation of a step.
+        if any(t.dim() != 3 or t.shape[1] != 1 or t.shape[0] not in (1, len(x)) for t in tables):
+            raise _NotAStepError
+        if not {t.dtype for t in (*tables, own_mask) if t is not None} <= {
+            x.dtype, torch.float32, torch.bool,
+        }:  # fmt: skip
             raise _NotAStepError
         dtype = x.dtype
         if dtype == torch.float32 and self.in_bf16():
@@ -243,7 +254,7 @@ class _Chain:
             own_mask = places.bias(self.decoder)
         elif own_mask is not None and own_mask.shape[1:] != (1, 1, places.length + 1):
             raise _NotAStepError
-        cos, sin = (None, None) if rotation is None else (t.flatten(0, 1) for t in rotation)
+        cos, sin = (t.flatten(0, 1) for t in tables) if tables else (None, None)
         y = run(rows, places.buffer, places.length, own_mask, cos, sin)
         places.wrote(own)
         _keep(part, places)
@@ -743,9 +754,11 @@ def _recognise(
     return _Step(recipe, formula.content(layer), returned)
 
 
-def _new_cache(is_crossed: bool) -> Any:
+def _new_cache(is_crossed: bool, config: Any = None) -> Any:
+    """Returns an empty cache, as `generate` makes it if ``config`` is that of the decoder."""
     kinds = [load("transformers.cache_utils", n) for n in ("EncoderDecoderCache", "DynamicCache")]
-    return kinds[0](kinds[1](), kinds[1]()) if is_crossed else kinds[1]()
+    parts = [kinds[1](config=config) for _ in range(1 + is_crossed)]
+    return kinds[0](*parts) if is_crossed else parts[0]
 
 
 class _Wide:
@@ -780,7 +793,7 @@ def _difference(decoder: Any, made: Any) -> str | None:
     wide = _in_float64(plain)
     wide.__dict__["_modules"][made._stack] = tuple(map(_Wide, layers))
     results: list[list[Tensor]] = [[], [], []]
-    caches = [_new_cache(call.is_crossed) for _ in results]
+    caches = [_new_cache(call.is_crossed, decoder.config) for _ in results]
     seen = 0
     for part in tokens.split([2, 1, 1], 1):
         seen += part.shape[1]
@@ -801,7 +814,7 @@ def _difference(decoder: Any, made: Any) -> str | None:
             continue
         found = _try_step(copied, (), of_each[0])
         if found is None:
-            return "no kernel for steps supports its sizes"
+            return "no kernel for steps supports its sizes, or its cache"
         for kept, result in zip(results, (found[0], expected, right), strict=True):
             kept.append(result)
     found, expected, right = (torch.cat(each, 1) for each in results)
