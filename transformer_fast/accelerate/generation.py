@@ -235,11 +235,14 @@ class _Chain:
         dtype = x.dtype
         if dtype == torch.float32 and self.in_bf16():
             dtype = torch.bfloat16
-        memory, part = None, self.cache
+        memory: _Memory | None = None
+        part = self.cache
         if call.is_crossed:
             part, of_memory = self.cache.self_attention_cache, self.cache.cross_attention_cache
-            memory = _kept.get(of_memory)
-            if not (isinstance(memory, _Memory) and memory.holds(self.parts[1], dtype, self.mask)):
+            kept = _kept.get(of_memory)
+            if isinstance(kept, _Memory) and kept.holds(self.parts[1], dtype, self.mask):
+                memory = kept
+            else:
                 memory = _Memory(self.parts[1], dtype, self.mask)
         places = _kept.get(part)
         beams = None if memory is None else memory.beams
@@ -273,7 +276,7 @@ class _Chain:
 def _layers_of(cache: Any, count: int, is_crossed: bool) -> tuple[list[Any], ...] | None:
     """Returns the layers of the parts of a cache that holds tokens; None for other classes of caches."""
     kinds, plain, both = _cache_kinds()
-    parts = (cache,)
+    parts: tuple[Any, ...] = (cache,)
     if is_crossed:
         if type(cache) is not both:
             return None
