@@ -382,7 +382,7 @@ def test_invalid_steps_raise() -> None:
         "input must be float32": {"x": x.double()},
         "cache must be": {"cache": cache.double()},
         "memory must be": {"memories": [memory[0]]},
-        "input does not fit memory": {"memories": [memory[:, :, :1]]},
+        "memory must have 2 heads of 16": {"memories": [memory[:, :, :1]]},
         "a memory for each of 1 layers": {"memories": [memory] * 2},
         "2 sub-layers for each of 1 layers": {"crossed": False},
         "attend to its cache, and to its memory": {"memories": []},
@@ -400,6 +400,7 @@ def test_opcheck_of_decode_stack(crossed: bool) -> None:
     step = DecodeStack(stack, 2, memories)
     arguments = (
         torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, memories,
-        stack.kinds, stack.parameters, packed_of(step), [], eps, True, stack.norms, 1, None, None,
+        stack.kinds, stack.parameters, packed_of(step), [], eps, True, stack.norms, HEADS, 0.25, 1,
+        *[None] * 5,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.decode_stack.cpu, arguments)

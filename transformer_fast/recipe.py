@@ -111,7 +111,8 @@ class Sublayer(Generic[Of]):
 
     #: Never a kind that is a part of another sub-layer.
     kind: Kind
-    #: Attention: of queries, keys and values (M, M), or one joined map (3 M, M); then the output's.
+    #: Attention: of queries, keys and values, (M, M) unless heads have other sizes, or one joined map,
+    #: (3 M, M); then the output's.
     #: Feed-forward: first (F, M) and second (M, F). Gated: gate and up (F, M), or one joined map
     #: (2 F, M); then second. The rows of a joined map are those of its parts in this order.
     maps: tuple[Linear[Of], ...]
@@ -122,12 +123,21 @@ class Sublayer(Generic[Of]):
     batch_first: bool = True
     #: Factor of the scores; None: 1 / sqrt(D).
     scale: float | None = None
+    #: Number of heads of keys and values; 0: ``heads``.
+    key_heads: int = 0
+    #: Channels of a head, D; 0: M / heads.
+    head_size: int = 0
     #: True if queries and keys are rotated by rotary position embeddings, cosines and sines that the
     #: layer's caller passes.
     is_rotated: bool = False
     #: True if the layer's caller passes a bias of relative positions, (1 or B, H, T, S), which is added
     #: to the scores.
     has_bias: bool = False
+
+    @property
+    def is_for_steps(self) -> bool:
+        """True if only decoding steps have a kernel for it."""
+        return self.scale is not None or self.key_heads > 0 or self.head_size > 0
 
     def each(self, function: Callable[[Of], Other]) -> Sublayer[Other]:
         maps = tuple(one.each(function) for one in self.maps)

@@ -1,4 +1,4 @@
-"""Steps of `generate` of transformers' encoder-decoders after `accelerate`: all layers in one call."""
+"""Steps of transformers' `generate` after `accelerate`: all layers in one call."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ pytest.importorskip(
 )
 import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -29,37 +30,70 @@ pytestmark = [
 ]
 
 VOCABULARY, WIDTH, LAYERS, PAD, END = 97, 64, 3, 1, 2
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 0}
+_BART = {
+    "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": LAYERS, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "max_position_embeddings": 80, "decoder_start_token_id": END, "forced_eos_token_id": None,
+    "scale_embedding": True, "tie_word_embeddings": False,
+}  # fmt: skip
+#: Heads of another width than the model's.
+_T5 = {
+    "d_model": WIDTH, "d_kv": 8, "d_ff": 96, "num_layers": LAYERS, "num_heads": 6,
+    "decoder_start_token_id": PAD,
+}  # fmt: skip
+#: Two heads of queries have one of keys.
+_LLAMA = {
+    "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 80, "tie_word_embeddings": False,
+}  # fmt: skip
 #: Post-norm with scaled embeddings and sinusoidal positions; with learned positions and a norm of the
-#: embeddings; pre-norm with a final norm; with positions that depend on the tokens.
-MODELS = {
-    "marian": ("MarianConfig", "MarianMTModel"),
-    "bart": ("BartConfig", "BartForConditionalGeneration"),
-    "mbart": ("MBartConfig", "MBartForConditionalGeneration"),
-    "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration"),
-}
+#: embeddings; pre-norm with a final norm; with positions that depend on the tokens; sinusoidal ones and
+#: pre-norm; biases of relative positions, RMS norms and unscaled scores, without and with gates.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "marian": ("MarianConfig", "MarianMTModel", _BART),
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "mbart": ("MBartConfig", "MBartForConditionalGeneration", _BART),
+    "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration", _BART),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {
+        **_BART, "num_mel_bins": 8, "max_source_positions": 7, "max_target_positions": 80}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "flan_t5": ("T5Config", "T5ForConditionalGeneration", {
+        **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5Config", "MT5ForConditionalGeneration", _T5),
+}  # fmt: skip
+#: Decoders without an encoder: weights of (inputs, outputs); a network on flattened batches; rotary
+#: positions, gates and grouped heads, also with biases, and of another width than the model's.
+DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
+        "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 80,
+        "tie_word_embeddings": False}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {
+        "hidden_size": WIDTH, "ffn_dim": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "max_position_embeddings": 80, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _LLAMA),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {
+        **_LLAMA, "head_dim": 24, "sliding_window": None}),
+}  # fmt: skip
+ALL = MODELS | DECODERS
+#: Without steps that mix in positions of their own, one token after another is often the same.
+_POSITIONS = ("positions", "relative_attention_bias", "wpe")
 
 
 def build(name: str, **settings: Any) -> Any:
     """Returns a model with random weights that does not repeat one token."""
-    config, kind = (getattr(transformers, each) for each in MODELS[name])
+    config, kind = (getattr(transformers, each) for each in ALL[name][:2])
     torch.manual_seed(0)
-    model = kind(
-        config(**{
-            "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": LAYERS,
-            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96, "max_position_embeddings": 80, "pad_token_id": PAD,
-            "eos_token_id": END, "bos_token_id": 0, "decoder_start_token_id": END,
-            "forced_eos_token_id": None, "scale_embedding": True, "tie_word_embeddings": False,
-            **settings,
-        })
-    )  # fmt: skip
+    model = kind(config(**{**_TOKENS, **ALL[name][2], **settings}))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "positions" in key:  # large, so that greedy search does not repeat one token
-                parameter.normal_(0, 3)
+            if any(each in key for each in _POSITIONS):  # large, so that greedy search does not
+                parameter.normal_(0, 3)  # repeat one token
             elif parameter.dim() == 2:
                 torch.nn.init.xavier_normal_(parameter)
-            elif parameter.dim() == 1 and "norm" not in key:
+            elif parameter.dim() == 1 and "norm" not in key and "ln_" not in key:
                 parameter.normal_(0, 0.1)
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
@@ -67,11 +101,14 @@ def build(name: str, **settings: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def sources(batch: int = 3) -> dict[str, Tensor]:
-    """Returns sentences of 7, 6, ... tokens, padded."""
+def sources(batch: int = 3, name: str = "marian") -> dict[str, Tensor]:
+    """Returns sentences of 7, 6, ... tokens, padded; at the left for decoders without an encoder."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (batch, 7), generator=generator)
     mask = torch.arange(7) < 7 - torch.arange(batch)[:, None]
+    if name == "whisper":
+        return {"input_features": torch.randn(batch, 8, 14, generator=generator)}
+    mask = mask.flip(1) if name in DECODERS else mask
     return {"input_ids": tokens.where(mask, PAD), "attention_mask": mask.long()}
 
 
@@ -102,46 +139,57 @@ LENGTH = 24
 
 
 @torch.no_grad()
-def logits_of(model: Any, batch: int = 3, **options: Any) -> Tensor:
+def logits_of(model: Any, batch: int = 3, name: str = "marian", **options: Any) -> Tensor:
     """Returns the logits (B, LENGTH, V) of one step after another, with given tokens."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, VOCABULARY, (batch, LENGTH), generator=generator)
-    given = sources(batch)
-    encoded = model.get_encoder()(**given)
+    given = sources(batch, name)
+    found = []
+    if name in DECODERS:
+        cache, mask, part = DynamicCache(), given["attention_mask"], given["input_ids"]
+        for token in tokens.split(1, 1):
+            logits = model(
+                input_ids=part, attention_mask=mask, cache=cache, use_cache=True, **options
+            ).logits
+            found.append(logits[:, -1:])
+            part, mask = token, torch.cat([mask, torch.ones_like(token)], 1)
+        return torch.cat(found, 1)
+    floats = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in given.items()}
+    encoded = model.get_encoder()(**floats)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    found = [
-        model(
-            encoder_outputs=encoded, attention_mask=given["attention_mask"],
+    for token in tokens.split(1, 1):
+        logits = model(
+            encoder_outputs=encoded, attention_mask=given.get("attention_mask"),
             decoder_input_ids=token, cache=cache, use_cache=True, **options,
-        ).logits
-        for token in tokens.split(1, 1)
-    ]  # fmt: skip
+        ).logits  # fmt: skip
+        found.append(logits)
     return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_of_steps(name: str, dtype: torch.dtype, steps: list[int]) -> None:
     model = build(name).to(dtype)
-    expected, oracle = logits_of(model), logits_of(copy.deepcopy(model).double())
+    oracle = logits_of(copy.deepcopy(model).double(), name=name)
+    expected = logits_of(model, name=name)
     report = accelerate(model)
     decoder = next(n for n, m in model.named_modules() if isinstance(m, generation.StepDecoder))
     assert generation.ONE_CALL in report[decoder].reason
     steps.clear()
-    found = logits_of(model)
+    found = logits_of(model, name=name)
     assert steps == [3] * (LENGTH - 1)
     check_budget(found, expected, oracle, GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_of_steps_in_int8(name: str, steps: list[int]) -> None:
     model = build(name)
-    oracle = logits_of(copy.deepcopy(model).double())
+    oracle = logits_of(copy.deepcopy(model).double(), name=name)
     accelerate(model, quantize="int8")
     steps.clear()
-    found = logits_of(model)
+    found = logits_of(model, name=name)
     assert steps == [3] * (LENGTH - 1)
-    expected = logits_of(model, output_hidden_states=True)  # module by module
+    expected = logits_of(model, name=name, output_hidden_states=True)  # module by module
     assert steps == [3] * (LENGTH - 1)
     check_budget(found, expected, oracle)
 
@@ -164,29 +212,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tokens_of(model: Any, batch: int = 3, **options: Any) -> Tensor:
+def tokens_of(model: Any, batch: int = 3, name: str = "marian", **options: Any) -> Tensor:
     if "decoder_input_ids" in options:
         options["decoder_input_ids"] = options["decoder_input_ids"][:batch]
     torch.manual_seed(3)
-    return model.generate(**sources(batch), max_new_tokens=36, **options)  # type: ignore[no-any-return]
+    given = sources(batch, name)
+    # Whisper's own method splits recordings.
+    method = GenerationMixin.generate if name == "whisper" else type(model).generate
+    return method(model, **given, max_new_tokens=36, **options)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"), [("marian", 3), ("marian", 1), ("m2m_100", 3), ("bart", 1), ("mbart", 3)]
-)
+    ("name", "batch"),
+    [
+        ("marian", 3), ("marian", 1), ("m2m_100", 3), ("bart", 1), ("mbart", 3), ("t5", 3),
+        ("flan_t5", 1), ("pegasus", 1), ("whisper", 3), ("gpt2", 3), ("gpt2", 1), ("opt", 3),
+        ("llama", 3), ("mistral", 1),
+    ],
+)  # fmt: skip
 def test_tokens_are_those_of_transformers(name: str, batch: int, steps: list[int]) -> None:
     model = build(name)
-    expected = {each: tokens_of(model, batch, **given) for each, given in OPTIONS.items()}
-    assert all(len(tokens.unique()) > 5 for tokens in expected.values())
+    options = OPTIONS
+    if name in DECODERS:
+        without = {"prompt", "suppressed and forced"}
+        options = {each: given for each, given in OPTIONS.items() if each not in without}
+    expected = {each: tokens_of(model, batch, name, **given) for each, given in options.items()}
+    assert all(len(x.unique()) > 5 for each, x in expected.items() if each != "early ends")
     accelerate(model)
+    prompt = 7 if name in DECODERS else 0
     for option, tokens in expected.items():
         steps.clear()
-        assert torch.equal(tokens_of(model, batch, **OPTIONS[option]), tokens), option
-        assert len(steps) >= tokens.shape[1] - 4, option
+        assert torch.equal(tokens_of(model, batch, name, **options[option]), tokens), option
+        assert len(steps) >= tokens.shape[1] - prompt - 5, option
     restore(model)
     assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
     steps.clear()
-    assert torch.equal(tokens_of(model, batch, **OPTIONS["beams"]), expected["beams"])
+    assert torch.equal(tokens_of(model, batch, name, **options["beams"]), expected["beams"])
     assert not steps
 
 
@@ -428,12 +489,87 @@ def test_verify_covers_steps(steps: list[int], monkeypatch: pytest.MonkeyPatch) 
     assert steps[-1] == 3
     restore(model)
     monkeypatch.setattr(generation, "_difference", lambda *_: None)
-    run = generation._Memory.bind
+    run = generation._Places.bind
     monkeypatch.setattr(
-        generation._Memory,
+        generation._Places,
         "bind",
         lambda *a: lambda *b: run(*a)(*b).mul_(1.01),  # type: ignore[misc]
     )
     report = accelerate(model, verify=given)
     assert report.verified is False
     assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+
+
+@torch.no_grad()
+def test_changed_biases_of_positions_take_effect_amid_a_cache(steps: list[int]) -> None:
+    theirs, ours = build("t5"), build("t5")
+    accelerate(ours)
+    steps.clear()
+
+    def run(model: Any) -> Tensor:
+        source = sources()
+        encoded = model.get_encoder()(**source)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        mask, found = source["attention_mask"], []
+        for token in range(3, 43):
+            if token == 30:
+                block: Any = model.decoder.block[0]
+                block.layer[0].SelfAttention.relative_attention_bias.weight.neg_()
+            given = {"decoder_input_ids": torch.full((3, 1), token), "cache": cache}
+            y = model(encoder_outputs=encoded, attention_mask=mask, use_cache=True, **given)
+            found.append(y.logits)
+        return torch.cat(found, 1)
+
+    oracle = run(copy.deepcopy(theirs).double())
+    check_budget(run(ours), run(theirs), oracle, GRADIENT_FACTOR)
+    assert len(steps) == 39
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "uses_steps"),
+    [
+        ("gpt2", {"prompt_lookup_num_tokens": 3}, True),
+        ("gpt2", {"output_hidden_states": True}, False),
+        ("gpt2", {"use_cache": False}, False),
+        ("llama", {"cache_implementation": "static"}, False),
+        ("llama", {"do_sample": True, "repetition_penalty": 1.3}, True),
+        ("t5", {"cache_implementation": "static"}, False),
+    ],
+    ids=str,
+)
+def test_other_options(
+    name: str, options: dict[str, Any], uses_steps: bool, steps: list[int]
+) -> None:
+    model = build(name)
+    expected = tokens_of(model, 1, name, **options)
+    accelerate(model)
+    steps.clear()
+    assert torch.equal(tokens_of(model, 1, name, **options), expected)
+    assert bool(steps) is uses_steps
+
+
+@torch.no_grad()
+def test_a_decoder_that_runs_fewer_layers_runs_module_by_module(steps: list[int]) -> None:
+    theirs, ours = build("llama"), build("llama")
+    accelerate(ours)
+    steps.clear()
+
+    def run(model: Any) -> Tensor:
+        cache = DynamicCache()
+        model(torch.tensor([[3, 4]]), cache=cache)
+        model.config.num_hidden_layers = 2
+        return model(torch.tensor([[5]]), cache=cache).logits  # type: ignore[no-any-return]
+
+    oracle = run(copy.deepcopy(theirs).double())
+    check_budget(run(ours), run(theirs), oracle)
+    assert not steps
+
+
+def test_caches_of_a_window_and_other_layers_are_reported() -> None:
+    for name, settings, reason in (
+        ("mistral", {"sliding_window": 16}, "supports its sizes, or its cache"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "supports its sizes"),
+    ):
+        report = accelerate(build(name, **settings))
+        found = [e.reason for e in report.entries if "generate: module by module" in e.reason]
+        assert [reason in each for each in found] == [True], found

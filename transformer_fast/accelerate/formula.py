@@ -263,9 +263,12 @@ def judge(
     output = call(wide)
     expected = output[0] if isinstance(output, tuple) else output
     given = tensors_of(wide)
-    parameters = found.layer.each(
-        lambda place: given[f"{place.module}.{place.name}".removeprefix(".")]
-    )
+
+    def tensor(place: Place) -> Tensor:
+        x = given[f"{place.module}.{place.name}".removeprefix(".")]
+        return x.t() if place.transposed else x
+
+    parameters = found.layer.each(tensor)
     y = compute(parameters, x, **inputs)
     # Models rotate in float32.
     if y.shape != expected.shape or not (y - expected).abs().max() <= 1e-6 * expected.abs().max():
@@ -293,16 +296,20 @@ def compute(
         ]
         maps = weights, torch.cat(biases)
         if one.kind.is_attention:
-            own_maps, of_memory = zip(*(part.tensor_split([len(part) // 3]) for part in maps))  # noqa: B905
+            of_query = one.heads * (one.head_size or x.shape[-1] // one.heads)
+            own_maps, of_memory = zip(*(part.tensor_split([of_query]) for part in maps))  # noqa: B905
             source = memory if one.kind is Kind.CROSS_ATTENTION else inside
             assert source is not None
             keys, values = F.linear(source, *of_memory).chunk(2, -1)
             q, k, v = (
-                part.unflatten(-1, (one.heads, -1)).transpose(1, 2)
+                part.unflatten(-1, (-1, of_query // one.heads)).transpose(1, 2)
                 for part in (F.linear(inside, *own_maps), keys, values)
             )
             q, k = rotated(q, *tables), rotated(k, *tables)
             hidden, added, is_causal = cross if one.kind is Kind.CROSS_ATTENTION else own
+            if one.scale is not None:
+                q = q * (one.scale * q.shape[-1] ** 0.5)
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
             y = _attended(q, k, v, hidden, added, is_causal)
         elif one.kind is Kind.GATED_FEED_FORWARD:
             gate, up = F.linear(inside, *maps).chunk(2, -1)

@@ -468,7 +468,7 @@ class _Loop:
                 self.why_padded = f"its layers get {name}={kind}, which has no form for rows"
                 return None
         if "position_bias" in names and packed.get("position_bias") is None:
-            if (bias := _bias_of(layer)) is None:
+            if (bias := bias_of(layer)) is None:
                 self.why_padded = "its layers have no bias of relative positions"
                 return None
             packed["position_bias"] = bias.compute_bias(rows.length, rows.length)
@@ -841,12 +841,12 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     token = torch.randn(config.hidden_size, generator=generator).to(weight.dtype)
     given: dict[str, Any] = {parameters[0]: token.repeat(1, 3, 1)}
     if ROTATION in parameters:
-        angles = torch.ones(1, 3, _rotated(config), dtype=weight.dtype)
+        angles = torch.ones(1, 3, rotated_channels(config), dtype=weight.dtype)
         given[ROTATION] = angles, torch.zeros_like(angles)
     if "relative_pos" in parameters:
         given["relative_pos"] = torch.zeros(1, 3, 3, dtype=torch.long)
         given["rel_embeddings"] = token[None]
-    bias = _bias_of(first)
+    bias = bias_of(first)
     if "position_bias" in parameters and bias is not None:
         given["position_bias"] = bias.compute_bias(3, 3)
     if _is_causal(first):
@@ -854,7 +854,7 @@ def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str
     return given
 
 
-def _rotated(config: Any) -> int:
+def rotated_channels(config: Any) -> int:
     """Returns how many channels of each head rotary position embeddings rotate."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -902,7 +902,7 @@ def _formula_of(
     rotation: tuple[Tensor, ...] = ()
     if ROTATION in parameters:
         generator = torch.Generator().manual_seed(2)
-        shape = 2, 1, formula.TOKENS, _rotated(config)
+        shape = 2, 1, formula.TOKENS, rotated_channels(config)
         rotation = (*torch.randn(shape, generator=generator, dtype=torch.float64),)
 
     def call(copied: Any, x: Tensor, rotation: tuple[Tensor, ...], **others: Any) -> formula.Trial:
@@ -941,7 +941,7 @@ def _formula_of(
     return "no kernel for layers supports its sizes" if y is None else found
 
 
-def _bias_of(layer: torch.nn.Module) -> Any:
+def bias_of(layer: torch.nn.Module) -> Any:
     """Returns the module that computes the layer's bias of relative positions, as in T5, or None."""
     for module in layer.modules():
         if getattr(module, "has_relative_attention_bias", False):

@@ -41,12 +41,14 @@ NAME_OF_ATTENTION = "_attn_implementation_internal"
 MASK = "attention_mask"
 #: The encoder's output (B, S, M) in a decoder, and its mask, of layers and of the decoder alike.
 MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"
+#: Biases of relative positions of self-attention and of attention to the encoder's output.
+BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"
 #: Cosines and sines of rotary position embeddings.
 ROTATION = "position_embeddings"
 #: Keys and values of earlier calls; "cache" from transformers 5.24 on.
 CACHES = ("cache", "past_key_values", "layer_past")
 #: Arguments that depend on the positions of tokens and that only attention reads.
-OF_PLACES = ("position_bias", "relative_pos", "rel_embeddings")
+OF_PLACES = (BIAS, "relative_pos", "rel_embeddings")
 
 # Arguments of models.
 

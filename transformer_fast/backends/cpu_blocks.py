@@ -40,6 +40,10 @@ def _refuse_autocast() -> str | None:
 
 def _refuse_layer(call: Call) -> str | None:
     width = call.tensors[0].shape[-1]
+    if call.op != "decode_step" and call.arguments.is_for_steps:
+        return (
+            "it supports M / H channels a head, equal heads of keys, and scores times 1 / sqrt(D)"
+        )
     if call.op == "decoder_layer" and width % _PANEL:
         return f"it supports d_model in multiples of {_PANEL}, and the layer has {width}"
     if call.arguments.gated % (2 * _PANEL):
@@ -95,9 +99,9 @@ class DecodeStack:
 
     Args:
         stack: of each layer self-attention, attention to the memory (in all layers or in none) and
-            feed-forward network. Weights are those of self-attention (3 M, M), joined or in parts, and
-            (M, M), of attention to the memory, the query's and the output's, (M, M) both, and of the
-            network (F, M) and (M, F).
+            feed-forward network, gated or not. Weights are those of self-attention, joined or in
+            parts, of attention to the memory, the query's and the output's, and of the network,
+            (F, M) and (M, F).
         rows: of the inputs to come.
         memories: each layer's keys and values of the memory, (2, B, H, S, D); none: no such
             sub-layers.
@@ -116,18 +120,27 @@ class DecodeStack:
         self.packed = PackedWeights()
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
 
-    def __call__(self, input: Tensor, cache: Tensor, start: int) -> Tensor:
+    def __call__(
+        self, input: Tensor, cache: Tensor, start: int, own_mask: Tensor | None = None,
+        cos: Tensor | None = None, sin: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Maps (R * T, M) to (R * T, M): T new tokens of each of R sequences.
 
-        Their keys and values are written to ``cache`` (layers, 2, R, H, places, D) from ``start``
-        on. The new tokens attend to all tokens before them, causally. If T > 1, they must be the
-        first tokens of the sequences.
+        Their keys and values are written to ``cache`` (layers, 2, R, heads of keys, places, D) from
+        ``start`` on. The new tokens attend to all tokens before them, causally. If T > 1, they must
+        be the first tokens of the sequences.
+
+        Args:
+            own_mask: of self-attention, in place of the causal one: bool (SDPA polarity) or a bias,
+                broadcast to (R, H, T, start + T).
+            cos, sin: rotate queries and keys of self-attention, (T or R * T, channels).
         """
         stack, packed = self.stack, self.packed(self.weights, self.rows)
+        scale = cache.shape[-1] ** -0.5 if stack.scale is None else stack.scale
         return torch.ops.transformer_fast.decode_stack.cpu(
             input, cache, start, self.memories, stack.kinds, stack.parameters, packed, stack.scales,
-            stack.eps, stack.norm_first, stack.norms, CODES[stack.activation], self.mask,
-            self.key_lengths,
+            stack.eps, stack.norm_first, stack.norms, stack.heads, scale, CODES[stack.activation],
+            self.mask, self.key_lengths, own_mask, cos, sin,
         )  # fmt: skip
 
 

@@ -528,10 +528,13 @@ class Masks(NamedTuple):
 NO_MASKS = Masks(None, None, False)
 
 
-def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float, float] | None:
+def heads_and_masks(
+    node: Any, or_grouped: bool = False
+) -> tuple[list[Node], Masks, float, float] | None:
     """Returns queries, keys and values (B, H, T, D) of a plain attention with a softmax, or None.
 
     The numbers are the factor of the scores, relative to 1 / sqrt(D), and the probability of dropout.
+    or_grouped: keys and values may have fewer heads than queries.
     """
     op = read(node)
     call = op["input"] if op is not None and op.name == "getitem" and op["index"] == 0 else node
@@ -555,7 +558,8 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float, float] | None:
         if not given.keys() <= {*names}:
             return None
         heads, scale = [given[name] for name in names[:3]], given.get("scale")  # type: ignore[assignment]
-        dropout_p, plain = given.get("dropout_p", 0.0), not given.get("enable_gqa", False)
+        dropout_p = given.get("dropout_p", 0.0)
+        plain = or_grouped or not given.get("enable_gqa", False)
         is_causal = given.get("is_causal", False)
         plain = plain and isinstance(is_causal, bool)
         masks = Masks(None, given.get("attn_mask"), is_causal)  # type: ignore[arg-type]
@@ -566,7 +570,9 @@ def heads_and_masks(node: Any) -> tuple[list[Node], Masks, float, float] | None:
         return None
     query, key, values = sizes
     size = query[3]  # type: ignore[index]
-    if not isinstance(size, int) or not is_same(key, values) or not is_same(key[:2], query[:2]):  # type: ignore[index]
+    if not isinstance(size, int) or not is_same(key, values) or not is_same(key[:1], query[:1]):  # type: ignore[index]
+        return None
+    if not (or_grouped or is_same(key[1:2], query[1:2])):  # type: ignore[index]
         return None
     if scale is not None and not isinstance(scale, float):
         return None

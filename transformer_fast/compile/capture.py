@@ -187,7 +187,14 @@ def _faked(
         y = fake.from_tensor(x, static_shapes=True)
     else:
         y = fake.from_tensor(x, symbolic_context=_symbols(x, width), source=ConstantSource(name))
-    return y.to(dtype) if dtype is not None and y.is_floating_point() and y.dtype != dtype else y
+    if dtype is None or not y.is_floating_point() or y.dtype == dtype:
+        return y
+    # Matchers look for parameters.
+    return (
+        torch.nn.Parameter(y.detach().to(dtype), y.requires_grad)
+        if type(x) is not Tensor
+        else y.to(dtype)
+    )
 
 
 def _symbols(x: Tensor, width: int) -> StatelessSymbolicContext:

@@ -17,8 +17,9 @@ from .capture import Captured, NotCapturedError
 from .editor import Editor
 from .graph_report import GraphReport
 from .modes import GraphModes
+from .nodes import shape
 from .ops import calls, mutates
-from .sublayers import SublayerNodes, match_sublayer
+from .sublayers import SublayerNodes, keeps_order, match_sublayer
 
 
 class NotALayerError(NotCapturedError):
@@ -41,15 +42,18 @@ class Found(NamedTuple):
     dropouts: tuple[float, ...]
 
 
-def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Found:
+def layer_of(
+    captured: Captured, x: str, rotation: tuple[str, ...] = (), for_steps: bool = False
+) -> Found:
     """Returns the recipe of a graph's layer; the graph is rewritten.
 
     Args:
         x: name of the argument (B, T, M).
         rotation: names of the arguments with cosines and sines of rotary position embeddings.
+        for_steps: True if kernels for decoding steps will run the recipe.
 
     Raises:
-        NotALayerError: the graph computes anything besides a layer.
+        NotALayerError: the graph computes anything besides a layer, or no kernel would run it.
     """
     graph, inputs = captured.graph, captured.inputs
     modes = GraphModes(graph, captured.modes)
@@ -67,7 +71,7 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         if one is not None:
             ends[one.y] = one
     stack: list[SublayerNodes] = []
-    node = first
+    node = _same_rows(first)
     while node is not inputs[x]:
         if node not in ends:
             left = "".join(f"; {each.op}: {each.reason}" for each in editor.report.left)
@@ -75,7 +79,7 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
                 f"it is not attention and a network, each with a residual sum{left}"
             )
         stack.insert(0, ends[node])
-        node = ends[node].x
+        node = _same_rows(ends[node].x)
     blocks = [one.block for one in stack]
     kinds = [block.kind for block in blocks]
     networks = [block for block in blocks if not block.kind.is_attention]
@@ -86,7 +90,7 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         or kinds[0] is not Kind.SELF_ATTENTION
         or len(set(kinds)) != len(kinds)
         or len(kinds) != (3 if memories else 2)
-        or len({block.heads for block in attentions}) != 1
+        or len({(block.heads, block.scale) for block in attentions}) != 1
         or len({one.norm_first for one in stack}) != 1
         or any(one.norm.kind == NormKind.NONE for one in stack[1:])
         or len(memories) > 1
@@ -98,16 +102,23 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
         raise NotALayerError("the memory of its attention is computed")
 
     def place(node: Node) -> Place:
+        is_turned = node.op == "call_method" and node.target == "t"
+        node = node.args[0] if is_turned else node  # type: ignore[assignment]
         if node.op != "placeholder":
             raise NotALayerError("a parameter is computed")
         module, _, name = places[node].rpartition(".")
-        return Place(module, name)
+        return Place(module, name, transposed=is_turned)
 
     layer = Layer(
         tuple(map(_sublayer, stack)),
         stack[0].norm_first,
         networks[0].activation,
     ).each(place)
+    if not for_steps and any(one.is_for_steps for one in layer.sublayers):
+        raise NotALayerError(
+            "its heads have other sizes than M / H, keys have fewer heads, or its scores another factor "
+            "than 1 / sqrt(D)"
+        )
     own, cross = (
         next((block.masks for block in attentions if block.kind is kind), NO_MASKS)
         for kind in (Kind.SELF_ATTENTION, Kind.CROSS_ATTENTION)
@@ -115,6 +126,13 @@ def layer_of(captured: Captured, x: str, rotation: tuple[str, ...] = ()) -> Foun
     returned = 1 + len(rest) if isinstance(output, (tuple, list)) else 0
     dropouts = tuple(p for one in stack for p in (one.block.dropout_p, one.dropout_p))
     return Found(layer, memory, returned, own, cross, dropouts)
+
+
+def _same_rows(node: Node) -> Node:
+    """Returns the tensor of which the node is a view with other dimensions before the last, or itself."""
+    while keeps_order(node) and shape(node)[-1] == shape(node.args[0])[-1]:  # type: ignore[index,arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def masks_of(captured: Captured, found: Found, arguments: Sequence[str]) -> GraphModule:
@@ -144,6 +162,9 @@ def _sublayer(one: SublayerNodes) -> Sublayer[Node]:
         tuple(Linear(weight, bias) for weight, bias in block.maps),
         recipe.Norm(NormKind(norm.kind), norm.weight, norm.bias, norm.eps),
         block.heads,
+        scale=block.scale,
+        key_heads=block.key_heads,
+        head_size=block.head_size,
         is_rotated=bool(block.rotation),
     )
 

@@ -59,6 +59,10 @@ class _Block(NamedTuple):
     rotation: tuple[Node, ...] = ()
     #: Probability of dropout of the weights of attention, or of the hidden units.
     dropout_p: float = 0.0
+    #: Attention only: as in `recipe.Sublayer`.
+    scale: float | None = None
+    key_heads: int = 0
+    head_size: int = 0
 
 
 @dataclass
@@ -154,13 +158,16 @@ def match_sublayer(
     """Returns the sub-layer with the residual sum ``total``, or None.
 
     rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
-    With it, sub-layers without a norm, with dropout, and gated networks match, too.
+    With it, sub-layers without a norm, with dropout, gated networks, and attention with another factor,
+    grouped heads or heads of other sizes match, too.
     """
     op = read(total)
     assert op is not None
     is_whole = rotation is not None
     for x, f in ((op["input"], op["other"]), (op["other"], op["input"])):
-        if not all(isinstance(n, Node) and _is_like(n, total) for n in (x, f)) or rank(x) != 3:
+        if not all(isinstance(n, Node) and _is_like(n, total) for n in (x, f)):
+            continue
+        if rank(x) != 3 and not (is_whole and rank(x) == 2):
             continue
         f, dropout_p = (is_whole and dropout_of(f)) or (f, 0.0)
         block = _network_block(f, is_whole) or _attention(f, rotation)
@@ -189,8 +196,8 @@ def _is_like(one: Node, other: Node) -> bool:
 def _is_contiguous(node: Node) -> bool:
     """True if the result is contiguous, as the kernel's is: views of it may depend on that."""
     x = value(node)
-    _, length, width = x.shape
-    return _has_strides(x, (length * width, width, 1))
+    *_, length, width = x.shape
+    return _has_strides(x, (length * width, width, 1)[-x.dim() :])
 
 
 def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
@@ -218,15 +225,15 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
     if out is None:
         return None
     joined: Any = out.x
-    while _keeps_order(joined):
+    while keeps_order(joined):
         joined = joined.args[0]
     swap = read(joined)
     if swap is None or permutation(swap, rank(joined)) != [0, 2, 1, 3]:
         return None
     attended = swap["input"]
-    while _keeps_order(attended) and is_same(shape(attended), shape(attended.args[0])):
+    while keeps_order(attended) and is_same(shape(attended), shape(attended.args[0])):
         attended = attended.args[0]
-    found = heads_and_masks(attended)
+    found = heads_and_masks(attended, rotation is not None)
     if found is None:
         return None
     heads, masks, factor, dropout_p = found
@@ -237,37 +244,52 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
         return None
     q, k, v = each
     factors = [one.factor for one in each]  # type: ignore[union-attr]
-    if max(abs(factor * factors[0] * factors[1] - 1.0), abs(factors[2] - 1.0)) > 1e-5:
+    factor *= factors[0] * factors[1]
+    if abs(factors[2] - 1.0) > 1e-5:
         return None
     turned = [one.is_rotated for one in each]  # type: ignore[union-attr]
     if turned[0] != turned[1] or turned[2] or turned[0] != bool(rotation):
         return None
-    width, number = shape(out.x)[-1], shape(heads[0])[1]  # type: ignore[index]
     sources = [one.input for one in each]  # type: ignore[union-attr]
+    (_, number, _, size), (_, of_keys, *_) = (shape(each) for each in heads[:2])  # type: ignore[misc]
+    width = (shape(sources[0]) or (None,))[-1]
     starts, weights = [one.start for one in each], [one.map[0] for one in each]  # type: ignore[union-attr]
-    if not isinstance(width, int) or not isinstance(number, int) or sources[1] is not sources[2]:
+    if (
+        not all(isinstance(n, int) for n in (width, number, of_keys))
+        or sources[1] is not sources[2]
+    ):
+        return None
+    of_query, of_key = number * size, of_keys * size
+    options = (
+        None if abs(factor - 1.0) <= 1e-5 else factor * size**-0.5,
+        0 if of_keys == number else of_keys,
+        0 if of_query == width else size,
+    )
+    if rotation is None and options != (None, 0, 0):
         return None
     if q.node is k.node is v.node:  # type: ignore[union-attr]
-        maps, rows, wanted = [q.map], 3 * width, [0, width, 2 * width]  # type: ignore[union-attr]
+        maps, wanted = [q.map], [0, of_query, of_query + of_key]  # type: ignore[union-attr]
+        rows = [of_query + 2 * of_key] * 3
     else:
-        maps, rows, wanted = [one.map for one in each], width, [0, 0, 0]  # type: ignore[union-attr]
-    if not is_same(starts, wanted) or any(shape(w) != (rows, width) for w in weights):
+        maps, wanted = [one.map for one in each], [0, 0, 0]  # type: ignore[union-attr]
+        rows = [of_query, of_key, of_key]
+    sizes = [(n, width) for n in rows]
+    if not is_same(starts, wanted) or [shape(weight) for weight in weights] != sizes:
         return None
     maps.append(out.map)
     if sources[0] is sources[1]:
-        given = rotation or ()
-        own = None, number, masks, None, given, dropout_p
+        own = None, number, masks, None, rotation or (), dropout_p, *options
         return _Block(Kind.SELF_ATTENTION, sources[0], maps, *own)
-    if rotation:
+    if rotation or options[1]:
         return None
     of_x, of_memory = (shape(each) or () for each in sources[:2])
     if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
         return None
-    rest = None, number, masks, sources[1], (), dropout_p
+    rest = None, number, masks, sources[1], (), dropout_p, *options
     return _Block(Kind.CROSS_ATTENTION, sources[0], maps, *rest)
 
 
-def _keeps_order(node: Any) -> bool:
+def keeps_order(node: Any) -> bool:
     """True for a method call that keeps the elements in row-major order."""
     return (
         isinstance(node, Node)

@@ -119,15 +119,21 @@ def quantized(
     return kept[1]
 
 
+def snapshot_of(weight: Tensor, transposed: bool, factors: Tensor | None) -> Any:
+    """Returns the state of a weight when its kept 8-bit values were computed, or None."""
+    kept = _kept.get(_key(weight.t() if transposed else weight, factors))
+    return None if kept is None or kept[0].fingerprint is None else kept[0]
+
+
 def forget(module: torch.nn.Module | None = None) -> None:
     """Drops the kept 8-bit values of a module's weights, or all."""
-    if module is None:
-        _kept.clear()
-    addresses = set() if module is None else {
+    addresses = None if module is None else {
         p.data_ptr() for p in module.parameters() if why_float(p) is None
     }  # fmt: skip
-    for key in [key for key in _kept.copy() if key[0] in addresses]:
-        _kept.pop(key, None)
+    for key in [key for key in _kept.copy() if addresses is None or key[0] in addresses]:
+        found = _kept.pop(key, None)
+        if found is not None:
+            found[0].alive = False  # for those who have the snapshot, see `snapshot_of`
 
 
 def held_bytes() -> int:

@@ -247,6 +247,8 @@ class LayerArguments(NamedTuple):
     quantized: Sequence[Tensor] = ()
     #: Rows of the first weight of a gated network; 0: there is none.
     gated: int = 0
+    #: True if only decoding steps have a kernel; see `recipe.Sublayer.is_for_steps`.
+    is_for_steps: bool = False
 
 
 @dataclass
@@ -270,6 +272,8 @@ class LayerStack:
     scales: list[Tensor | None]
     #: Of each sub-layer's norm.
     eps: list[float]
+    #: Factor of the scores; None: 1 / sqrt(D).
+    scale: float | None = None
     #: A backend's packed copies of the weights.
     packed: Any = None
 

@@ -414,8 +414,9 @@ def _decode_flops(
     parameters: Sequence[Any], *rest: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     """Returns the FLOPs of ``decode_stack``: T tokens of each of R sequences."""
-    rows, width = input.shape
+    rows = input.shape[0]
     tokens = rows // max(1, cache.shape[2])
+    width = rest[6] * cache.shape[5]  # of all heads
     total = sum(
         2 * rows * weight.numel()
         for weight in parameters

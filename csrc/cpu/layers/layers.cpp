@@ -229,19 +229,23 @@ struct Sublayer {
   std::vector<LinearParameters> parts{};
 };
 
+// Columns of attention's queries, heads * D, and of its keys, (heads of keys) * D.
+struct AttentionWidths {
+  int64_t query, key;
+};
+
 // Parses the sub-layers of a stack whose layers each consist of `kinds`. Each sub-layer has six
 // parameters (weight and bias of the first linear layer, of the second, and of the norm), two
 // packed weights and the norm's eps. If any weight of the stack is int8, each sub-layer also has
 // two scales and two vectors of factors. `norms`: the kind of norm of each of `kinds`, or kNoNorm.
-// `cross_parts`: how many of the query, key and value projections the first weight of
-// cross-attention contains.
+// `projects_memory`: the first weight of cross-attention projects keys and values, too.
 std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                      const std::vector<MaybeTensor>& parameters,
                                      const std::vector<MaybeTensor>& packed,
                                      const std::vector<MaybeTensor>& scales,
                                      const std::vector<double>& eps,
                                      const std::vector<int64_t>& norms, const Tensor& input,
-                                     int64_t cross_parts) {
+                                     AttentionWidths widths, bool projects_memory) {
   const size_t count = eps.size();
   STD_TORCH_CHECK(!kinds.empty() && count > 0 && count % kinds.size() == 0 &&
                       parameters.size() == 6 * count && packed.size() == 2 * count &&
@@ -292,12 +296,13 @@ std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerK
                         ": gate_weight and weight1 must have one dtype");
       }
     } else {
-      const int64_t parts = has_part ? 1 : kind == SublayerKind::self_attention ? 3 : cross_parts;
-      sublayers.push_back({kind, linear("in_weight", 0, parts * width, width, i),
-                           linear("out_weight", 1, width, width, i), norm});
+      const bool all = kind == SublayerKind::self_attention || projects_memory;
+      const int64_t rows = has_part ? widths.key : widths.query + (all ? 2 * widths.key : 0);
+      sublayers.push_back({kind, linear("in_weight", 0, rows, width, i),
+                           linear("out_weight", 1, width, widths.query, i), norm});
       if (has_part)
-        sublayers.back().parts = {linear("query_weight", 0, width, width, i - 1),
-                                  linear("key_weight", 1, width, width, i - 1)};
+        sublayers.back().parts = {linear("query_weight", 0, widths.query, width, i - 1),
+                                  linear("key_weight", 1, widths.key, width, i - 1)};
     }
   }
   return sublayers;
@@ -321,10 +326,11 @@ bool attends_in_bf16(const std::vector<Sublayer>& sublayers) {
 // Runs sub-layers on the rows of a tensor: y = norm(x + f(x)), or x + f(norm(x)) if norm_first.
 class LayerRunner {
  public:
-  LayerRunner(const Tensor& input, bool norm_first, int activation)
+  LayerRunner(const Tensor& input, bool norm_first, int activation, AttentionWidths widths)
       : x_(as_contiguous(input)),
         rows_(row_count(x_)),
         width_(x_.size(x_.dim() - 1)),
+        widths_(widths),
         type_(element_of(x_)),
         attention_type_(type_),
         norm_first_(norm_first),
@@ -341,12 +347,11 @@ class LayerRunner {
     choose_blocks(sublayers);
     void* other = count > 1 && blocks_ == 0 ? shared_bytes(kStreamSlot, stream_bytes()) : nullptr;
     if (norm_first_) normed_ = shared_bytes(kNormedSlot, stream_bytes());
-    const int64_t attention_bytes = rows_ * width_ * element_bytes(attention_type_);
     int64_t hidden_bytes = 0;
     for (const Sublayer& layer : sublayers) {
       if (is_attention(layer.kind)) {
-        projected_ = shared_bytes(kProjectedSlot, 3 * attention_bytes);
-        attended_ = shared_bytes(kAttendedSlot, attention_bytes);
+        projected_ = shared_bytes(kProjectedSlot, rows_ * projected_row() * attention_element());
+        attended_ = shared_bytes(kAttendedSlot, rows_ * widths_.query * attention_element());
       } else if (layer.kind == SublayerKind::gated_feed_forward) {
         const int64_t rows = blocks_ > 0 ? rows_ : std::min(rows_, kGatedRows);
         hidden_bytes = std::max(
@@ -376,12 +381,40 @@ class LayerRunner {
   }
 
   int64_t attention_element() const { return element_bytes(attention_type_); }
+  // Columns of self-attention's queries, keys and values.
+  int64_t projected_row() const { return widths_.query + 2 * widths_.key; }
+
+  // Makes self-attention rotate queries and keys, heads of `size` channels. cos and sin:
+  // (..., channels), with a row for each of the first rows of the input, then again for the next.
+  void rotate_by(const char* op, const Tensor& cos, const Tensor& sin, int64_t size) {
+    cos_ = as_contiguous(cos);
+    sin_ = as_contiguous(sin);
+    for (const Tensor* table : {&cos, &sin})
+      STD_TORCH_CHECK(table->is_cpu() && table->dim() > 1 &&
+                          (table->scalar_type() == ScalarType::Float ||
+                           table->scalar_type() == x_.scalar_type()) &&
+                          table->scalar_type() == cos.scalar_type() &&
+                          table->sizes().equals(cos.sizes()),
+                      op, ": cos and sin must be tables of float32 or input's dtype, of one shape");
+    const int64_t rotated = cos.size(cos.dim() - 1), positions = row_count(*cos_);
+    STD_TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= size, op,
+                    ": cos must have an even number of columns, at most ", size);
+    STD_TORCH_CHECK(positions > 0 && rows_ % positions == 0, op,
+                    ": cos must have a row for each token, or for each of a sequence");
+    rotation_ = {.table_type = element_of(*cos_),
+                 .heads = (widths_.query + widths_.key) / size,
+                 .size = size,
+                 .rotated = rotated,
+                 .cos = cos_->const_data_ptr(),
+                 .sin = sin_->const_data_ptr(),
+                 .positions = positions};
+  }
 
   const Tensor x_;
   const int64_t rows_, width_;
+  const AttentionWidths widths_;
   const Element type_;
   Element attention_type_;  // of attention's inputs and outputs
-  RotationArgs rotation_;   // for queries and keys of self-attention; positions 0: none
 
  private:
   // Work on each row of the stream x by itself.
@@ -443,8 +476,8 @@ class LayerRunner {
         } else {
           const LinearParameters& queries = layer.parts.empty() ? layer.first : layer.parts[0];
           const PackedLinear first(queries, type_, rows_, 0, type_, attention_type_);
-          linear(first, first.arguments(from, rows_, nullptr, work.y, own ? 3 * width_ : width_),
-                 begin, end);
+          const int64_t columns = own ? projected_row() : widths_.query;
+          linear(first, first.arguments(from, rows_, nullptr, work.y, columns), begin, end);
         }
         if (own && rotation_.positions > 0) rotate(work.y, begin, end);
         return;
@@ -480,7 +513,7 @@ class LayerRunner {
     RotationArgs args = rotation_;
     args.type = attention_type_;
     args.x = projected;
-    args.x_stride = 3 * width_;
+    args.x_stride = projected_row();
     if (blocks_ > 0) return TF_DISPATCH(rotate_rows, args, begin, end);
     parallel_for(begin, end, std::max<int64_t>(1, 8192 / width_),
                  [&](int64_t first, int64_t last) { TF_DISPATCH(rotate_rows, args, first, last); });
@@ -490,20 +523,21 @@ class LayerRunner {
   void project_each(const Sublayer& layer, const void* x, void* y, int64_t begin,
                     int64_t end) const {
     const LinearParameters* each[] = {&layer.parts[0], &layer.parts[1], &layer.first};
-    const int64_t y_stride = 3 * width_;
+    const int64_t y_stride = projected_row();
     x = offset_ptr(x, type_, begin * width_);
     char* to = static_cast<char*>(y) + begin * y_stride * attention_element();
     std::optional<PackedLinear> before;
     for (const LinearParameters* parameters : each) {
       const PackedLinear linear(*parameters, type_, rows_, 0, type_, attention_type_);
-      LinearArgs args = linear.arguments(x, end - begin, nullptr, to, width_);
+      const int64_t columns = parameters->weight.size(0);
+      LinearArgs args = linear.arguments(x, end - begin, nullptr, to, columns);
       args.y_stride = y_stride;
       if (blocks_ > 0)
         linear.run_quantized(args, before ? &*before : nullptr);
       else
         linear.run(args);
       before.emplace(linear);
-      to += width_ * attention_element();
+      to += columns * attention_element();
     }
   }
 
@@ -582,6 +616,8 @@ class LayerRunner {
   // is in the second-level cache, and the weights are read seldom.
   static constexpr int64_t kGatedRows = 1024;
 
+  MaybeTensor cos_, sin_;
+  RotationArgs rotation_;  // for queries and keys of self-attention; positions 0: none
   bool norm_first_;
   int activation_;
   int64_t blocks_ = 0;  // 0: each work on all rows
@@ -608,7 +644,7 @@ class Layers : LayerRunner {
   Layers(const Tensor& input, const MaybeTensor& memory, bool norm_first, int64_t heads,
          int activation, bool batch_first, const MaybeTensor& starts,
          const MaybeTensor& memory_starts)
-      : LayerRunner(input, norm_first, activation),
+      : LayerRunner(input, norm_first, activation, widths_of(input)),
         memory_(as_contiguous(memory)),
         ragged_(starts.has_value()),
         batch_first_(batch_first || ragged_) {
@@ -629,6 +665,12 @@ class Layers : LayerRunner {
     if (memory_) set_shape(cross_, heads, starts, memory_starts, *memory_);
   }
 
+  // The heads have the input's columns.
+  static AttentionWidths widths_of(const Tensor& input) {
+    const int64_t width = input.size(input.dim() - 1);
+    return {width, width};
+  }
+
   void set_masks(const MaybeTensor& mask, bool is_causal, const MaybeTensor& memory_mask,
                  bool memory_is_causal) {
     set_attention_mask(own_, mask, is_causal);
@@ -640,32 +682,11 @@ class Layers : LayerRunner {
     STD_TORCH_CHECK(cos.has_value() == sin.has_value(), kOp, ": cos and sin come in pairs");
     if (!cos) return;
     STD_TORCH_CHECK(batch_first_, kOp, ": a rotation requires batch_first");
-    cos_ = as_contiguous(cos);
-    sin_ = as_contiguous(sin);
     const int64_t dims = x_.dim();
-    for (const MaybeTensor* table : {&cos_, &sin_})
-      STD_TORCH_CHECK(
-          (*table)->is_cpu() && (*table)->dim() == dims &&
-              ((*table)->scalar_type() == ScalarType::Float ||
-               (*table)->scalar_type() == x_.scalar_type()) &&
-              (*table)->scalar_type() == cos_->scalar_type() &&
-              (*table)->sizes().equals(cos_->sizes()),
-          kOp, ": cos and sin must be tables of float32 or input's dtype, of one shape, with ",
-          dims, " dimensions");
-    const int64_t size = own_.args.size, rotated = cos_->size(dims - 1);
-    STD_TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= size, kOp,
-                    ": cos must have an even number of columns, at most ", size);
-    STD_TORCH_CHECK(cos_->size(dims - 2) == x_.size(dims - 2) &&
-                        (ragged_ || cos_->size(0) == 1 || cos_->size(0) == x_.size(0)),
-                    kOp, ": cos must have a row for each token, or for each of a sequence");
-    const int64_t positions = row_count(*cos_);
-    rotation_ = {.table_type = element_of(*cos_),
-                 .heads = 2 * own_.args.heads,
-                 .size = size,
-                 .rotated = rotated,
-                 .cos = cos_->const_data_ptr(),
-                 .sin = sin_->const_data_ptr(),
-                 .positions = positions};
+    STD_TORCH_CHECK(cos->dim() == dims && cos->size(dims - 2) == x_.size(dims - 2) &&
+                        (ragged_ || cos->size(0) == 1 || cos->size(0) == x_.size(0)),
+                    kOp, ": cos must have ", dims, " dimensions, and a row for each token");
+    rotate_by(kOp, *cos, *sin, own_.args.size);
   }
 
   Tensor run(const std::vector<Sublayer>& sublayers) {
@@ -757,7 +778,7 @@ class Layers : LayerRunner {
     run_attention(args);
   }
 
-  MaybeTensor memory_, cos_, sin_;
+  MaybeTensor memory_;
   bool ragged_, batch_first_;
   int64_t memory_rows_ = 0;
   AttentionCall own_, cross_;
@@ -791,8 +812,8 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
              starts, memory_starts);
   run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
   run.set_rotation(cos, sin);
-  Tensor output =
-      run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, norms, input, 3));
+  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, scales, eps, norms, input,
+                                         Layers::widths_of(input), true));
   trim_shared_scratch();
   return output;
 }
@@ -817,7 +838,12 @@ struct KeysAndValues {
 
 class Step : LayerRunner {
  public:
-  using LayerRunner::LayerRunner;
+  // own_mask: of self-attention, (1 or R, 1 or H, T, places); else new tokens attend causally.
+  Step(const Tensor& input, bool norm_first, int activation, AttentionWidths widths, float scale,
+       MaybeTensor own_mask)
+      : LayerRunner(input, norm_first, activation, widths), scale_(scale), own_mask_(own_mask) {}
+
+  using LayerRunner::rotate_by;
 
   // `layers`: number of layers that `sublayers` form. `start`: number of previous tokens.
   Tensor run(const std::vector<Sublayer>& sublayers, size_t layers, Tensor& cache, int64_t start,
@@ -833,7 +859,7 @@ class Step : LayerRunner {
                               start, attended);
       const Tensor& memory = memories[layer];
       const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
-      attend(at, at.places, projected, width_, false, mask, lengths, attended);
+      attend(at, at.places, projected, widths_.query, false, mask, lengths, attended);
     });
   }
 
@@ -843,14 +869,14 @@ class Step : LayerRunner {
                       void* attended) const {
     append(projected, cache, start);
     const int64_t length = rows_ / cache.rows;
-    attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr,
-           attended);
+    attend(cache, start + length, projected, projected_row(), length > 1 && !own_mask_, own_mask_,
+           nullptr, attended);
   }
 
   // `projected` holds queries, keys and values of each token next to each other.
   void append(const char* projected, const KeysAndValues& cache, int64_t start) const {
     const int64_t length = rows_ / cache.rows, each = length * cache.size;
-    const int64_t element = attention_element();
+    const int64_t element = attention_element(), row = projected_row();
     const size_t bytes = static_cast<size_t>(cache.size * element);
     parallel_for(
         0, cache.rows * cache.heads, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, each)),
@@ -858,13 +884,13 @@ class Step : LayerRunner {
           for (int64_t item = begin; item < end; ++item) {
             const int64_t r = item / cache.heads, head = item % cache.heads;
             const char* from =
-                projected + (r * length * 3 * width_ + width_ + head * cache.size) * element;
-            for (int64_t t = 0; t < length; ++t, from += 3 * width_ * element) {
+                projected + (r * length * row + widths_.query + head * cache.size) * element;
+            for (int64_t t = 0; t < length; ++t, from += row * element) {
               const int64_t place =
                   (r * cache.stride[0] + head * cache.stride[1] + (start + t) * cache.stride[2]) *
                   element;
               std::memcpy(cache.keys + place, from, bytes);
-              std::memcpy(cache.values + place, from + width_ * element, bytes);
+              std::memcpy(cache.values + place, from + widths_.key * element, bytes);
             }
           }
         });
@@ -880,23 +906,27 @@ class Step : LayerRunner {
     args.value = at.values;
     args.output = attended;
     args.batch = at.rows;
-    args.heads = args.key_heads = at.heads;
+    args.heads = widths_.query / at.size;
+    args.key_heads = at.heads;
     args.queries = rows_ / at.rows;
     args.keys = places;
     args.size = args.value_size = at.size;
-    args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(at.size));
+    args.scale = scale_;
     args.causal = causal;
     args.key_lengths = lengths;
     const int64_t query_stride[] = {args.queries * query_row, at.size, query_row, 1};
-    const int64_t output_stride[] = {args.queries * width_, at.size, width_};
+    const int64_t output_stride[] = {args.queries * widths_.query, at.size, widths_.query};
     for (int d = 0; d < 4; ++d) {
       args.query_stride[d] = query_stride[d];
       args.key_stride[d] = args.value_stride[d] = d == 3 ? 1 : at.stride[d];
       if (d < 3) args.output_stride[d] = output_stride[d];
     }
-    set_mask(args, mask, {at.rows, at.heads, args.queries, places}, x_.scalar_type());
+    set_mask(args, mask, {at.rows, args.heads, args.queries, places}, x_.scalar_type());
     run_attention(args);
   }
+
+  const float scale_;
+  const MaybeTensor own_mask_;
 };
 
 void check_places(const char* name, const Tensor& tensor, const Tensor& input, ScalarType type,
@@ -906,22 +936,27 @@ void check_places(const char* name, const Tensor& tensor, const Tensor& input, S
                     tensor.stride(dims - 1) == 1;
   STD_TORCH_CHECK(fits, kDecodeOp, ": ", name, " must be (", dims == 6 ? "layers, " : "",
                   "2, R, H, places, D) of input's dtype, D adjacent");
-  STD_TORCH_CHECK(tensor.size(dims - 3) * tensor.size(dims - 1) == input.size(1) &&
-                      input.size(0) % tensor.size(dims - 4) == 0,
-                  kDecodeOp, ": input does not fit ", name);
+  STD_TORCH_CHECK(input.size(0) % tensor.size(dims - 4) == 0, kDecodeOp, ": input does not fit ",
+                  name);
 }
 
+// heads: number of heads of queries; those of keys and values are the cache's.
 Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
                     std::vector<int64_t> kinds, std::vector<MaybeTensor> parameters,
                     std::vector<MaybeTensor> packed, std::vector<MaybeTensor> scales,
                     std::vector<double> eps, bool norm_first, std::vector<int64_t> norms,
-                    int64_t activation, MaybeTensor mask, MaybeTensor key_lengths) {
+                    int64_t heads, double scale, int64_t activation, MaybeTensor mask,
+                    MaybeTensor key_lengths, MaybeTensor own_mask, MaybeTensor cos,
+                    MaybeTensor sin) {
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
   check_places("cache", cache, input, lowp_cache ? ScalarType::BFloat16 : input.scalar_type(), 6);
-  const int64_t layers = cache.size(0), rows = input.size(0);
+  const int64_t layers = cache.size(0), rows = input.size(0), size = cache.size(5);
   STD_TORCH_CHECK(layers > 0, kDecodeOp, ": the cache has no layers");
+  STD_TORCH_CHECK(cache.size(3) > 0 && heads > 0 && heads % cache.size(3) == 0, kDecodeOp,
+                  ": the cache's ", cache.size(3), " heads must divide the ", heads, " of queries");
+  const AttentionWidths widths{heads * size, cache.size(3) * size};
   const bool crossed = !memories.empty();
   STD_TORCH_CHECK(!crossed || static_cast<int64_t>(memories.size()) == layers, kDecodeOp,
                   ": there must be a memory for each of ", layers, " layers, or none");
@@ -940,18 +975,23 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                   ": each layer must attend to its cache, and to its memory if there is ",
                   "one, once");
   const std::vector<Sublayer> sublayers =
-      read_sublayers(kDecodeOp, each, parameters, packed, scales, eps, norms, input, 1);
+      read_sublayers(kDecodeOp, each, parameters, packed, scales, eps, norms, input, widths, false);
   STD_TORCH_CHECK(!lowp_cache || attends_in_bf16(sublayers), kDecodeOp,
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
                   "bfloat16 dot products");
   for (const Tensor& memory : memories) {
     check_places("memory", memory, input, cache.scalar_type(), 5);
+    STD_TORCH_CHECK(memory.size(2) == heads && memory.size(4) == size, kDecodeOp,
+                    ": memory must have ", heads, " heads of ", size, " channels");
     STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kDecodeOp,
                     ": the memories differ in shape");
   }
   std::vector<int64_t> lengths;
   if (crossed) lengths = to_int64("key_lengths", key_lengths, memories[0].size(1));
-  Step step(input, norm_first, checked_activation(kDecodeOp, activation));
+  Step step(input, norm_first, checked_activation(kDecodeOp, activation), widths,
+            static_cast<float>(scale), own_mask);
+  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), kDecodeOp, ": cos and sin come in pairs");
+  if (cos) step.rotate_by(kDecodeOp, *cos, *sin, size);
   Tensor output = step.run(sublayers, static_cast<size_t>(layers), cache, start, memories, mask,
                            key_lengths ? lengths.data() : nullptr);
   trim_shared_scratch();
@@ -977,7 +1017,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decode_stack.cpu(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, int[] kinds, "
       "Tensor?[] parameters, Tensor?[] packed, Tensor?[] scales, float[] eps, bool norm_first, "
-      "int[] norms, int activation, Tensor? mask, Tensor? key_lengths) -> Tensor");
+      "int[] norms, int heads, float scale, int activation, Tensor? mask, Tensor? key_lengths, "
+      "Tensor? own_mask, Tensor? cos, Tensor? sin) -> Tensor");
   m.def("uninitialized.cpu(Tensor like, int[] sizes) -> Tensor");
 }
 
