@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from transformer_fast.ops.arguments import LayerArguments, LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
+from transformer_fast.specs.attention import _gpu_case, _packed_case
 from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
@@ -124,14 +123,6 @@ def test_the_file_is_read_back():
     assert problem is None
     assert found == Proof(MACHINE, "2026-11-22T12:00:00+00:00", 840.0, verdicts)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-
-
-def test_each_machine_has_its_own_file():
-    write_record(verdict())
-    for field in Machine._fields:
-        found, problem = proof.read(MACHINE._replace(**{field: "another"}))
-        assert found is None
-        assert problem.startswith("nothing was measured on this machine yet")
 
 
 def test_a_cpu_is_described_with_its_instruction_set_and_threads(monkeypatch):
@@ -304,22 +295,6 @@ def test_the_fastest_backend_is_selected(triton, monkeypatch):
     assert select(call()).backend == "cuda"
 
 
-def test_without_a_record_the_reason_names_the_command(triton):
-    assert select(call()).backend == "torch"
-    [why] = dispatch.explain_call(call()).reasons["triton"]
-    minutes = proof.SHORT_DURATION
-    assert f"`python -m transformer_fast compare` does it for common calls, in {minutes}" in why
-    assert f"`python -m transformer_fast prove` for more, in {proof.DURATION}" in why
-
-
-def test_committed_results_apply_without_a_record(triton, monkeypatch):
-    proven = dataclasses.replace(triton, proven=frozenset({90}))
-    kernels = dispatch.kernels("linear")
-    monkeypatch.setitem(dispatch.registry.kernels, "linear", (kernels[0], proven, *kernels[2:]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert select(call()).backend == "triton"
-
-
 def test_traced_programs_use_the_record(triton):
     write_record(verdict())
 
@@ -387,14 +362,6 @@ def findings(*runs, gradients=False, times=SOME):
 
 def checked(*runs, **options):
     return [found.verdict for found in findings(*runs, **options)]
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_right_kernels_are_timed(gradients):
-    [found] = checked(reference.linear, gradients=gradients)
-    about = "linear", "cuda", "float32", ROWS, gradients
-    assert found == Verdict(*about, True, 2e-5, 3e-5)
-    assert found.chosen
 
 
 def test_findings_hold_the_error_and_the_times_of_each_round():
@@ -522,13 +489,6 @@ def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
     assert 0.0 < found.time < 1.0
     assert 0.0 < found.torch_time < 1.0
     assert error < 1e-3
-
-
-def test_every_op_has_cases_for_cpus():
-    for op in OPS:
-        few, most = (on_device.cases_of(op, short, "cpu") for short in (True, False))
-        assert few
-        assert set(few) <= set(most)
 
 
 class Device:
@@ -739,15 +699,6 @@ def test_wrong_kernels_fail_the_comparison(comparing, capsys):
     assert select(call(rows=4096)).backend == "torch"
 
 
-def test_earlier_verdicts_are_kept_or_replaced():
-    """All but those of the same class and kernel, and those of ops whose process crashed."""
-    of_attention, slower = verdict(op="attention"), common(time=9.0)
-    before, found = (Proof(MACHINE, "", 1.0, one) for one in ((of_attention, slower), (common(),)))
-    assert set(proof.merged(None, found).verdicts) == {common()}
-    assert set(proof.merged(before, found).verdicts) == {of_attention, common()}
-    assert set(proof.merged(before, found, ["attention"]).verdicts) == {common()}
-
-
 @pytest.mark.parametrize("command", ["prove", "compare"])
 def test_results_are_kept_after_ctrl_c(command, comparing, monkeypatch, capsys):
     """Ctrl-C after the first trial of linear: float32 was not finished."""
@@ -779,20 +730,6 @@ def test_compare_may_write_no_record(comparing, capsys):
     shown = capsys.readouterr().out
     assert "2.00x" in shown
     assert "nothing was written" in shown
-    assert verdicts_of_file() is None
-
-
-@pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
-def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
-    """The output is that of the text cases alone."""
-    monkeypatch.setattr(compare, "text_cases", lambda *_: [])
-    monkeypatch.setattr(compare, "_verdict", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
-    monkeypatch.setattr(prove, "measure", None)
-    assert main(["compare", *([given] if given != "no GPU" else [])]) == 0
-    shown = capsys.readouterr()
-    assert "GPU" not in shown.out
-    assert shown.err == ""
     assert verdicts_of_file() is None
 
 
@@ -837,19 +774,13 @@ def test_stages_run_in_order_and_report_failures(processes, tmp_path, monkeypatc
             session.do(stage, [items], 1)
 
         monkeypatch.setitem(gpu.STAGES, stage, gpu.STAGES[stage]._replace(plan=plan))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal with a progress bar
     monkeypatch.setenv("COLUMNS", "100")
     given = ["bench", "warm", "env", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(given) == 1
     found = written(tmp_path)
     assert list(found) == ["env", "warm", "bench"]
     assert found["env"]["results"][0]["result"] == {"gpu": "NVIDIA Test"}
-    shown = capsys.readouterr()
-    text = " ".join(shown.out.split())
-    bars = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
-    for stage in plans:
-        assert re.search(rf"{stage} .* 1/1 ", bars)
-    assert "env: 1 results, 0 skipped" in text
+    text = " ".join(capsys.readouterr().out.split())
     assert "ZeroDivisionError" in text
     assert "wrong: x" in text
     assert gpu.main(["env", "--json", str(tmp_path / "gpu.json")]) == 0
@@ -934,24 +865,10 @@ raise SystemExit(gpu.alone("warm", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device(
     ]
 
 
-def test_every_case_is_timed_in_every_dtype():
-    assert {(one["op"], one["case"], one["dtype"]) for one in gpu.bench_items()} >= {
-        (one.op, one.name, str(dtype)[6:]) for one in GPU_CASES for dtype in on_device.DTYPES
-    }
-
-
-def unmasked(draw):
-    return arrange(*(draw.normal(1, 2, 17, 8) for _ in range(3)), causal=True)
-
-
-ON_CPU = SMALL, GpuCase("attention", case("timed", unmasked))
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Uses cases small enough for a CPU, and kernels of linear that run on it."""
-    for one in ON_CPU:
-        monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
+    monkeypatch.setitem(gpu._CASES, ("linear", "timed"), SMALL)
     kernels = (
         dispatch.Kernel("linear", "triton", dispatch.unpacked(reference.linear), gradients=True),
         dispatch.Kernel("linear", "torch", dispatch.unpacked(reference.linear)),
@@ -965,8 +882,8 @@ def change_triton(monkeypatch, small, run):
     monkeypatch.setitem(dispatch.registry.kernels, "linear", changed)
 
 
-def item(op="linear", **rest):
-    return {"op": op, "case": "timed", "dtype": "float32", "gradients": False, **rest}
+def item(**rest):
+    return {"op": "linear", "case": "timed", "dtype": "float32", "gradients": False, **rest}
 
 
 def ticks(*seconds):
@@ -989,18 +906,6 @@ def test_bench_times_right_kernels_on_device_and_host(small, monkeypatch, gradie
         assert "device" in found["by hand"]
 
 
-def test_every_attention_candidate_has_a_row(small):
-    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, ticks(*[1e-5] * 9))
-    assert set(found) == {
-        *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
-        *("FlexAttention, mask known", "FlexAttention, mask new"),
-    }
-    assert found["triton"]["why_not"].startswith("it supports cuda tensors")
-    assert found["FlexAttention, mask known"]["why_not"] == "it is measured on cuda tensors"
-    assert "device" in found["by hand"]
-    assert "RuntimeError" in found["cuDNN"]["why_not"]
-
-
 class TestTiles:
     """Requires Triton, whose tile tables `tune` is about."""
 
@@ -1010,35 +915,6 @@ class TestTiles:
         from transformer_fast.backends.triton import config
 
         return config
-
-    def test_tuned_cases_exist(self, config):
-        for op, name, forward, backward in gpu.TUNED:
-            assert (op, name) in gpu._CASES
-            assert forward or backward
-        items = gpu.tune_items()
-        assert items[0]["tile"] is None
-        assert {one["function"] for one in items} == set(config._KINDS) - {
-            *("attention_bias", "attention_weights")
-        }
-        ranks = [gpu.rank(gpu._CASES[op, name]) for op, name, *_ in gpu.TUNED]
-        assert ranks == sorted(ranks)
-
-    def test_use_tile_restores_the_tables(self, config):
-        before = {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
-        now = config.attention("attention_forward", 90, 64, True, False)
-        assert now in config.alternatives("attention_forward", True, 64)
-        with config.use_tile("attention_forward", [16, 16, 2, 1]):
-            for arch in (80, 90, 120):
-                for heavy in (False, True):
-                    tile = config.attention("attention_forward", arch, 128, True, heavy)
-                    assert tile == (16, 16, 2, 1)
-                assert config.attention_granule(arch, 64, True) == (16, 16)
-        assert config.attention("attention_forward", 90, 64, True, False) == now
-        assert before == {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
-        product = config.matmul(90, 4096, 1024, True)
-        with config.use_tile("matmul", [16, 16, 16, 1, 1, 1]):
-            assert config.matmul(90, 1, 1, False) == config.ProductTile(16, 16, 16, 1, 1, 1)
-        assert config.matmul(90, 4096, 1024, True) == product
 
     def test_tiles_are_checked_before_timing(self, small, monkeypatch, config):
         seen = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import CPU, TRITON, Backend, kernel_of, python
+from harness import CPU, TRITON, Backend, kernel_of
 from module_checks import cast, check_budget, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -280,16 +280,6 @@ def test_modules_and_compiled_code_use_our_kernel(calls: list[Any]) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_import_does_not_enable() -> None:
-    python(
-        "-c",
-        "import torch, transformer_fast\n"
-        "from torch.nn import attention as a\n"
-        "assert a.current_flash_attention_impl() is None\n"
-        "assert 'transformer_fast' not in a.list_flash_attention_impls()\n",
-    )
-
-
 @needs_native
 def test_without_kernels_enable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "why_not", "no compiler was found")
@@ -450,33 +440,11 @@ def test_unsupported_cuda_calls_run_on_pytorch(
     wide = torch.randn(1, 1, 2, 300)
     _call(FLASH, wide, wide, wide)
     assert "triton: it supports head sizes up to 256, and the call has 300" in "\n".join(messages)
-    assert len(theirs) == 6
-    assert not ran
-
-
-@named_triton
-def test_dropout_runs_on_pytorch(
-    override: None, theirs: list[Any], ran: list[Any], messages: list[str]
-) -> None:
-    """PyTorch's backward could not reproduce which elements another kernel dropped."""
-    q, k, v = _qkv()
-    for name, args in (
-        (FLASH, (q, k, v, 0.1)),
-        (EFFICIENT, (q, k, v, None, True, 0.1)),
-        (CUDNN, (q, k, v, None, True, 0.1)),
-    ):
-        _call(name, *args)
-    assert len(theirs) == 3
+    for name, args in ((FLASH, (0.1,)), (EFFICIENT, (None, True, 0.1)), (CUDNN, (None, True, 0.1))):
+        _call(name, q, k, v, *args)
     assert "it has dropout, which PyTorch's backward has to repeat" in "\n".join(messages)
+    assert len(theirs) == 9
     assert not ran
-
-
-@unnamed
-def test_use_backend_takes_precedence(override: None, theirs: list[Any], ran: list[Any]) -> None:
-    with use_backend("triton"):
-        _call(EFFICIENT, *_qkv(), None, True)
-    assert len(ran) == 1
-    assert not theirs
 
 
 @named_triton

@@ -31,7 +31,7 @@ from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, nn, use_backend
-from transformer_fast.models.generation import decoders, search
+from transformer_fast.models.generation import search
 from transformer_fast.models.generation.decoders import CachedDecoder, RecomputedDecoder, read_stack
 from transformer_fast.models.generation.methods import bind_best, sampler, top
 
@@ -116,18 +116,6 @@ def test_maximum_lengths_and_defaults() -> None:
     assert wide.generate(source, end_token=-1).tokens.shape == (2, 54)
     assert wide.generate(source[:0]).tokens.shape == (0, 0)
     assert wide.generate(source[:0], models.BeamSearch(3, n_best=2)).tokens.shape == (0, 2, 0)
-
-
-def test_another_end_token() -> None:
-    model = varied(small())
-    source = tokens(23, LENGTHS)
-    free = model.generate(source, max_new_tokens=12, end_token=-1)
-    end = int(free.tokens[0, 3])
-    found = model.generate(source, max_new_tokens=12, end_token=end)
-    for row, length, all_of_it in zip(found.tokens, found.lengths, free.tokens, strict=True):
-        assert torch.equal(row[:length], all_of_it[:length])
-        assert int(length) == 12 or row[length - 1] == end
-        assert (row[: length - 1] != end).all()
 
 
 def test_prefix() -> None:
@@ -294,22 +282,6 @@ def test_step_logits_equal_those_of_forward(cached: bool) -> None:
         more = steps.step(torch.tensor([3, 9]))
     longer = torch.cat((longer[[3, 3]], torch.tensor([[3], [9]])), 1)
     torch.testing.assert_close(more, model(source[[1, 1]], longer)[:, -1])
-
-
-def test_memory_is_not_copied_for_beams() -> None:
-    model = small()
-    source = tokens(23, LENGTHS)
-    with torch.no_grad():
-        steps = step_decoder(model, model.encode(source), source == PAD)
-        steps.start(torch.full((5, 1), START))
-        before = [cross.memory.data_ptr() for _, cross, _ in steps.layers if cross is not None]
-        steps.spread(4)
-        steps.step(torch.full((20,), 3))
-        steps.reorder(torch.arange(20))
-        steps.step(torch.full((20,), 3))
-    after = [cross.memory for _, cross, _ in steps.layers if cross is not None]
-    assert [x.data_ptr() for x in after] == before
-    assert all(x.shape[1] == 5 for x in after)
 
 
 def test_custom_layers_are_recomputed() -> None:
@@ -647,48 +619,6 @@ def test_missing_hypotheses_are_empty() -> None:
     assert found.scores.tolist() == [[0.0, -math.inf]] * 2
 
 
-def test_early_stop_takes_fewer_steps() -> None:
-    calls = []
-    model = varied(small(), 2.0)
-    model.decoder.embedding.table.register_forward_hook(lambda *_: calls.append(1))
-    source = tokens(23, [7, 3, 5, 1])
-    for early_stop in (True, False):
-        model.generate(source, models.BeamSearch(3, 1.0, early_stop, n_best=3), max_new_tokens=40)
-        calls.append(0)
-    early = calls.index(0)
-    assert 0 < early < len(calls) - early - 2 < 40
-
-
-def test_reordering_copies_only_unshared_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions before the last common ancestor of all beams are not copied."""
-    moved: list[tuple[int, int]] = []
-    right = decoders.select_rows
-
-    def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
-        moved.append((start, end))
-        right(cache, rows, start, end, out)
-
-    monkeypatch.setattr(decoders, "select_rows", select_rows)
-    beams, places = 3, 6
-    cache = torch.full((2, 2, 6, 1, places, 1), torch.nan)
-    cache[:, :, :, :, 0] = torch.arange(2).repeat_interleave(beams)[:, None, None].float()
-    moves = decoders.Reordering(cache, beams)
-    expected = [[float(row // beams)] for row in range(6)]
-    for place, order in enumerate(
-        ([0, 0, 0, 4, 4, 4], [1, 1, 0, 5, 3, 3], [0, 0, 1, 4, 4, 5], [2, 1, 0, 3, 3, 3]), 1
-    ):
-        cache[:, :, :, :, place] = torch.arange(6)[:, None, None] + 10.0 * place
-        expected = [[*row, i + 10.0 * place] for i, row in enumerate(expected)]
-        moves.wrote(place)
-        cache = moves.apply(cache, torch.tensor(order), place + 1)
-        expected = [expected[i] for i in order]
-        for layer in cache.flatten(0, 1):
-            assert layer[:, 0, : place + 1, 0].tolist() == expected
-    # After the first move, all beams of a source share positions 0 and 1. The second move copies
-    # these to the other buffer too; later moves leave them in place.
-    assert moved == [(0, 2), (0, 3), (2, 4), (2, 5)]
-
-
 V, M = 19, 16
 
 
@@ -795,16 +725,6 @@ def test_torch_nn_encoder_as_a_decoder_only_model() -> None:
     beams = models.generate(stack, None, models.BeamSearch(3), max_new_tokens=9, **arguments)
     assert beams.scores is not None
     assert (beams.scores < 0).all()
-
-
-def test_project_can_be_any_function() -> None:
-    user = random_user(torch.nn.Transformer, batch_first=True)
-    memory = torch.randn(3, 5, M)
-    arguments = user.arguments()
-    expected = models.generate(user.transformer, memory, max_new_tokens=9, **arguments)
-    arguments["project"] = lambda x: user.out(x) * 2 + 1
-    found = models.generate(user.transformer, memory, max_new_tokens=9, **arguments)
-    assert torch.equal(found.tokens, expected.tokens)
 
 
 def _appending(layers: Any) -> None:

@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,30 +81,6 @@ def test_copied_and_pickled_modules_keep_their_state(name: str, how: str) -> Non
     for one, other in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
         assert one is not other
-
-
-def test_pickles_of_old_pytorch_versions_load() -> None:
-    attention = nn.MultiheadAttention(8, 2)
-    state = attention.__dict__.copy()
-    del state["_qkv_same_embed_dim"]
-    old = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
-    old.__setstate__(state)
-    x = torch.randn(3, 1, 8)
-    torch.testing.assert_close(old(x, x, x), attention(x, x, x))
-    for cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
-        state = cls(8, 2, 16).__dict__.copy()
-        del state["activation"]
-        layer = cls.__new__(cls)
-        layer.__setstate__(state)
-        assert layer.activation is torch.nn.functional.relu
-
-
-def test_dtype_and_device_arguments() -> None:
-    for name in ("TransformerEncoderLayer", "TransformerDecoderLayer"):
-        layer = getattr(nn, name)(8, 2, 16, device="meta", dtype=torch.bfloat16)
-        assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
-    model = nn.Transformer(8, 2, 1, 1, 16, dtype=torch.float64)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 def test_modules_convert_dtype_and_device() -> None:
@@ -190,12 +165,6 @@ def test_torch_nn_submodules_are_the_same_objects(name: str) -> None:
     assert first.__spec__ is not None
     assert first.__spec__.name == f"torch.nn.{name}"
     assert first.__spec__.loader is first.__loader__
-
-
-def test_module_files_keep_their_names() -> None:
-    module = importlib.import_module("transformer_fast.nn.multihead_attention")
-    assert module.__name__ == "transformer_fast.nn.multihead_attention"
-    assert module is sys.modules["transformer_fast.nn.multihead_attention"]
 
 
 def test_unknown_names_raise() -> None:
