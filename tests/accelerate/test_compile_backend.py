@@ -46,8 +46,6 @@ from torch.fx import GraphModule
 
 from transformer_fast import _native, accelerate, compile_backend, compile_reports
 from transformer_fast.compile import inner
-from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
-from transformer_fast.ops.layer_norm import TRAINING
 
 pytestmark = pytest.mark.sampled(15, 40)
 
@@ -157,22 +155,6 @@ def test_norm_of_equal_values_is_finite() -> None:
     x = torch.ones(B, T, M)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), model.shift.expand(B, T, M))
-
-
-@pytest.mark.skipif("cpu" not in TRAINING.of, reason="needs the native kernels")
-@pytest.mark.parametrize("residual", [None, torch.ones(B, T, 512)])
-def test_annotated_norms_run_on_the_kernels(residual: torch.Tensor | None) -> None:
-    x, weight, bias = torch.randn(B, T, 512, requires_grad=True), torch.ones(512), torch.zeros(512)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    # Without `acc_events` PyTorch 2.10 warns.
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        if residual is None:
-            y = annotated_layer_norm(x, weight, bias, 1e-6, True)
-        else:
-            y, _ = add_annotated_layer_norm(x, residual, weight, bias, 1e-6, True, 0.0)
-        y.sum().backward()
-    ran = {event.key for event in profile.key_averages()}
-    assert {f"transformer_fast::layer_norm_{part}" for part in ("training", "backward")} <= ran
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -386,6 +368,7 @@ def _replace_inductor(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requested
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_inductor_compiles_the_remaining_ops_in_inference() -> None:
     compile_reports(clear=True)
@@ -461,6 +444,7 @@ def _float8(x: Tensor, p: Tensor) -> Any:
     return (x.sin() * p.sum()).to(torch.float8_e5m2).float()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "context"),
     [(_writes, torch.inference_mode), *((function, torch.no_grad) for function in (
@@ -519,6 +503,7 @@ def test_overlapping_first_calls_write_their_caches_once(monkeypatch: pytest.Mon
     assert all(torch.equal(cache, torch.ones(3)) for cache in caches.values())
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_running_statistics_are_updated_once() -> None:
     """Batch norm writes its statistics without incrementing their version counters."""
@@ -1034,6 +1019,7 @@ def test_private_functions_of_pytorch_may_be_missing() -> None:
     python("-c", WITHOUT_PRIVATE)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
 def test_nested_tensors_run_eagerly() -> None:
@@ -1131,6 +1117,7 @@ def test_pytorch_encoder_layers_with_an_empty_batch() -> None:
     assert ours(x).shape == model(x).shape
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_pytorch_encoder_layers_in_dynamic_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []

@@ -261,6 +261,7 @@ def test_gradients_run_the_ops() -> None:
     assert ours(x.requires_grad_(), x, None, None).requires_grad
 
 
+@pytest.mark.thorough
 def test_sizes_known_only_at_run_time() -> None:
     model = Translator().eval()
     ours, reports = compiled(model, dynamic=True)

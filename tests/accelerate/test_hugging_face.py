@@ -20,7 +20,6 @@ from transformer_fast import _native, accelerate, nn, restore
 from transformer_fast.accelerate import hugging_face, hugging_face_layers
 from transformer_fast.accelerate.classes import ClassChange
 from transformer_fast.backends import cpu_packing
-from transformer_fast.nn import drop_in
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
@@ -457,15 +456,6 @@ def test_activation_names_match_their_functions() -> None:
     assert not {"gelu_10", "quick_gelu", "relu2", "tanh"} & set(known)
 
 
-def test_models_are_recognised_only_if_transformers_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build("bert", 0.0)
-    assert hugging_face.is_model(model)
-    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    assert not hugging_face.is_model(model)
-
-
 SENTENCES = [
     "A bird sings.",
     "Somebody wrote this sentence, which is a good deal longer than the first one, on a Tuesday.",
@@ -556,28 +546,6 @@ class Asking(qwen3.Qwen3ForCausalLM):
         if self.config._attn_implementation in ("eager", "sdpa"):
             return super().forward(*args, **kwargs)
         raise AssertionError
-
-
-#: Source of an expression -> whether it compares a value with 'sdpa'.
-COMPARING = {
-    "x.name == 'sdpa'": True,
-    "'sdpa' != x.name": True,
-    "x in ('eager', 'sdpa')": True,
-    "[y for y in x if y in {'sdpa', 'eager'}]": True,
-    "f(x, name='sdpa') == 3": False,
-    "{'eager': 1, 'sdpa': 2}[x.name]": False,
-    "x.name == 'eager' or f('sdpa')": False,
-    "x == 'a sentence about sdpa'": False,
-}
-
-
-@pytest.mark.parametrize("code", COMPARING)
-def test_comparisons_with_sdpa_are_found(code: str) -> None:
-    function = eval(f"lambda self, x, f=print: {code}")
-    kind = type("Kind", (), {"plain": function, "read": property(function)})
-    for name in ("plain", "read"):
-        (found,) = drop_in.functions_of(vars(kind)[name])
-        assert hugging_face._compares_with_sdpa(found.__code__) is COMPARING[code]
 
 
 def test_models_that_compare_the_attention_name_are_left() -> None:
@@ -679,21 +647,6 @@ def test_overriding_attention_gets_the_same_masks() -> None:
     report = accelerate(ours)
     assert report["model"].outcome == report[LAYER].outcome == "swapped"
     _same(ours, theirs, inputs_of("marian"))
-
-
-def test_the_report_names_the_ops_of_layers() -> None:
-    for name, ops in (
-        ("marian", {"add_layer_norm", "feed_forward"}),
-        ("bert", {"add_layer_norm", "feed_forward", "attention", "layer_norm"}),
-        ("t5", {"feed_forward", "attention"}),
-    ):
-        entries = accelerate(build(name, 0.1)).swapped
-        layers = [e for e in entries if "hugging_face" in e.now]
-        if name == "marian":
-            assert all(set(e.inference) == set(e.training) == ops for e in layers)
-        assert {op for e in entries for op in e.training} >= ops | (
-            {"attention", "layer_norm"} if name == "marian" else set()
-        )
 
 
 def _conv1d(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:

@@ -171,7 +171,7 @@ class _LogitsOnly(torch.nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("embedding_size", [None, 24])
-@pytest.mark.parametrize("how", ["plain", "compiled", "autocast", "bfloat16", "reference"])
+@pytest.mark.parametrize("how", ["plain", "autocast", "bfloat16", "reference"])
 def test_losses_of_models_equal_those_of_logits(
     tied: bool, embedding_size: int | None, how: str
 ) -> None:
@@ -183,9 +183,8 @@ def test_losses_of_models_equal_those_of_logits(
     tokens[1, 5:] = expected[1, 5:] = PAD
     if how == "bfloat16":
         model = model.bfloat16()
-    called = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     found = []
-    for way in (called, _LogitsOnly(model)):
+    for way in (model, _LogitsOnly(model)):
         model.zero_grad()
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
@@ -461,7 +460,9 @@ def test_evaluate_keeps_mode_and_random_state() -> None:
     assert loss == pytest.approx(sum(sums) / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["bf16", "checkpointed", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["bf16", "checkpointed", pytest.param("compiled", marks=pytest.mark.thorough)]
+)
 def test_other_modes_give_the_same_losses(how: str, tmp_path: Path) -> None:
     plain = make_trainer(make_model(0.0))
     expected = plain.fit(make_loader(make_pairs()), steps=3).loss
