@@ -26,7 +26,7 @@ from benchmarks import findings, peers, readme, report
 from benchmarks import test_speed as speed
 from benchmarks.__main__ import SCALING, SUITES, main
 from benchmarks.peers import PEERS, Remote
-from benchmarks.suites import Directions, Scope, lengths, models, ops
+from benchmarks.suites import Directions, Scope, models, ops
 from benchmarks.suites import text as encoders
 from transformer_fast.cli import form
 from transformer_fast.measure import machine
@@ -34,13 +34,11 @@ from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.cases import Size, twins
 from transformer_fast.measure.clock import Plan, speed_up, summarise
-from transformer_fast.reference import attention
 from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("threads")]
 
-EXHAUSTIVE = pytest.mark.exhaustive
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 
@@ -76,29 +74,6 @@ def test_peers_compute_the_same_or_give_a_reason(name, dtype):
                 real = slice(None) if hidden is None else ~hidden
                 got, right = offered.run(*arguments), layer(*arguments)
             torch.testing.assert_close(got[real], right[real], **limits)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[EXHAUSTIVE] if name in ("zentorch", "torchao") else [])
-        for name, peer in PEERS.items()
-        if hasattr(peer, "module") and name != "inductor_tuned"
-    ],
-)
-def test_peers_run_modules_with_8_bit_products(name):
-    if (reason := PEERS[name].why_not()) is not None:
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    parts = torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)
-    module = torch.nn.Sequential(*parts).eval().requires_grad_(False)
-    examples = [(torch.randn(4, 64),), (torch.randn(6, 64),)]
-    (offered,) = peers.candidates([PEERS[name]], "module", module, examples, "int8")
-    for one in examples if offered.reason is None else ():
-        right = module(*one)
-        error = (offered.run(*one) - right).norm() / right.norm()
-        assert 1e-4 < error < 0.05
-    assert offered.reason is None or "nncf is not installed" in offered.reason
 
 
 def _translators() -> tuple[Any, Any]:
@@ -197,13 +172,6 @@ def test_cases_of_a_suite_have_distinct_names(name):
         assert len({label for label, _ in work}) == len(work)
 
 
-def test_lengths_have_the_stated_share_of_padding():
-    for share in (0.1, 0.25, 0.5, 0.65, 0.9, 1.0):
-        found = lengths(16, 400, share)
-        assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
-        assert 1 <= int(found.min()) <= int(found.max()) <= 400
-
-
 def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "QUICK", FAST)
     monkeypatch.setattr(ops, "_QUICK_FLOPS", 1e6)
@@ -260,20 +228,6 @@ def test_parity_is_checked_before_timing():
     assert not watch.calls
 
 
-def test_relu_inputs_are_away_from_zero():
-    case = OPS["feed_forward"].bench_cases[2]
-    arguments = ops.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
-    x, weight1, bias1, *_ = arguments
-    before = torch.nn.functional.linear(x, weight1, bias1)
-    assert before.numel() > 500_000
-    assert (before.abs() < 1e-4).sum() <= 2
-    assert 0.4 < (before > 0).float().mean() < 0.6
-    same = OPS["layer_norm"].bench_cases[-1].build(torch.float32, "cpu", None)
-    assert all(
-        a is b for a, b in zip(ops.away_from_the_kink("layer_norm", same), same, strict=True)
-    )
-
-
 @pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
 def test_peers_use_the_same_instruction_set(monkeypatch):
     """In a subprocess, since the peers read their variables when they are loaded."""
@@ -288,52 +242,6 @@ def test_peers_use_the_same_instruction_set(monkeypatch):
     capability, onednn, refused = shown.stdout.split()
     assert (capability.lower(), onednn) == ("avx2", "AVX2")
     assert refused == str(all(map(importlib.util.find_spec, PEERS["onnx_runtime"].packages)))
-
-
-B, H, T, S, D = 2, 3, 40, 50, 16
-
-
-def given(mask=None, lengths=None, causal=False, size=S):
-    torch.manual_seed(0)
-    qkv = torch.randn(B, H, T, D), torch.randn(B, H, size, D), torch.randn(B, H, size, D)
-    return (*qkv, mask, lengths, causal, 0.3, 0.0, None, False, False)
-
-
-CASES = {
-    "plain": {},
-    "causal": {"causal": True},
-    "lengths": {"lengths": torch.tensor([S, 7])},
-    "bool mask": {"mask": (torch.arange(T)[:, None] >= torch.arange(S) - 9)[None, None]},
-    "float mask": {"mask": torch.linspace(-1, 1, T * S).view(1, 1, T, S)},
-    "causal, lengths": {"causal": True, "lengths": torch.tensor([S, 7])},
-}
-
-
-@pytest.mark.parametrize("size", [T, S])
-@pytest.mark.parametrize("name", CASES)
-def test_peers_of_attention_match_the_reference(name: str, size: int) -> None:
-    """A call of shape (2, 3, 40, 16) with ``size`` keys. ONNX Runtime aligns causality at the last
-    key.
-    """
-    options = {
-        key: value[..., :size] if key == "mask" else value.clamp(max=size)
-        for key, value in CASES[name].items()
-        if key != "causal"
-    }
-    arguments = given(**options, causal="causal" in name, size=size)
-    expected, ran = attention(*arguments)[0], set()
-    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
-        (offered,) = peers.candidates([peer], "op", "attention", arguments)
-        assert offered.run is not None or offered.reason
-        if offered.run is not None:
-            ran.add(peer.name)
-            torch.testing.assert_close(offered.run(*arguments)[0], expected)
-    able = {
-        "zentorch": name in ("plain", "causal", "float mask"),
-        "ONNX Runtime": name != "bool mask" and ("causal" not in name or size == T),
-    }
-    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
-        assert (peer.name in ran) == (peer.why_not() is None and able[peer.name])
 
 
 def test_candidates_can_run_in_a_subprocess():

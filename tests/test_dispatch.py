@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch._subclasses import FakeTensorMode
 
 import transformer_fast
 from transformer_fast import (
-    _native,
     _switches,
     dispatch,
     functional,
@@ -39,7 +37,6 @@ from transformer_fast.dispatch import (
 from transformer_fast.ops.arguments import (
     RECORDS,
     AttentionArguments,
-    FeedForwardArguments,
     LinearArguments,
 )
 from transformer_fast.specs import OPS
@@ -809,66 +806,3 @@ def test_all_reasons_are_given_at_once():
     call = linear(x, x, activation=torch.sin)
     reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
     assert len(reasons) == 3
-
-
-def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool = True) -> Call:
-    """Returns a call with two matrices of `count` weights, expanded from one element."""
-    x = torch.zeros(rows, 64, dtype=dtype)
-    weight = torch.zeros(1, 1, dtype=dtype).expand(count // 64, 64)
-    if op == "linear":
-        return linear(x, weight, grad=grad)
-    return make_call(FeedForwardArguments(x, weight, None, weight.t(), None, "relu"), grad)
-
-
-#: By op and instruction set: dtype, first and last number of rows, and least number of weights.
-LEFT_TO_PYTORCH = {
-    ("linear", "avx512_bf16"): [(torch.bfloat16, 1, 256, 2**22)],
-    ("feed_forward", "avx512_bf16"): [
-        (torch.bfloat16, 1, 256, 2**22), (torch.bfloat16, 32, 256, 2**20),
-    ],
-    ("linear", "amx"): [
-        (torch.bfloat16, 1, 23, 2**22), (torch.bfloat16, 24, 256, 2**23), (torch.float16, 1, 256, 2**21),
-    ],
-    ("feed_forward", "amx"): [
-        (torch.bfloat16, 5, 31, 2**20), (torch.bfloat16, 32, 256, 2**22), (torch.float16, 1, 512, 2**20),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", ["linear", "feed_forward"])
-def test_products_that_the_cpu_backend_leaves_to_pytorch(op, isa):
-    """Both sides of every limit, for the instruction set on which it was measured."""
-    kernel, limits = kernel_of(op), LEFT_TO_PYTORCH.get((op, isa), [])
-    counts = {2**18, 2**22} | {least - less for *_, least in limits for less in (0, 64)}
-    numbers = {1, 300} | {
-        n for _, first, last, _ in limits for n in (first - 1, first, last, last + 1)
-    }
-
-    def chosen(count: int, rows: int, dtype: torch.dtype, **how: bool) -> str:
-        return select(linear_call(op, count, rows, dtype, **how)).backend
-
-    for dtype, count, n in itertools.product(
-        (torch.bfloat16, torch.float16), sorted(counts), sorted(numbers - {0})
-    ):
-        left = any(
-            (of, count >= least) == (dtype, True) and first <= n <= last
-            for of, first, last, least in limits
-        )
-        assert chosen(count, n, dtype) == ("torch" if left else "cpu"), (dtype, count, n)
-        message = dispatch.why_prefers_later(kernel, linear_call(op, count, n, dtype))
-        assert (message is not None) == left
-        assert chosen(count, n, dtype, grad=False) == "cpu"
-    assert _native.module is not None
-    floats = "torch" if _native.module.is_intel() else "cpu"
-    first = 16 if op == "linear" else 12
-    assert [chosen(2**12, rows, torch.float32) for rows in (first - 1, first, 128, 129)] == [
-        "cpu", floats, floats, "cpu",
-    ]  # fmt: skip
-
-
-def test_products_with_an_epilogue_stay_on_the_cpu_kernel(isa):
-    """The kernel's epilogue adds an activation or a residual."""
-    call = linear_call("linear", 2**22, 1, torch.bfloat16)
-    x = call.tensors[0]
-    assert select(changed(call, activation="relu")).backend == "cpu"
-    assert select(changed(call, residual=x)).backend == "cpu"

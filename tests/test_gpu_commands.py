@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +31,9 @@ from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.ops.arguments import LayerArguments, LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
-from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case
-from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
+from transformer_fast.specs.gpu import COMMON, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
@@ -314,35 +308,6 @@ def _attention_case(*given):
 
 def class_of(one):
     return shape_class(call_of(one.op, one.case.build(torch.bfloat16, "meta", None)))
-
-
-def test_cases_cover_the_common_shape_classes():
-    classes = {(one.op, class_of(one)) for one in GPU_CASES}
-    assert {op for op, _ in classes} == set(COMMON) == set(DIFFERENTIABLE)
-    for size in (64, 128):
-        for seen in ("no mask", "key lengths"):
-            for batch in (4, 5):
-                wanted = {
-                    class_of(_attention_case(batch, 16, queries, keys, size, seen))
-                    for queries, keys in (
-                        *itertools.product((1, 2, 4, 512, 513), (1, 512, 513, 2048)),
-                        *itertools.product((1, 4), (2049, 4096)),
-                        *((1, keys) for keys in (4097, 8192)),
-                    )
-                }
-                assert len(wanted) == 4 * 2 + 2 + 1
-                assert wanted <= {name for _, name in classes}, wanted
-    for rows in (64, 65, 1025, 8193):
-        call = Call("layer_norm", (torch.empty(rows, 512, device="meta"),), False, PLAIN)
-        assert ("layer_norm", shape_class(call)) in classes
-    trials = sum(len(list(on_device.trials(op))) for op in OPS)
-    assert f"{trials:,} trials" in " ".join(
-        (ROOT / "docs" / "guides" / "gpu.md").read_text().split()
-    )
-    packed = [
-        class_of(GpuCase("attention", _packed_case(1, 2, longest, 64))) for longest in (512, 513)
-    ]
-    assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
 
 #: Times of a kernel, and of two implementations of PyTorch.
@@ -822,30 +787,6 @@ def test_jobs_beyond_the_time_limit_are_skipped(processes, tmp_path, monkeypatch
     found = written(tmp_path)["bench"]
     assert [entry["n"] for entry in found["results"]] == [0]
     assert [entry["n"] for entry in found["skipped"]] == [1, 2, 3]
-
-
-def test_a_killed_run_keeps_its_results(tmp_path):
-    path = tmp_path / "gpu.json"
-    script = f"""
-import pathlib, sys
-sys.path.insert(0, "tests")
-from benchmarks import gpu
-from test_gpu_commands import stand_in
-gpu._command = stand_in
-session = gpu.Session(60.0, pathlib.Path({str(path)!r}))
-session.begin("bench")
-session.do("bench", [[{{"n": 0}}, {{"n": 1, "sleeps": 60}}]], 1)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as process:
-        try:
-            for _ in range(600):
-                if path.exists() and written(tmp_path)["bench"]["results"]:
-                    break
-                time.sleep(0.1)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert written(tmp_path)["bench"]["results"] == [{"n": 0, "result": "done"}]
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_worker_processes_print_only_results():

@@ -18,7 +18,7 @@ import numpy
 from matplotlib import image
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch
 
 from examples import pictures
 from transformer_fast import functional, models, nn, training, viz
@@ -195,41 +195,6 @@ def test_masks_show_both_polarities() -> None:
     assert len(maps(here)) == 1  # a single mask has no panel for the combination
 
 
-def test_masks_show_float_values() -> None:
-    mask = torch.randn(ROWS, COLS)
-    mask[:, 2] = -math.inf
-    figure = viz.masks(ROWS, COLS, attn_mask=mask, is_causal=True)
-    first, _, last = maps(figure)
-    data, hidden = shown(first)
-    assert torch.equal(hidden, mask == -math.inf)
-    torch.testing.assert_close(data.float()[~hidden], mask[~hidden])
-    low, high = first.images[0].get_clim()
-    assert low == -high == -float(mask[mask != -math.inf].abs().max())
-    data, hidden = shown(last)
-    past = torch.zeros(ROWS, COLS).masked_fill(torch.ones(ROWS, COLS).triu(1) > 0, -math.inf)
-    assert torch.equal(~hidden, attended(attn_mask=mask + past)[0, 0])
-    torch.testing.assert_close(data.float()[~hidden], mask[~hidden])
-    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
-    assert [bar.get_ylabel() for bar in bars] == ["added to the score"]
-    # a float mask of 0 and -inf needs no colour scale
-    only = torch.zeros(ROWS, COLS).masked_fill(torch.ones(ROWS, COLS).triu(1) > 0, -math.inf)
-    figure = viz.masks(ROWS, COLS, attn_mask=only)
-    assert len(figure.axes) == 1
-    assert torch.equal(visible(maps(figure)[0]), only == 0)
-
-
-def test_fully_masked_queries_are_outlined() -> None:
-    mask = torch.ones(ROWS, COLS, dtype=torch.bool)
-    mask[2] = False
-    figure = viz.masks(ROWS, COLS, attn_mask=mask, key_lengths=torch.tensor([4]))
-    (outline,) = maps(figure)[-1].patches
-    assert (outline.get_x(), outline.get_y(), outline.get_width()) == (-0.5, 1.5, COLS)
-    assert "sees nothing: output 0" in legend(figure)
-    assert not maps(figure)[0].patches
-    figure = viz.masks(ROWS, COLS, is_causal=True)
-    assert legend(figure) == ["may attend", "hidden"]
-
-
 POSITIONS = models.SinusoidalPositions(60, 32)
 
 
@@ -386,10 +351,6 @@ def test_only_viz_needs_matplotlib() -> None:
 def texts(figure: Figure) -> dict[str, str]:
     """Returns the text in the box, or at the position, of each name."""
     return {str(text.get_gid()): text.get_text() for text in figure.axes[0].texts}
-
-
-def boxes(figure: Figure, kind: type = FancyBboxPatch) -> dict[str, Any]:
-    return {p.get_gid(): p for p in figure.axes[0].patches if isinstance(p, kind)}
 
 
 def lines(figure: Figure, name: str) -> int:

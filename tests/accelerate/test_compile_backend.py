@@ -47,7 +47,7 @@ from torch.fx import GraphModule
 from transformer_fast import _native, accelerate, compile_backend, compile_reports
 from transformer_fast.compile import inner
 
-pytestmark = pytest.mark.sampled(15, 40)
+pytestmark = pytest.mark.sampled(12, 25)
 
 #: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}
@@ -308,17 +308,6 @@ def test_unrelated_writes_in_place_are_kept() -> None:
             torch.testing.assert_close(ours(x, step), theirs(x, step))
             torch.testing.assert_close(model.cache, theirs.cache)
     assert reports[0].counts["attention"] == 1
-
-
-def test_one_dynamic_graph_serves_all_lengths() -> None:
-    model = Block(False, True, annotated_norm).eval()
-    ours, reports = compiled(model)
-    with torch.no_grad():
-        for length in (5, 6, 9, 13):
-            x, mask = torch.randn(B, length, M), torch.ones(length, length).tril()
-            torch.testing.assert_close(ours(x, x, mask, None), model(x, x, mask, None))
-    assert len(reports) == 2  # the second graph serves all other lengths
-    assert all(report.counts["attention"] == 1 for report in reports)
 
 
 def test_accelerate_and_compile_combine() -> None:
@@ -980,22 +969,6 @@ def test_calls_that_only_pytorch_supports_are_left(call: Any, mask: Any, dynamic
     assert "does not support it" in left
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_default_backend"), reason="PyTorch has it from 2.13 on"
-)
-@torch.no_grad()
-def test_it_can_be_the_default_backend() -> None:
-    model = Attention(divided).eval()
-    compile_reports(clear=True)
-    torch.compiler.set_default_backend("transformer_fast")
-    try:
-        x = _x()
-        torch.testing.assert_close(torch.compile(model)(x, x, None), model(x, x, None))
-    finally:
-        torch.compiler.set_default_backend(None)
-    assert compile_reports()[-1].counts["attention"] == 1
-
-
 WITHOUT_PRIVATE = """
 import torch
 for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
@@ -1143,24 +1116,11 @@ def slices_of_a_mask(x: Tensor) -> Tensor:
     return _scores(x).masked_fill(mask, -1e9).softmax(-1) @ x
 
 
-def slices_of_a_bias(x: Tensor) -> Tensor:
-    bias = torch.zeros(T, T)
-    bias[:, 3:] = -1e9
-    return (_scores(x) + bias).softmax(-1) @ x
-
-
 def through_a_view_of_the_mask(x: Tensor) -> Tensor:
     mask = torch.zeros(T, T, dtype=torch.bool)
     view = mask[None]
     mask.fill_diagonal_(True)
     return _scores(x).masked_fill(view, -1e9).softmax(-1) @ x
-
-
-def row_by_row(x: Tensor) -> Tensor:
-    mask = torch.zeros(2, T, dtype=torch.bool)
-    for i, length in enumerate((4, 2)):
-        mask[i, length:] = True
-    return _scores(x).masked_fill(mask[:, None, :], -1e9).softmax(-1) @ x
 
 
 def one_mask_in_two_states(x: Tensor) -> Tensor:
@@ -1196,13 +1156,6 @@ def weights_written(x: Tensor) -> Tensor:
     weights = _scores(x).softmax(-1)
     weights[..., 0] = 0
     return weights @ x
-
-
-def weights_written_afterwards(x: Tensor) -> Tensor:
-    weights = _scores(x).softmax(-1)
-    output = weights @ x
-    weights[..., 0] = 0
-    return output + weights.sum()
 
 
 def queries_written_after_scaling(x: Tensor) -> Tensor:
@@ -1280,15 +1233,12 @@ def gelu_input_written(x: Tensor) -> Tensor:
 #: (function, number of insertions of each op)
 WRITES: list[tuple[Callable[..., Any], dict[str, int]]] = [
     (slices_of_a_mask, {"attention": 1}),
-    (slices_of_a_bias, {"attention": 1}),
     (through_a_view_of_the_mask, {"attention": 1}),
-    (row_by_row, {"attention": 1}),
     (one_mask_in_two_states, {"attention": 2}),
     (a_mask_made_in_between, {"attention": 1}),
     (values_written, {}),
     (keys_written, {}),
     (weights_written, {}),
-    (weights_written_afterwards, {"attention": 1}),
     (queries_written_after_scaling, {"attention": 1}),
     (norm_in_place, {}),
     (norms_input_written, {}),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from transformer_fast import _native, compile_backend, compile_reports, memory
+from transformer_fast import _native, compile_backend, memory
 from transformer_fast.backends import cpu_packing
 from transformer_fast.compile import constants, inner
 
@@ -217,32 +217,6 @@ def test_mutable_and_random_values_are_not_cached(kind: type[nn.Module]) -> None
     torch.testing.assert_close(results(_compiled(model)), expected)
 
 
-class Cached(nn.Module):
-    """The first step of a key-value cache, with empty tensors, and casts without effect."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        keys = torch.cat([torch.tensor([]), x.sin()], -2)
-        values = torch.cat([torch.tensor([]), x.cos()], -2)
-        heads = F.scaled_dot_product_attention(x.float().to(torch.float32), keys, keys)
-        heads *= 2.0
-        merged = torch.cat([torch.tensor([]), x.transpose(1, 2)], -2).view(2, -1)
-        return heads, values, merged.sin()
-
-
-@torch.no_grad()
-def test_empty_concatenations_and_casts_without_effect_are_removed(
-    lifted: list[tuple[Any, ...]],
-) -> None:
-    model, x = Cached(), torch.randn(2, 4, 5, 16)
-    compile_reports(clear=True)
-    compiled = _compiled(model)
-    for _ in range(2):
-        torch.testing.assert_close(compiled(x), model(x))
-    [report] = compile_reports(clear=True)
-    # Two concatenations remain: a returned one stays a copy, and a viewed one stays contiguous.
-    assert (report.others["cat"], report.others["to"], report.others["float"]) == (2, 0, 0)
-
-
 class Step(nn.Module):
     """Writes to a cache between products; ``shares``: the cache is a part of their weight."""
 
@@ -358,27 +332,3 @@ def test_modules_that_share_a_program_have_separate_values(lifted: list[tuple[An
     del models[0], model
     gc.collect()
     assert found.held_bytes() == 4 * 64 * 64
-
-
-@torch.no_grad()
-def test_programs_with_constants_find_the_parameters_of_views() -> None:
-    """The parameters are found also after a nested program has run."""
-    graph, seen = torch.fx.Graph(), []
-    weight, other = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3, 2))
-    given = graph.placeholder("weight")
-    given.meta["example_value"] = weight
-    graph.output((graph.call_method("t", (given,)),))
-
-    def compiled(given: Tensor, constant: Tensor) -> Any:
-        if given is weight:
-            run(other)
-        [found] = memory.program.parameters.values()
-        seen.append(found is given)
-        return (given.t(),)
-
-    module, constants = torch.fx.GraphModule({}, graph), lambda inputs: [torch.zeros(1)]
-    run = inner._Compiled(module, compiled, constants)  # type: ignore[arg-type]
-    for _ in range(2):
-        run(weight)
-    assert seen == [True] * 4
-    assert not memory.program.parameters

@@ -37,7 +37,7 @@ from transformer_fast.compile.sublayers import Sublayers
 from transformer_fast.measure.calls import record
 
 pytestmark = [
-    pytest.mark.sampled(15, 50),
+    pytest.mark.sampled(15, 30),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 

@@ -33,7 +33,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.sampled(25, 60),
+    pytest.mark.sampled(20, 40),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -234,22 +234,6 @@ def test_generate_gives_the_same_tokens(
     assert torch.equal(model.generate(**arguments), expected)
     assert calls
     assert len(expected.unique()) > 2
-
-
-@pytest.mark.parametrize("name", TRANSLATORS)
-def test_without_our_mask_function_padding_is_attended_to(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: without our mask function the model attends to padding, without a warning."""
-    model = First(build(name, 0.0))
-    inputs = inputs_of(name)
-    with torch.no_grad():
-        expected = model(**inputs)
-        accelerate(model)
-        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
-        registry = transformers.AttentionMaskInterface._global_mapping
-        monkeypatch.delitem(registry, hugging_face.NAME)
-        assert (model(**inputs) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -555,38 +554,6 @@ def test_beam_search_with_pre_norm_and_without_cache() -> None:
 def test_beam_search_with_a_large_vocabulary() -> None:
     """The best extensions are found block by block then."""
     check(varied(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
-
-
-@pytest.mark.parametrize("power", [0.0, 0.6, 1.5])
-def test_wide_beam_search_finds_the_best_sequences(power: float) -> None:
-    """4 tokens are possible, including the end: 27 sequences of length 3 are extended
-    to length 4."""
-    limit, possible = 4, [END, 5, 6, 7]
-    model = small(target_vocab_size=40)
-    with torch.no_grad():
-        impossible = torch.ones(40, dtype=torch.bool)
-        impossible[possible] = False
-        model.output.bias.masked_fill_(impossible, -1e4)
-    source = tokens(23, [6, 2])
-    method = models.BeamSearch(39, power, n_best=10)
-    found = model.generate(source, method, max_new_tokens=limit)
-    assert found.scores is not None
-    for i, row in enumerate(source):
-        scores = next_scores(model, row[row != PAD].tolist())
-        everything = []
-        going = possible[1:]
-        for length in range(1, limit + 1):
-            for start in itertools.product(going, repeat=length - 1):
-                for last in possible if length == limit else [END]:
-                    sequence = [*start, last]
-                    total = sum(scores(sequence[:k])[sequence[k]] for k in range(length))
-                    everything.append((normalised(total, length, power), sequence))
-        everything.sort(key=lambda x: -x[0])
-        assert len(everything) == 1 + 3 + 9 + 27 * 4
-        for place, (score, sequence) in enumerate(everything[:10]):
-            length = int(found.lengths[i, place])
-            assert found.tokens[i, place, :length].tolist() == sequence
-            assert float(found.scores[i, place]) == pytest.approx(score, rel=1e-4)
 
 
 def test_more_beams_than_extensions_in_the_first_step() -> None:

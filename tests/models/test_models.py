@@ -23,7 +23,7 @@ from models_checks import (
 )
 from module_checks import check_budget
 
-from transformer_fast import functional, models, nn
+from transformer_fast import functional, models
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -278,18 +278,6 @@ def test_attention_weights_of_torch_nn_modules(grad: bool) -> None:
         "decoder.layers.0.self_attn": (2, 2, 3, 3),
         "decoder.layers.0.multihead_attn": (2, 2, 3, 5),
     }
-
-
-def test_attention_weights_keep_the_calls_own_results() -> None:
-    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    x = torch.randn(2, 5, 16)
-    with models.attention_weights(attention) as weights:
-        assert attention(x, x, x, need_weights=False)[1] is None
-        averaged = attention(x, x, x)[1]
-        each = attention(x, x, x, None, True, None, False)[1]
-    assert torch.equal(averaged, attention(x, x, x)[1])
-    assert torch.equal(each, weights[""])
-    assert each.shape == (2, 2, 5, 5)
 
 
 def test_attention_weights_of_unknown_layers_raise() -> None:
