@@ -258,7 +258,7 @@ def arguments_for(target: Target, case: str, logits: int = 2**12) -> tuple[Any, 
     return tuple(x[:rows] if i in (0, place) else x for i, x in enumerate(arguments))
 
 
-@pytest.mark.sampled(15, 30)
+@pytest.mark.sampled(12, 20)
 @pytest.mark.parametrize(("op", "case", "dtype", "backend"), [*trained()], indirect=["backend"])
 def test_training_is_within_the_budget(op, case, dtype, backend):
     """Checks the results of the training path and the gradients."""

@@ -52,8 +52,7 @@ def patchy_mask(t, s, device):
 # Tile lists ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("listed", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_masks_match_with_and_without_tile_lists(device, listed, dtype, monkeypatch):
     monkeypatch.setattr(config, "use_block_lists", lambda *sizes: listed)
     q, k, v = drawn(device, b=2, h=2, key_heads=1, t=40, s=42, dv=8, dtype=dtype)

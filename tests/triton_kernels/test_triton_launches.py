@@ -217,7 +217,7 @@ def batches(machine: Machine) -> None:
     from transformer_fast import functional
 
     numbers = random.Random(0)
-    for _ in range(80):
+    for _ in range(30):
         b, t, s = (numbers.randrange(1, most) for most in (8, 200, 200))
         s, t = s + 1, 1 if numbers.random() < 0.1 else t
         causal = numbers.random() < 0.5
