@@ -45,15 +45,6 @@ def test_info_gives_the_reason_of_unavailable_kernels(capsys):
     assert "cannot run" in text
 
 
-@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-def test_info_names_the_entries_or_why_there_are_none(capsys, monkeypatch):
-    if _native.autograd is not None:
-        assert f"entries in C++, for torch {_native.autograd.torch_version}" in shown(capsys)
-    monkeypatch.setattr(_native, "autograd", None)
-    monkeypatch.setattr(_native, "why_no_autograd", "built for torch 2.99")
-    assert "checked in Python: built for torch 2.99" in shown(capsys)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_has_a_reason():
     assert info.gpu_state().startswith("none: torch")
