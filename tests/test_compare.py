@@ -89,6 +89,7 @@ def test_a_named_backend_is_compared_with_pytorch_and_the_reference(tmp_path):
     assert names == {"reference", "torch", "torch eager", "torch fast path"}
 
 
+@pytest.mark.sampled(20, 50)
 @pytest.mark.parametrize("op", dispatch.OPS)
 def test_every_op_is_checked(tmp_path, op):
     path = tmp_path / "found.json"

@@ -389,6 +389,7 @@ def test_gradients_of_several_vectors_at_once(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @cases
 def test_compiled_autograd_runs_the_nodes(name: str, backend: str) -> None:

@@ -21,7 +21,7 @@ import transformer_fast
 from transformer_fast import functional as F
 from transformer_fast import models, nn
 
-pytestmark = pytest.mark.sampled(10, 50)
+pytestmark = pytest.mark.sampled(10, 35)
 
 M, H, HIDDEN = 32, 4, 48
 
