@@ -290,7 +290,8 @@ def test_copy_save_and_restore_preserve_the_model(name: str, tmp_path: Path) -> 
 
 @pytest.mark.thorough
 def test_pickles_load_without_this_library(tmp_path: Path) -> None:
-    cases = [(build(name, 0.0), inputs_of(name, "none")) for name in LAYERS]
+    names = "marian", "bert", "llama"
+    cases = [(build(name, 0.0), inputs_of(name, "none")) for name in names]
     for model, _ in cases:
         accelerate(model)
     for again in check_without_this_library(cases, tmp_path):
