@@ -1176,7 +1176,7 @@ def test_packed_sequences_without_queries_or_keys(lengths):
     assert not F.varlen_attn(rows, rows, rows, some, some, 0, 2).any()
 
 
-@EVERY
+@pytest.mark.parametrize("backend", [CPU, CUDA], indirect=True, ids=str)
 def test_packed_sequences_compile_to_one_graph(backend):
     """Queries and keys have the same offsets."""
     target = backend.of("attention")

@@ -317,7 +317,7 @@ def test_strict_mode_allows_exports(small_calls: None) -> None:
     assert _foreign(program) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # half a minute of compilation
 @pytest.mark.filterwarnings("ignore")
 def test_aot_inductor_matches(tmp_path: Path) -> None:
     """A shared library with the program, loaded without the module."""

@@ -465,7 +465,7 @@ def test_edges_empty_sizes_and_nan(op: str, dtype: torch.dtype) -> None:
         check_kernels(op, arguments, names)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, 50)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", OPS)
 def test_random_calls_are_within_the_budget(op: str, dtype: torch.dtype) -> None:
