@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_fast import nn
-from transformer_fast.nn import multihead_attention
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, parity
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
@@ -245,17 +244,3 @@ def fast_path(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-class Recorder:
-    """Replaces `attend` and records its arguments."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
-        right = multihead_attention.attend
-
-        def attend(arguments: Any, *rest: Any) -> Any:
-            self.calls.append((arguments[:3], arguments[3], arguments.is_causal))
-            return right(arguments, *rest)
-
-        monkeypatch.setattr(multihead_attention, "attend", attend)

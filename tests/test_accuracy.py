@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -57,13 +56,6 @@ def test_truths_of_single_elements_with_any_stride():
     assert one.stride(-1) == 2
     assert one.is_contiguous()
     testing.truth_of("linear", (one, one, None, None, None))
-
-
-def test_the_cache_of_truths_is_bounded(monkeypatch):
-    module = importlib.import_module("transformer_fast.testing.oracle")
-    monkeypatch.setattr(module, "MOST_REMEMBERED", 0)
-    once = torch.randn(3, 5), torch.randn(2, 5), None, None, None
-    assert testing.truth_of("linear", once) is not testing.truth_of("linear", once)
 
 
 # Gradients ---------------------------------------------------------------------------------------

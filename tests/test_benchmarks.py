@@ -19,33 +19,26 @@ from typing import Any
 import pytest
 import torch
 from harness import ISAS, python
-from torch._dynamo.utils import counters
-from torch._inductor import config
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import transformer_fast
 from benchmarks import __main__ as command
 from benchmarks import compare as comparing
 from benchmarks import findings, peers, readme, report
 from benchmarks import test_speed as speed
 from benchmarks.__main__ import SCALING, SUITES, main
 from benchmarks.peers import PEERS, Remote
-from benchmarks.suites import Directions, Scope, lengths, models, ops, third_party
+from benchmarks.suites import Directions, Scope, models, ops
 from benchmarks.suites import text as encoders
-from transformer_fast import _native
 from transformer_fast.cli import form
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
-from transformer_fast.measure.cases import Size, twins, with_fast_path
+from transformer_fast.measure.cases import Size, twins
 from transformer_fast.measure.clock import Plan, speed_up, summarise
-from transformer_fast.reference import attention
 from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("threads")]
 
-EXHAUSTIVE = pytest.mark.exhaustive
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 
@@ -81,29 +74,6 @@ def test_peers_compute_the_same_or_give_a_reason(name, dtype):
                 real = slice(None) if hidden is None else ~hidden
                 got, right = offered.run(*arguments), layer(*arguments)
             torch.testing.assert_close(got[real], right[real], **limits)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[EXHAUSTIVE] if name in ("zentorch", "torchao") else [])
-        for name, peer in PEERS.items()
-        if hasattr(peer, "module") and name != "inductor_tuned"
-    ],
-)
-def test_peers_run_modules_with_8_bit_products(name):
-    if (reason := PEERS[name].why_not()) is not None:
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    parts = torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)
-    module = torch.nn.Sequential(*parts).eval().requires_grad_(False)
-    examples = [(torch.randn(4, 64),), (torch.randn(6, 64),)]
-    (offered,) = peers.candidates([PEERS[name]], "module", module, examples, "int8")
-    for one in examples if offered.reason is None else ():
-        right = module(*one)
-        error = (offered.run(*one) - right).norm() / right.norm()
-        assert 1e-4 < error < 0.05
-    assert offered.reason is None or "nncf is not installed" in offered.reason
 
 
 def _translators() -> tuple[Any, Any]:
@@ -162,21 +132,7 @@ def test_embeddings_are_compared_by_direction():
         assert not checker(true[:1], ()).ok
 
 
-def test_sentence_encoders_are_fed_padded_text():
-    work = encoders.Work("MiniLM, small")
-    for ordered, calls in work.inputs.items():
-        first, again = calls
-        assert [len(tokens) for tokens, _ in first] == [4, 4, 4]
-        lengths = torch.cat([mask.sum(1) for _, mask in first])
-        assert (lengths.diff() <= 0).all() == ordered
-        for (tokens, mask), (flipped, _) in zip(first, again, strict=True):
-            assert tokens.shape[1] == mask.sum(1).max()
-            assert torch.equal(tokens.flip(0), flipped)
-            assert not torch.equal(tokens, flipped)
-    assert sorted(len(one) for one in encoders.sentences(12)) == sorted(lengths.tolist())
-
-
-@pytest.mark.parametrize("precision", [*encoders.PRECISIONS, "float16"])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_sentence_encoders_are_right_in_every_precision(precision):
     case = encoders._case(Scope(quick=True), encoders.Case("MiniLM, small", precision, 1, True))
     rows = run_case(case, FAST)
@@ -185,12 +141,6 @@ def test_sentence_encoders_are_right_in_every_precision(precision):
         assert one.items == 12
     # float32 of PyTorch is beside every other precision: it may be the faster.
     assert ("torch eager, float32" in [one.candidate for one in rows]) == (precision != "float32")
-
-
-def test_questions_and_texts_of_docstrings():
-    questions, texts = encoders.pairs(600)
-    assert len(questions) == len(set(questions)) == len(texts) == 600
-    assert min(map(len, texts)) >= 80
 
 
 def test_the_score_is_the_rank_of_the_right_text(monkeypatch):
@@ -210,20 +160,6 @@ def test_the_score_is_the_rank_of_the_right_text(monkeypatch):
     assert scores["worst cosine"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_stacks_and_decoding_with_8_bits_match(padded):
-    layer = models.Layers(2, 6, 0.65 if padded else 1.0, 2)
-    scope = Scope(peers=[PEERS["quantize_dynamic"]])
-    found = [models._int8_layers(scope, layer)]
-    if not padded:
-        found.append(models._int8_decoding(Scope(), models.Decoding(2, 4, 3, 50, 1)))
-    for case in found:
-        rows = {one.candidate: one for one in run_case(case, FAST)}
-        for name, one in rows.items():
-            assert one.ok, (name, one)
-        assert not padded or rows["quantize_dynamic"].error > 1e-4
-
-
 @pytest.mark.parametrize("name", [*SUITES, *SCALING])
 def test_cases_of_a_suite_have_distinct_names(name):
     if name in ("third-party", "text encoders", "half precision"):
@@ -234,29 +170,6 @@ def test_cases_of_a_suite_have_distinct_names(name):
         work = list((SUITES | SCALING)[name](Scope(quick=quick)))
         assert work
         assert len({label for label, _ in work}) == len(work)
-
-
-def test_inputs_of_a_case_share_only_weights():
-    first, second = Scope().draw("feed_forward", OPS["feed_forward"].cases[0])
-    named = [OPS["feed_forward"].named(calls[0]) for calls in (first, second)]
-    assert named[0]["weight1"] is named[1]["weight1"]
-    assert not torch.equal(named[0]["input"], named[1]["input"])
-
-
-def test_lengths_have_the_stated_share_of_padding():
-    for share in (0.1, 0.25, 0.5, 0.65, 0.9, 1.0):
-        found = lengths(16, 400, share)
-        assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
-        assert 1 <= int(found.min()) <= int(found.max()) <= 400
-
-
-def test_scaling_reports_skipped_points(monkeypatch):
-    monkeypatch.setattr(ops, "_MOST_SCORES", 8 * 64 * 64)
-    for length in (64, 65):
-        benchmark_case = ops._point(Scope(), "attention", "x", ops.attention(1, length), None)
-        (reference,) = (c for c in benchmark_case.candidates if c.name == "reference")
-        assert (reference.run is None) == (length > 64)
-        assert length == 64 or "computes 3.4e+04 scores" in str(reference.reason)
 
 
 def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
@@ -284,30 +197,6 @@ def test_words_that_no_case_contains_are_an_error(capsys):
     assert (
         "no case of ops, backward contains 'layer_norm' and 'nonsense'" in capsys.readouterr().err
     )
-
-
-def test_the_suite_runs_under_pytest_benchmark(tmp_path):
-    found = tmp_path / "found.json"
-    options = ["benchmarks", "--quick", "-p", "no:cacheprovider", f"--benchmark-json={found}"]
-    options += ["--benchmark-max-time=0.001", "--benchmark-min-rounds=2"]
-    chosen = "layer_norm and 32x512 and not add or layers and 32"
-    alone = {"PYTEST_XDIST_WORKER": "", "OMP_NUM_THREADS": "1"}
-    python("-m", "pytest", *options, "-k", chosen, **alone)
-    names: dict[str, set[str]] = {}
-    for one in json.loads(found.read_text())["benchmarks"]:
-        names.setdefault(one["group"], set()).add(one["name"])
-        about = one["extra_info"]
-        assert about["threads"] == 1
-        assert about["isa"] == machine.describe()["isa"]
-        assert (about["roof_share"] is None) == (_native.module is None)
-        assert about["error_ratio"] >= 0.0
-    ours = {"cpu"} if _native.module is not None else set()
-    assert names == {
-        "layer_norm 32x512": {*ours, "torch", "reference"},
-        "encoder_layer (1,32)": {
-            *("transformer_fast", "reference", "torch eager", "torch fast path")
-        },
-    }
 
 
 class _Stopwatch:
@@ -339,61 +228,6 @@ def test_parity_is_checked_before_timing():
     assert not watch.calls
 
 
-def test_relu_inputs_are_away_from_zero():
-    case = OPS["feed_forward"].bench_cases[2]
-    arguments = ops.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
-    x, weight1, bias1, *_ = arguments
-    before = torch.nn.functional.linear(x, weight1, bias1)
-    assert before.numel() > 500_000
-    assert (before.abs() < 1e-4).sum() <= 2
-    assert 0.4 < (before > 0).float().mean() < 0.6
-    same = OPS["layer_norm"].bench_cases[-1].build(torch.float32, "cpu", None)
-    assert all(
-        a is b for a, b in zip(ops.away_from_the_kink("layer_norm", same), same, strict=True)
-    )
-
-
-@pytest.mark.parametrize("fuses", [pytest.param(False, marks=EXHAUSTIVE), True])
-def test_training_steps_can_be_checked_repeatedly(fuses):
-    benchmark_case = models._training(Scope(), models.Case(2, 6, 50, 1), fuses)
-    rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
-    assert rows[models.EAGER].ok
-    assert rows["reference"].ok
-    if fuses and hasattr(torch.nn.functional, "linear_cross_entropy"):
-        assert rows[models.FUSED].ok
-    (chosen,) = (one for one in rows.values() if one.chosen)
-    assert chosen.ok, chosen.reason
-
-
-def test_hand_written_models_match_and_are_rewritten():
-    size = Size(32, 4, 64, layers=2, vocabulary=300)
-    theirs, _, written = third_party.models_of(Scope(), size, 0.0)
-    ((source, target),) = models.Case(3, 9, 300, 2, 0.65).inputs(Scope())[0]
-    torch._dynamo.reset()
-    transformer_fast.compile_reports(clear=True)
-    for run_it in (written, third_party.rewritten(written)):
-        with torch.no_grad():
-            right, got = theirs(source, target), run_it(source.tokens, target.tokens)
-        torch.testing.assert_close(got[target.real], right[target.real], rtol=1e-4, atol=1e-5)
-    (report,) = transformer_fast.compile_reports()
-    assert report.counts["attention"] == 6
-    assert report.counts["feed_forward"] == 4
-    assert not report.left
-
-
-@EXHAUSTIVE
-def test_hand_written_training_steps_have_torch_nn_names(monkeypatch):
-    benchmark_case = third_party.training_step(Scope(), models.Case(2, 6, 50, 1))
-    rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
-    assert all(one.ok for one in rows.values()), rows
-    by_hand = next(c for c in benchmark_case.candidates if c.name == models.EAGER)
-    arguments = benchmark_case.inputs[0][0]
-    loss, *gradients = by_hand.run(*arguments)
-    for wrong in (0, 5, len(gradients) - 1):
-        spoilt = [g * 1.01 if number == wrong else g for number, g in enumerate(gradients)]
-        assert not benchmark_case.checker((loss, *spoilt), arguments).ok
-
-
 @pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
 def test_peers_use_the_same_instruction_set(monkeypatch):
     """In a subprocess, since the peers read their variables when they are loaded."""
@@ -410,72 +244,6 @@ def test_peers_use_the_same_instruction_set(monkeypatch):
     assert refused == str(all(map(importlib.util.find_spec, PEERS["onnx_runtime"].packages)))
 
 
-# `make bench-quick` runs the others too.
-@pytest.mark.parametrize(
-    "op", ["linear", *(pytest.param(op, marks=EXHAUSTIVE) for op in OPS if op != "linear")]
-)
-def test_call_costs_can_be_measured_for_every_op(op):
-    rows = list(run_case(ops._call(Scope(quick=True), op), FAST))
-    (chosen,) = (row for row in rows if row.chosen)
-    assert chosen.ok, chosen.reason
-
-
-B, H, T, S, D = 2, 3, 40, 50, 16
-
-
-def given(mask=None, lengths=None, causal=False, size=S):
-    torch.manual_seed(0)
-    qkv = torch.randn(B, H, T, D), torch.randn(B, H, size, D), torch.randn(B, H, size, D)
-    return (*qkv, mask, lengths, causal, 0.3, 0.0, None, False, False)
-
-
-CASES = {
-    "plain": {},
-    "causal": {"causal": True},
-    "lengths": {"lengths": torch.tensor([S, 7])},
-    "bool mask": {"mask": (torch.arange(T)[:, None] >= torch.arange(S) - 9)[None, None]},
-    "float mask": {"mask": torch.linspace(-1, 1, T * S).view(1, 1, T, S)},
-    "causal, lengths": {"causal": True, "lengths": torch.tensor([S, 7])},
-}
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", CASES)
-def test_flex_attention_matches_the_reference(name: str) -> None:
-    arguments = given(**CASES[name])
-    expected = attention(*arguments)[0]
-    torch.testing.assert_close(
-        peers.attend(flex_attention, create_block_mask, *arguments), expected
-    )
-
-
-@pytest.mark.parametrize("size", [T, S])
-@pytest.mark.parametrize("name", CASES)
-def test_peers_of_attention_match_the_reference(name: str, size: int) -> None:
-    """A call of shape (2, 3, 40, 16) with ``size`` keys. ONNX Runtime aligns causality at the last
-    key.
-    """
-    options = {
-        key: value[..., :size] if key == "mask" else value.clamp(max=size)
-        for key, value in CASES[name].items()
-        if key != "causal"
-    }
-    arguments = given(**options, causal="causal" in name, size=size)
-    expected, ran = attention(*arguments)[0], set()
-    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
-        (offered,) = peers.candidates([peer], "op", "attention", arguments)
-        assert offered.run is not None or offered.reason
-        if offered.run is not None:
-            ran.add(peer.name)
-            torch.testing.assert_close(offered.run(*arguments)[0], expected)
-    able = {
-        "zentorch": name in ("plain", "causal", "float mask"),
-        "ONNX Runtime": name != "bool mask" and ("causal" not in name or size == T),
-    }
-    for peer in (PEERS["zentorch"], PEERS["onnx_runtime"]):
-        assert (peer.name in ran) == (peer.why_not() is None and able[peer.name])
-
-
 def test_candidates_can_run_in_a_subprocess():
     elsewhere = Remote(functools.partial, os.getpid)
     assert elsewhere() not in (os.getpid(), None)
@@ -486,47 +254,6 @@ def test_candidates_can_run_in_a_subprocess():
     assert power(7) == 128
     with pytest.raises(ValueError, match="invalid literal"):
         Remote(int, "nothing to call")
-
-
-def _layer() -> tuple[torch.nn.Module, tuple[torch.Tensor, None, torch.Tensor]]:
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
-    return layer, (torch.randn(2, 9, 64), None, torch.arange(9) >= torch.tensor([[9], [4]]))
-
-
-@pytest.fixture
-def settings():
-    """Fails if the test changes Inductor's settings."""
-    before = config.freezing, config.max_autotune, config.joint_custom_post_pass
-    yield
-    after = config.freezing, config.max_autotune, config.joint_custom_post_pass
-    assert after == before
-
-
-@pytest.mark.parametrize(
-    "peer",
-    [pytest.param(PEERS["inductor_tuned"], marks=EXHAUSTIVE), PEERS["zentorch"]],
-    ids=lambda p: p.name,
-)
-@torch.no_grad()
-def test_freezing_compilers_change_neither_weights_nor_settings(peer, settings) -> None:
-    if (reason := peer.why_not()) is not None:
-        pytest.skip(reason)
-    layer, arguments = _layer()
-    seen = ~arguments[2]
-    expected = layer(*arguments)[seen]
-    weights = {name: weight.clone() for name, weight in layer.state_dict().items()}
-    run = peer.encoder_layer(layer, arguments)
-    autotuned = counters["inductor"]["select_algorithm_autotune"]
-    torch.testing.assert_close(run(*arguments)[seen], expected)
-    if peer.name == "inductor tuned":
-        assert counters["inductor"]["select_algorithm_autotune"] > autotuned
-    torch.testing.assert_close(layer.state_dict(), weights, rtol=0, atol=0)
-    layer.linear1.weight.mul_(2)
-    torch.testing.assert_close(run(*arguments)[seen], expected)
-    # Plain torch.compile must not reuse what was compiled for the peer.
-    plain = with_fast_path(torch.compile(layer, dynamic=False), False)
-    torch.testing.assert_close(plain(*arguments)[seen], layer(*arguments)[seen])
 
 
 # Results
@@ -611,14 +338,6 @@ def test_the_report_lists_losses_first(results):
     assert "| ops | linear | <lost> | cpu | 9.00 ms |" in text
     assert main(["report", "--results", str(results)]) == 0
     assert (results / "report.md").read_text() == text
-
-
-def test_plots_are_drawn_for_the_site(results, tmp_path):
-    (one,) = findings.machines(results)
-    text = "\n".join(report.page(one, [one], tmp_path))
-    for name in ("m-ops.svg", "m-scaling--linear--rows.svg"):
-        assert f"{tmp_path.name}/{name}" in text
-        assert "<svg" in (tmp_path / name).read_text()
 
 
 def encoded(
@@ -730,23 +449,6 @@ def test_doubtful_rows_are_marked(tmp_path, cpu):
     assert ("| CTranslate2 |" in text) == (cpu == "AMD EPYC")
 
 
-def test_results_are_read_back(tmp_path):
-    path = tmp_path / "sub" / "m.json"
-    before = suites(
-        row("cpu", 1.0, 2.0, 4.0), row("torch", 3.0, 3.0, 3.0), row("peer", reason="no")
-    )
-    findings.write(path, before)
-    after = findings.read(path)
-    assert after["ops"]["machine"] == before["ops"]["machine"]
-    for one, other in zip(before["ops"]["rows"], after["ops"]["rows"], strict=True):
-        assert other.samples == pytest.approx(one.samples)
-        assert other.time == one.time
-        assert (other.vs_torch is None) == (one.vs_torch is None)
-        assert other.vs_torch is None or other.vs_torch == pytest.approx(one.vs_torch, rel=1e-4)
-        assert (other.candidate, other.reason) == (one.candidate, one.reason)
-    assert all(len(line) < 2000 for line in path.read_text().splitlines())
-
-
 def test_a_run_replaces_only_its_suites(tmp_path):
     path = tmp_path / "m.json"
     findings.write(path, suites(row("cpu", 1.0)) | suites(row("cpu", 2.0), name="layers"))
@@ -774,37 +476,7 @@ def test_cases_that_a_run_did_not_take_keep_their_date_and_commit(tmp_path):
     assert findings.taken(suite) == {f"2026-01-0{day}, c{day}": 1 for day in (1, 2, 3)}
 
 
-#: README's figures may be older than the CPU kernels by at most this many commits to them.
-MOST_COMMITS_BEHIND = 100
-
-
-def commits_behind(when: str) -> int | None:
-    """Returns how many commits have changed the CPU kernels since results of this date and commit.
-
-    None: the commit is no ancestor of this checkout's.
-    """
-    commit = when.partition(", ")[2].removesuffix("+")
-    if not commit or machine.git("merge-base", "--is-ancestor", commit, "HEAD") is None:
-        return None
-    count = machine.git("rev-list", "--count", f"{commit}..HEAD", "--", "csrc/cpu")
-    return None if count is None else int(count)
-
-
-def test_readme_figures_are_of_recent_kernels():
-    if machine.git("rev-parse", "--is-shallow-repository") != "false":
-        pytest.skip("needs a checkout with its whole history")
-    one = readme.shown_machine(findings.machines())
-    shown = {suite for _, suite, _ in readme.LINES}
-    behind = {
-        when: commits_behind(when) for suite in shown for when in findings.taken(one.suites[suite])
-    }
-    too_old = {k: n for k, n in behind.items() if n is None or n > MOST_COMMITS_BEHIND}
-    assert not too_old, "take the figures of README's machine again: make figures"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 99, "suites": {}}', '{"format": 1, "suites": {"a": {}}}']
-)
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1, "suites": {"a": {}}}'])
 def test_other_files_are_rejected(tmp_path, text):
     path = tmp_path / "m.json"
     path.write_text(text)

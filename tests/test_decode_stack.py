@@ -261,27 +261,6 @@ def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
 
 
 @torch.no_grad()
-def test_packed_copies_are_cached(
-    parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = make_step(parameters)
-    first = packed_of(step)
-    assert all(p is not None for p in first)
-    with monkeypatch.context() as patch:
-        patch.delattr(cpu_packing, "packed_weight")  # not called again for cached copies
-        assert all(a is b for a, b in zip(first, packed_of(step), strict=True))
-    other = packed_of(make_step(parameters))
-    assert all(a is b for a, b in zip(first, other, strict=True))
-    parameters[0][0][0, 0] += 1.0
-    second = packed_of(step)
-    assert [a is b for a, b in zip(first, second, strict=True)] == [False, True, True, True]
-    cpu_packing.forget()
-    third = packed_of(step)
-    assert not any(a is b for a, b in zip(second, third, strict=True))
-    check_step(step, parameters)
-
-
-@torch.no_grad()
 def test_writes_during_packing_take_effect(
     parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,21 +276,6 @@ def test_writes_during_packing_take_effect(
     with monkeypatch.context() as patch:
         patch.setattr(cpu_packing, "packed_weight", written_to)
         packed_of(step)
-    check_step(step, parameters)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("limit", [0, 3000])
-def test_packed_copies_stay_within_the_limit(
-    parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    cpu_packing.forget()
-    monkeypatch.setattr(cpu_packing, "_limit", limit)
-    step = make_step(parameters)
-    check_step(step, parameters)
-    assert packed_of(step) == [None] * 4
-    assert step.packed._last[1] == []
-    assert cpu_packing.held_bytes() <= limit
     check_step(step, parameters)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from torch._subclasses import FakeTensorMode
 
 import transformer_fast
 from transformer_fast import (
-    _native,
     _switches,
     dispatch,
     functional,
@@ -41,14 +37,11 @@ from transformer_fast.dispatch import (
 from transformer_fast.ops.arguments import (
     RECORDS,
     AttentionArguments,
-    FeedForwardArguments,
-    LayerNormArguments,
     LinearArguments,
 )
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
 
-ROOT = Path(__file__).resolve().parents[1]
 FLOAT = frozenset({torch.float32})
 X = torch.zeros(2, 3)
 
@@ -91,14 +84,6 @@ def test_records_have_the_parameters_of_the_reference(op):
     assert type(RECORDS[op](*parameters)).op == op
 
 
-def test_records_show_shapes_and_what_is_not_the_default():
-    shown = repr(AttentionArguments(X, X, X, is_causal=True, dropout_p=0.1))
-    assert shown == (
-        "attention(query float32 (2, 3), key float32 (2, 3), value float32 (2, 3), is_causal True, "
-        "dropout_p 0.1)"
-    )
-
-
 # Selection ---------------------------------------------------------------------------------------
 
 
@@ -118,14 +103,6 @@ def test_the_order_of_backends_does_not_depend_on_registration(table):
         assert select(CALL).backend == backend
         table(backend, unavailable="it is not here")  # replaces the earlier kernel of the backend
     assert len(dispatch.kernels("linear")) == 5
-
-
-def test_the_first_usable_backend_is_selected(table):
-    table("reference")
-    table("torch")
-    table("cpu", dtypes=frozenset({torch.float64}))
-    assert select(CALL).function(CALL) == "torch"
-    assert select(linear(X.double())).function(CALL) == "cpu"
 
 
 LIMITS = [
@@ -186,16 +163,6 @@ def test_selection_and_explanation_agree(table, monkeypatch, one):
         ]
 
 
-def test_changes_of_the_table_take_effect(table, monkeypatch):
-    table("reference")
-    table("cpu")
-    assert select(CALL).backend == "cpu"
-    [_, reference] = dispatch.kernels("linear")
-    monkeypatch.setitem(dispatch.registry.kernels, "linear", (reference,))
-    assert select(CALL).backend == "reference"
-    assert select(linear(X.to("meta"))).backend == "reference"
-
-
 def test_unvalidated_kernels_run_only_if_named(table):
     table("reference")
     table("triton", proven=frozenset())
@@ -244,14 +211,6 @@ def test_the_reference_is_never_preferred(table):
         with strict(strictly):
             assert select(yielding).backend == "cpu"
     assert dispatch.explain_call(yielding).backend == "cpu"
-
-
-def test_preferences_apply_only_under_their_condition(table):
-    big = dataclasses.replace(FEW, when=lambda call: call.tensors[1] is not None)
-    table("cpu", gradients=True, prefers_later=(big,))
-    table("torch", gradients=True)
-    assert select(linear(X, None, grad=True)).backend == "cpu"
-    assert select(linear(X, X, grad=True)).backend == "torch"
 
 
 def test_preferences_are_ignored_while_tracing():
@@ -330,21 +289,6 @@ def test_registering_unknown_ops_or_backends_raises(op, backend):
         register(Kernel(op, backend, runs_as("x")))
 
 
-def test_every_public_function_has_a_backend_argument():
-    weight = torch.randn(4, 4)
-    x = torch.randn(1, 1, 3, 4)
-    for called in (
-        lambda **b: functional.layer_norm(x, (4,), **b),
-        lambda **b: functional.add_layer_norm(x, x, (4,), **b),
-        lambda **b: functional.linear(x, weight, **b),
-        lambda **b: functional.feed_forward(x, weight, None, weight, None, **b),
-        lambda **b: functional.scaled_dot_product_attention(x, x, x, **b),
-    ):
-        called(backend="reference")
-        with pytest.raises(NotImplementedError, match=r"^backend 'cuda' (does not|has no kernel)"):
-            called(backend="cuda")
-
-
 # use_backend and strict --------------------------------------------------------------------------
 
 
@@ -369,15 +313,6 @@ def test_use_backend_does_not_fall_back(table):
     table("cpu", unavailable="it was not built")
     with use_backend("cpu"), pytest.raises(NotImplementedError, match="it was not built"):
         select(CALL)
-
-
-def test_use_backend_as_a_decorator():
-    @use_backend("reference")
-    def decorated():
-        return select(CALL).backend
-
-    assert decorated() == "reference"
-    assert dispatch.named_backend() is None
 
 
 def test_strict_refuses_the_reference_with_the_reasons(table):
@@ -449,11 +384,6 @@ def test_explain_groups_backends_of_other_devices_at_the_end():
     assert str(error.value).endswith("\n  cuda, triton: the tensors are on the CPU.")
 
 
-def test_explain_a_backend_without_a_kernel():
-    explanation = transformer_fast.explain("rms_norm", X, 3, backend="cuda")
-    assert str(explanation).startswith("rms_norm cannot run on 'cuda'.")
-
-
 @pytest.mark.parametrize(
     ("name", "function", "arguments", "options"),
     [
@@ -480,14 +410,6 @@ def test_explain_takes_functions_and_names(name, function, arguments, options):
     assert named.backend == "reference"
     with use_backend("reference"):
         assert transformer_fast.explain(name, *arguments, **options).backend == "reference"
-
-
-def test_explain_does_not_run_the_op():
-    def fail(x):
-        raise AssertionError
-
-    explanation = transformer_fast.explain("linear", X, X, activation=fail)
-    assert explanation.backend == "reference"
 
 
 LONG = torch.randn(64, 3)
@@ -588,61 +510,15 @@ def test_other_values_than_whole_numbers_raise(monkeypatch, value):
         _switches.count("TRANSFORMER_FAST_PACKED_MB", 5)
 
 
-INFO = ["transformer_fast", "info"]
-WRONG = [
-    (["transformer_fast", "compare"], "TRANSFORMER_FAST_BACKEND", "fastest",
-     "must be one of cuda, triton, cpu,"),
-    (["benchmarks"], "TRANSFORMER_FAST_STRICT", "maybe", "must be one of 1, true,"),
-    (INFO, "TRANSFORMER_FAST_PACKED_MB", "4g", "must be a whole number of at least 0, not '4g'"),
-    pytest.param(
-        INFO, "TRANSFORMER_FAST_CPU_ISA", "sse9",
-        "is 'sse9', which is not an instruction set known here",
-        marks=pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.sampled(25)
-@pytest.mark.parametrize(("command", "name", "value", "message"), WRONG)
-def test_commands_report_invalid_variables_in_one_line(command, name, value, message):
-    (line,) = python("-m", *command, status=1, **{name: value}).stderr.splitlines()
-    assert line.startswith(f"{name} {message}")
-
-
-def test_an_unknown_backend_variable_fails_the_import():
-    done = python("-c", "import transformer_fast", status=1, TRANSFORMER_FAST_BACKEND="fastest")
-    assert "ValueError: TRANSFORMER_FAST_BACKEND must be one of cuda," in done.stderr
+def test_commands_report_invalid_variables_in_one_line():
+    """`_read_environment` is tested in test_switches.py."""
+    name = "TRANSFORMER_FAST_BACKEND"
+    done = python("-m", "transformer_fast", "info", status=1, **{name: "fastest"})
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name} must be one of cuda, triton, cpu,")
 
 
 # Cost --------------------------------------------------------------------------------------------
-
-
-def test_select_makes_few_function_calls():
-    """Counts Python and C function calls: 17, 18 and 20 today, a few microseconds in all."""
-    x = torch.randn(1, 8, 64, 64)
-    for call, most in (
-        (make_call(LayerNormArguments(x, (64,), x, x, 1e-5), False), 18),
-        (make_call(AttentionArguments(x, x, x, is_causal=True), False), 18),
-        (make_call(FeedForwardArguments(x, x, x, x, x, "relu"), False), 20),
-    ):
-        select(call)  # warms up caches
-        called: list[str] = []
-
-        def note(frame: Any, event: str, argument: Any, called: list[str] = called) -> None:
-            if event == "call":
-                called.append(frame.f_code.co_name)
-            elif event == "c_call":
-                called.append(argument.__name__)
-
-        before = sys.getprofile()
-        sys.setprofile(note)
-        try:
-            select(call)
-        finally:
-            sys.setprofile(before)
-        called.remove("setprofile")
-        assert called[0] == "select"
-        assert len(called) <= most, called
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -930,66 +806,3 @@ def test_all_reasons_are_given_at_once():
     call = linear(x, x, activation=torch.sin)
     reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
     assert len(reasons) == 3
-
-
-def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool = True) -> Call:
-    """Returns a call with two matrices of `count` weights, expanded from one element."""
-    x = torch.zeros(rows, 64, dtype=dtype)
-    weight = torch.zeros(1, 1, dtype=dtype).expand(count // 64, 64)
-    if op == "linear":
-        return linear(x, weight, grad=grad)
-    return make_call(FeedForwardArguments(x, weight, None, weight.t(), None, "relu"), grad)
-
-
-#: By op and instruction set: dtype, first and last number of rows, and least number of weights.
-LEFT_TO_PYTORCH = {
-    ("linear", "avx512_bf16"): [(torch.bfloat16, 1, 256, 2**22)],
-    ("feed_forward", "avx512_bf16"): [
-        (torch.bfloat16, 1, 256, 2**22), (torch.bfloat16, 32, 256, 2**20),
-    ],
-    ("linear", "amx"): [
-        (torch.bfloat16, 1, 23, 2**22), (torch.bfloat16, 24, 256, 2**23), (torch.float16, 1, 256, 2**21),
-    ],
-    ("feed_forward", "amx"): [
-        (torch.bfloat16, 5, 31, 2**20), (torch.bfloat16, 32, 256, 2**22), (torch.float16, 1, 512, 2**20),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", ["linear", "feed_forward"])
-def test_products_that_the_cpu_backend_leaves_to_pytorch(op, isa):
-    """Both sides of every limit, for the instruction set on which it was measured."""
-    kernel, limits = kernel_of(op), LEFT_TO_PYTORCH.get((op, isa), [])
-    counts = {2**18, 2**22} | {least - less for *_, least in limits for less in (0, 64)}
-    numbers = {1, 300} | {
-        n for _, first, last, _ in limits for n in (first - 1, first, last, last + 1)
-    }
-
-    def chosen(count: int, rows: int, dtype: torch.dtype, **how: bool) -> str:
-        return select(linear_call(op, count, rows, dtype, **how)).backend
-
-    for dtype, count, n in itertools.product(
-        (torch.bfloat16, torch.float16), sorted(counts), sorted(numbers - {0})
-    ):
-        left = any(
-            (of, count >= least) == (dtype, True) and first <= n <= last
-            for of, first, last, least in limits
-        )
-        assert chosen(count, n, dtype) == ("torch" if left else "cpu"), (dtype, count, n)
-        message = dispatch.why_prefers_later(kernel, linear_call(op, count, n, dtype))
-        assert (message is not None) == left
-        assert chosen(count, n, dtype, grad=False) == "cpu"
-    assert _native.module is not None
-    floats = "torch" if _native.module.is_intel() else "cpu"
-    first = 16 if op == "linear" else 12
-    assert [chosen(2**12, rows, torch.float32) for rows in (first - 1, first, 128, 129)] == [
-        "cpu", floats, floats, "cpu",
-    ]  # fmt: skip
-
-
-def test_products_with_an_epilogue_stay_on_the_cpu_kernel(isa):
-    """The kernel's epilogue adds an activation or a residual."""
-    call = linear_call("linear", 2**22, 1, torch.bfloat16)
-    x = call.tensors[0]
-    assert select(changed(call, activation="relu")).backend == "cpu"
-    assert select(changed(call, residual=x)).backend == "cpu"

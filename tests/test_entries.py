@@ -389,6 +389,7 @@ def test_gradients_of_several_vectors_at_once(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @cases
 def test_compiled_autograd_runs_the_nodes(name: str, backend: str) -> None:
@@ -454,31 +455,6 @@ def test_threads_run_at_the_same_time(name: str) -> None:
     for one in threads:
         one.join()
     assert not wrong
-
-
-@pytest.mark.parametrize("batched", [True, False])
-def test_batched_gradients_use_the_formula(batched: bool) -> None:
-    case = CASES["linear"]()
-    result = case()
-    starts = torch.randn(3, *result.shape)
-    if batched:
-        found = torch.autograd.grad(
-            result, case.leaves, starts, retain_graph=True, is_grads_batched=True
-        )
-    else:
-        found = torch.func.vjp(lambda *t: functional.linear(*t), *case.arguments)[1](starts[0])
-        found = tuple(x[None] for x in found)
-    one = torch.autograd.grad(result, case.leaves, starts[0])
-    for ours, theirs in zip(found, one, strict=True):
-        torch.testing.assert_close(ours[0], theirs)
-
-
-def test_batch_invariance_holds() -> None:
-    x, weight = torch.randn(40, 24), torch.randn(20, 24)
-    with transformer_fast.batch_invariant():
-        whole = functional.linear(x, weight)
-        for rows in (1, 7, 20):
-            assert torch.equal(functional.linear(x[:rows], weight), whole[:rows])
 
 
 def test_a_new_kernel_is_used_at_once() -> None:

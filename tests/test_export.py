@@ -21,7 +21,7 @@ import transformer_fast
 from transformer_fast import functional as F
 from transformer_fast import models, nn
 
-pytestmark = pytest.mark.sampled(10, 50)
+pytestmark = pytest.mark.sampled(10, 35)
 
 M, H, HIDDEN = 32, 4, 48
 
@@ -289,35 +289,6 @@ def test_onnx_runtime_matches(name: str, dynamo: bool, tmp_path: Path) -> None:
         _assert_same(_by_onnx_runtime(file, inputs), [e for e in flat if e is not None])
 
 
-#: Name -> (rows, columns) above and below the limit of the small-size fallback.
-_SIZES = {"large": (96, 1024), "small": (3, 16)}
-
-
-@pytest.mark.parametrize("size", _SIZES)
-def test_functions_can_be_traced(size: str, small_calls: None) -> None:
-    rows, columns = _SIZES[size]
-    x, weight = torch.randn(rows, columns), torch.randn(columns, columns) / columns
-    heads = x.view(1, rows, 4, -1).transpose(1, 2)
-    shared = heads[:, :2]
-    functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        "linear": (F.linear, (x, weight)),
-        "feed_forward": (lambda x, w: F.feed_forward(x, w, None, w, None), (x, weight)),
-        "layer_norm": (lambda x: F.layer_norm(x, (columns,)), (x,)),
-        "attention": (F.scaled_dot_product_attention, (heads, heads, heads)),
-        "grouped heads": (
-            lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), (heads, shared)
-        ),
-        "cross_entropy": (lambda x: F.cross_entropy(x, torch.zeros(rows, dtype=torch.long)), (x,)),
-    }  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        for name, (function, inputs) in functions.items():
-            traced = torch.jit.trace(function, inputs)
-            found, expected = traced(*inputs), function(*inputs)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
 def test_training_can_be_exported() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, dropout=0.5, batch_first=True).train()
     program = torch.export.export(layer, (_x(2, 5),))
@@ -346,7 +317,7 @@ def test_strict_mode_allows_exports(small_calls: None) -> None:
     assert _foreign(program) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # half a minute of compilation
 @pytest.mark.filterwarnings("ignore")
 def test_aot_inductor_matches(tmp_path: Path) -> None:
     """A shared library with the program, loaded without the module."""

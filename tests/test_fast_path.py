@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,19 +78,6 @@ def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
             assert "PyTorch's op is faster for calls this small" in str(explanation)
         if rows > 20:
             assert explanation.backend == "cpu"
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("planes", [False, True], ids=["rows", "planes"])
-def test_losses_of_planes_count_less(planes: bool, grad: bool) -> None:
-    count = 140000 if grad else 100000
-    shape = (1, 100, count // 100) if planes else (count // 100, 100)
-    x = torch.zeros(shape, requires_grad=grad)
-    target = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
-    explanation = transformer_fast.explain("cross_entropy", x, target)
-    assert explanation.backend == ("torch" if planes else "cpu")
-    kernels = _ours(lambda: functional.cross_entropy(x, target))
-    assert bool(kernels) == (not planes)
 
 
 @pytest.mark.parametrize("op", _calls(False))
@@ -294,20 +280,6 @@ def test_small_linear_cross_entropy_runs_on_pytorch(rows: int | None, reduction:
         functional.linear_cross_entropy(x, weight, target + 6)
 
 
-@pytest.mark.parametrize("ignored", [-100, 2])
-def test_small_losses_ignore_nan_in_ignored_rows(ignored: int) -> None:
-    x, weight, bias = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6, requires_grad=True)
-    x[1] = math.nan
-    x.requires_grad_()
-    target = torch.tensor([0, ignored, 1])
-    loss = functional.linear_cross_entropy(
-        x, weight, target, linear_bias=bias, ignore_index=ignored
-    )
-    assert loss.isfinite()
-    for gradient in torch.autograd.grad(loss, (x, bias)):
-        assert gradient.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "classes", "smoothing"),
     [
@@ -329,15 +301,6 @@ def test_small_losses_of_low_precision_are_pytorchs_in_float32(
     for result in (loss, expected):
         result.backward()
     assert torch.equal(ours.grad, theirs.grad.to(dtype))  # type: ignore[union-attr, arg-type]
-
-
-@pytest.mark.parametrize("ignored", [-100, 3])
-@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
-def test_nan_in_ignored_rows_of_small_losses_is_found(ignored: int, step: int) -> None:
-    x, target = torch.randn(20, 8), torch.arange(40)[::step][:20] % 3
-    assert fast_path.ignores_no_nan(x, target, ignored)
-    target[19], x[19] = ignored, math.nan
-    assert not fast_path.ignores_no_nan(x, target, ignored)
 
 
 def test_small_modules_run_no_kernel() -> None:
@@ -421,36 +384,12 @@ def test_norm_gradients_of_many_rows_run_on_kernels(threads_of_torch: int) -> No
             assert not _ours(lambda a=arguments: functional.layer_norm(*a))
 
 
-@pytest.mark.parametrize(
-    ("rows", "mkl", "backend"), [(3, False, "cpu"), (3, True, "torch"), (16, True, "cpu")]
-)
-def test_few_rows_of_large_matrices_run_on_the_faster_product(
-    rows: int, mkl: bool, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fast_path.LINEAR, "any_weights", 1 << 22 if mkl else 0)
-    x, weight = torch.randn(rows, 512), torch.randn(512, 512)
-    assert _ours(lambda: functional.linear(x, weight)) == ["linear.cpu"] * (backend == "cpu")
-    assert transformer_fast.explain("linear", x, weight).backend == backend
-
-
 def test_gradients_of_large_embeddings_run_on_our_kernel() -> None:
     tokens = torch.randint(0, 9, (5,))
     table = nn.Embedding(9, 8)
     assert not _ours(lambda: table(tokens).sum().backward())
     large = nn.Embedding(1 << 14, 64)
     assert _ours(lambda: large(tokens).sum().backward()) == ["embedding_backward.cpu"]
-
-
-def test_recorded_calls_name_the_backend_of_small_calls() -> None:
-    x, norm = torch.randn(2, 8), nn.LayerNorm(8)
-    from transformer_fast.measure.calls import record
-
-    with record() as found:
-        norm(x)
-    assert set(found.calls) == {("layer_norm", "torch")}
-    with fast_path.small_size_fallback(on=False), record() as found:
-        norm(x)
-    assert set(found.calls) == {("layer_norm", "cpu")}
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])

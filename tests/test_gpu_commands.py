@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +31,6 @@ from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.ops.arguments import LayerArguments, LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
-from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
 from transformer_fast.specs.gpu import GPU_CASES, GpuCase
@@ -124,14 +117,6 @@ def test_the_file_is_read_back():
     assert problem is None
     assert found == Proof(MACHINE, "2026-11-22T12:00:00+00:00", 840.0, verdicts)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-
-
-def test_each_machine_has_its_own_file():
-    write_record(verdict())
-    for field in Machine._fields:
-        found, problem = proof.read(MACHINE._replace(**{field: "another"}))
-        assert found is None
-        assert problem.startswith("nothing was measured on this machine yet")
 
 
 def test_a_cpu_is_described_with_its_instruction_set_and_threads(monkeypatch):
@@ -741,19 +726,13 @@ def test_stages_run_in_order_and_report_failures(processes, tmp_path, monkeypatc
             session.do(stage, [items], 1)
 
         monkeypatch.setitem(gpu.STAGES, stage, gpu.STAGES[stage]._replace(plan=plan))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal with a progress bar
     monkeypatch.setenv("COLUMNS", "100")
     given = ["bench", "warm", "env", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(given) == 1
     found = written(tmp_path)
     assert list(found) == ["env", "warm", "bench"]
     assert found["env"]["results"][0]["result"] == {"gpu": "NVIDIA Test"}
-    shown = capsys.readouterr()
-    text = " ".join(shown.out.split())
-    bars = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
-    for stage in plans:
-        assert re.search(rf"{stage} .* 1/1 ", bars)
-    assert "env: 1 results, 0 skipped" in text
+    text = " ".join(capsys.readouterr().out.split())
     assert "ZeroDivisionError" in text
     assert "wrong: x" in text
     assert gpu.main(["env", "--json", str(tmp_path / "gpu.json")]) == 0
@@ -797,30 +776,6 @@ def test_jobs_beyond_the_time_limit_are_skipped(processes, tmp_path, monkeypatch
     assert [entry["n"] for entry in found["skipped"]] == [1, 2, 3]
 
 
-def test_a_killed_run_keeps_its_results(tmp_path):
-    path = tmp_path / "gpu.json"
-    script = f"""
-import pathlib, sys
-sys.path.insert(0, "tests")
-from benchmarks import gpu
-from test_gpu_commands import stand_in
-gpu._command = stand_in
-session = gpu.Session(60.0, pathlib.Path({str(path)!r}))
-session.begin("bench")
-session.do("bench", [[{{"n": 0}}, {{"n": 1, "sleeps": 60}}]], 1)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as process:
-        try:
-            for _ in range(600):
-                if path.exists() and written(tmp_path)["bench"]["results"]:
-                    break
-                time.sleep(0.1)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert written(tmp_path)["bench"]["results"] == [{"n": 0, "result": "done"}]
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_worker_processes_print_only_results():
     script = """
 import torch
@@ -838,24 +793,10 @@ raise SystemExit(gpu.alone("warm", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device(
     ]
 
 
-def test_every_case_is_timed_in_every_dtype():
-    assert {(one["op"], one["case"], one["dtype"]) for one in gpu.bench_items()} >= {
-        (one.op, one.name, str(dtype)[6:]) for one in GPU_CASES for dtype in on_device.DTYPES
-    }
-
-
-def unmasked(draw):
-    return arrange(*(draw.normal(1, 2, 17, 8) for _ in range(3)), causal=True)
-
-
-ON_CPU = SMALL, GpuCase("attention", case("timed", unmasked))
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Uses cases small enough for a CPU, and kernels of linear that run on it."""
-    for one in ON_CPU:
-        monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
+    monkeypatch.setitem(gpu._CASES, ("linear", "timed"), SMALL)
     kernels = (
         dispatch.Kernel("linear", "triton", dispatch.unpacked(reference.linear), gradients=True),
         dispatch.Kernel("linear", "torch", dispatch.unpacked(reference.linear)),
@@ -869,8 +810,8 @@ def change_triton(monkeypatch, small, run):
     monkeypatch.setitem(dispatch.registry.kernels, "linear", changed)
 
 
-def item(op="linear", **rest):
-    return {"op": op, "case": "timed", "dtype": "float32", "gradients": False, **rest}
+def item(**rest):
+    return {"op": "linear", "case": "timed", "dtype": "float32", "gradients": False, **rest}
 
 
 def ticks(*seconds):
@@ -893,18 +834,6 @@ def test_bench_times_right_kernels_on_device_and_host(small, monkeypatch, gradie
         assert "device" in found["by hand"]
 
 
-def test_every_attention_candidate_has_a_row(small):
-    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, ticks(*[1e-5] * 9))
-    assert set(found) == {
-        *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
-        *("FlexAttention, mask known", "FlexAttention, mask new"),
-    }
-    assert found["triton"]["why_not"].startswith("it supports cuda tensors")
-    assert found["FlexAttention, mask known"]["why_not"] == "it is measured on cuda tensors"
-    assert "device" in found["by hand"]
-    assert "RuntimeError" in found["cuDNN"]["why_not"]
-
-
 class TestTiles:
     """Requires Triton, whose tile tables `tune` is about."""
 
@@ -914,35 +843,6 @@ class TestTiles:
         from transformer_fast.backends.triton import config
 
         return config
-
-    def test_tuned_cases_exist(self, config):
-        for op, name, forward, backward in gpu.TUNED:
-            assert (op, name) in gpu._CASES
-            assert forward or backward
-        items = gpu.tune_items()
-        assert items[0]["tile"] is None
-        assert {one["function"] for one in items} == set(config._KINDS) - {
-            *("attention_bias", "attention_weights")
-        }
-        ranks = [gpu.rank(gpu._CASES[op, name]) for op, name, *_ in gpu.TUNED]
-        assert ranks == sorted(ranks)
-
-    def test_use_tile_restores_the_tables(self, config):
-        before = {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
-        now = config.attention("attention_forward", 90, 64, True, False)
-        assert now in config.alternatives("attention_forward", True, 64)
-        with config.use_tile("attention_forward", [16, 16, 2, 1]):
-            for arch in (80, 90, 120):
-                for heavy in (False, True):
-                    tile = config.attention("attention_forward", arch, 128, True, heavy)
-                    assert tile == (16, 16, 2, 1)
-                assert config.attention_granule(arch, 64, True) == (16, 16)
-        assert config.attention("attention_forward", 90, 64, True, False) == now
-        assert before == {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
-        product = config.matmul(90, 4096, 1024, True)
-        with config.use_tile("matmul", [16, 16, 16, 1, 1, 1]):
-            assert config.matmul(90, 1, 1, False) == config.ProductTile(16, 16, 16, 1, 1, 1)
-        assert config.matmul(90, 4096, 1024, True) == product
 
     def test_tiles_are_checked_before_timing(self, small, monkeypatch, config):
         seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import platform
 import re
@@ -229,51 +230,53 @@ def test_commands_run_without_kernels(without_kernels, checkout, command):
 
 
 # On Linux on x86-64 the first use warns, unless the package was built without kernels on purpose.
+# Each use has a process of its own, forked after the import of torch.
 FIRST_USE = """
-import sys, warnings
+import os, sys, warnings
 import torch
 warnings.simplefilter("always")
-with warnings.catch_warnings(record=True) as found:
-    import transformer_fast
-    from transformer_fast import functional as F, nn
-    x, weight = torch.randn(64, 512), torch.randn(2048, 512)
-    assert not found, found
-    for _ in range(2):
-        {use}
-        F.linear(x, weight, activation="relu")
-        nn.Linear(512, 16)(x)
-        transformer_fast.accelerate(torch.nn.Linear(2, 2))
-print([(one.category.__name__, str(one.message)) for one in found])
+for use in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    with warnings.catch_warnings(record=True) as found:
+        import transformer_fast
+        from transformer_fast import functional as F, nn
+        x, weight = torch.randn(64, 512), torch.randn(2048, 512)
+        assert not found, found
+        for _ in range(2):
+            exec(use)
+            F.linear(x, weight, activation="relu")
+            nn.Linear(512, 16)(x)
+            transformer_fast.accelerate(torch.nn.Linear(2, 2))
+    print([(one.category.__name__, str(one.message)) for one in found], flush=True)
+    os._exit(0)
 """
-USES = {
-    "accelerate": "transformer_fast.accelerate(torch.nn.Linear(2, 2))",
-    "a module": "nn.Linear(512, 16)(x)",
-    "an op": "F.linear(x, weight)",
-    "a loss": "F.cross_entropy(torch.randn(5000, 99), torch.zeros(5000).long())",
-    "compile": "torch.compile(torch.sin, backend='transformer_fast', options={'inner': None})(x)",
-}
+USES = (
+    "F.linear(x, weight)",
+    "nn.Linear(512, 16)(x)",
+    "transformer_fast.accelerate(torch.nn.Linear(2, 2))",
+    "F.cross_entropy(torch.randn(5000, 99), torch.zeros(5000).long())",
+    "torch.compile(torch.sin, backend='transformer_fast', options={'inner': None})(x)",
+)
 
 
 @pytest.mark.skipif(
     platform.system() != "Linux" or platform.machine() != "x86_64",
     reason="kernels are for Linux on x86-64",
 )
-@pytest.mark.parametrize("use", USES)
-def test_the_first_use_without_kernels_warns_once(without_kernels, checkout, tmp_path, use):
-    code = FIRST_USE.format(use=USES[use])
-    (line,) = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(checkout))
-    [(kind, message)] = ast.literal_eval(line)
-    assert kind == "RuntimeWarning"
-    assert (
-        "without its CPU kernels: no C++ compiler was found. To build them, run `TRANS" in message
-    )
+def test_the_first_use_without_kernels_warns_once(without_kernels, checkout, tmp_path):
+    lines = run_python("-c", FIRST_USE, *USES, cwd=tmp_path, PYTHONPATH=str(checkout))
+    for line, use in zip(lines, USES, strict=True):
+        [(kind, message)] = ast.literal_eval(line)
+        assert kind == "RuntimeWarning", use
+        assert "without its CPU kernels: no C++ compiler was found. To build them" in message
 
 
 def test_a_build_without_kernels_on_purpose_does_not_warn(checkout, tmp_path):
     done = build_ext(checkout, TRANSFORMER_FAST_BUILD="0")
     assert done.returncode == 0, done.stdout
-    code = FIRST_USE.format(use=USES["an op"])
-    (line,) = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(checkout))
+    (line,) = run_python("-c", FIRST_USE, USES[0], cwd=tmp_path, PYTHONPATH=str(checkout))
     assert line == "[]"
 
 
@@ -456,96 +459,85 @@ def test_an_old_torch_at_run_time_is_reported(monkeypatch):
     assert "needs torch 2.10 or later; this is 2.9.1+cpu" in why
 
 
-@pytest.fixture
-def stand_in_build(checkout, tmp_path):
-    """Returns a function that runs `build`, and returns its result and the files that it leaves.
+#: Runs `build` for each case in $CASES, in a process that is forked after the import of torch; prints
+#: its result, the architectures that CMake got, and the files that it leaves.
+BUILDS = """
+import json, os, pathlib, re, runpy, sys, sysconfig, warnings
+warnings.simplefilter("ignore")
+cases, cmake, device = json.loads(os.environ["CASES"]), *sys.argv[1:3]
+sys.argv[1:] = ["--name"]
+os.environ["SUFFIX"] = sysconfig.get_config_var("EXT_SUFFIX")
+module = runpy.run_path("setup.py", run_name="setup")
+build = module["build"]
+build.__globals__["find_tool"] = lambda name, *_: cmake
+build.__globals__["GPU_DEVICES"] = (device,)
+for number, case in enumerate(cases):
+    if os.fork():
+        os.wait()
+        continue
+    os.environ.update(case)
+    if case["GPU"]:
+        pathlib.Path(device).touch()
+    out = pathlib.Path(f"out{number}")
+    out.mkdir()
+    os.environ["LOG"] = f"log{number}"
+    reason, built = build(pathlib.Path(f"build/{number}"), out)[1:3]
+    found = re.search(r"TF_CUDA_ARCHITECTURES=(\\S+)", pathlib.Path(f"log{number}").read_text())
+    files = sorted(path.name.split(".")[0] for path in out.iterdir())
+    print(json.dumps([reason, built, found and found[1], files]), flush=True)
+    os._exit(0)
+"""
+ALL = ["_C", "_C_cuda", "_autograd"]
+WITHOUT_CUDA = ["_C", "_autograd"]
+#: Environment of a build -> the start of the reason why it has no CUDA kernels, its architectures, and
+#: its files. nvcc and CMake are scripts: CMake fails for calls like FAILS, nvcc supports KNOWN. Without
+#: GPU there is none.
+STAND_IN_BUILDS = [
+    # Without a GPU they are built on request only.
+    ({"GPU": ""}, "no GPU was found at build time; TRANSFORMER_FAST_CUDA_BUILD=1 builds them", "",
+     WITHOUT_CUDA),
+    ({"GPU": "", "TRANSFORMER_FAST_CUDA_BUILD": "1"}, "",
+     "80-real;90-real;100-real;120-real;120-virtual", ALL),
+    # From here on there is a GPU.
+    ({}, "", "80-real;90-real;100-real;120-real;120-virtual", ALL),
+    ({"KNOWN": "sm_75 sm_80 sm_90"}, "", "80-real;90-real;90-virtual", ALL),
+    ({"TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"}, "", "86-real;90a-real;90a-virtual", ALL),
+    ({"TRANSFORMER_FAST_CUDA_BUILD": "0"}, "they were switched off at build time", "", WITHOUT_CUDA),
+    ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', where there is no bin/nvcc", "",
+     WITHOUT_CUDA),
+    ({"TORCH_CUDA_ARCH_LIST": "sm_90"}, "TORCH_CUDA_ARCH_LIST has 'sm_90'", "", WITHOUT_CUDA),
+    ({"TORCH_CUDA_ARCH_LIST": "7.0"}, "TORCH_CUDA_ARCH_LIST names nothing from compute", "",
+     WITHOUT_CUDA),
+    # A failing nvcc loses only the CUDA kernels, and a torch with another API only the entries.
+    ({"FAILS": "*TF_NVCC=*"}, "cmake failed at build time: exit status 1", None, WITHOUT_CUDA),
+    ({"FAILS": "*_autograd*"}, "", "80-real;90-real;100-real;120-real;120-virtual", ALL[:2]),
+]  # fmt: skip
 
-    CMake is replaced by a script that fails for calls like ``fails``, and nvcc by one that supports
-    ``known``. ``gpu``: whether there is a GPU.
-    """
+
+def test_conditions_and_architectures_of_the_cuda_build(checkout, tmp_path):
     nvcc, cmake, device = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "cmake", tmp_path / "gpu"
-
-    def run_build(fails="nothing", gpu=True, known="sm_80 sm_90 sm_100 sm_120", **environment):
-        write_script(nvcc, f'[ "$*" = --list-gpu-code ] && echo {known}')
-        write_script(
-            cmake,
-            f'case "$*" in {fails}) exit 1;; esac\n'
-            'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; '
-            'esac; previous="$word"; done\n'
-            f'echo "$*" >> {tmp_path / "log"}\n'
-            'mkdir -p "$folder"\n'
-            'touch "$folder/_C$SUFFIX" "$folder/_autograd$SUFFIX" "$folder/_C_cuda.so"',
-        )
-        if gpu:
-            device.touch()
-        code = (
-            "import os, pathlib, runpy, sys, sysconfig, warnings; sys.argv = ['setup.py', '--name']\n"
-            "warnings.simplefilter('ignore')\n"
-            "os.environ['SUFFIX'] = sysconfig.get_config_var('EXT_SUFFIX')\n"
-            "module = runpy.run_path('setup.py', run_name='setup')\n"
-            "build = module['build']\n"
-            f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
-            f"build.__globals__['GPU_DEVICES'] = ({str(device)!r},)\n"
-            "out = pathlib.Path('out'); out.mkdir()\n"
-            "print(build(pathlib.Path('build/x'), out)[1:3])\n"
-            "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
-        )
-        environment = {
-            "CUDA_HOME": str(tmp_path / "cuda"), "TORCH_CUDA_ARCH_LIST": "", **environment
-        }  # fmt: skip
-        done = run([sys.executable, "-c", code], checkout, **environment).stdout
-        built, files = map(ast.literal_eval, done.splitlines()[-2:])
-        found = re.search(r"TF_CUDA_ARCHITECTURES=(\S+)", (tmp_path / "log").read_text())
-        return (*built, found and found[1], files)
-
-    return run_build
-
-
-@pytest.mark.thorough
-def test_a_failing_nvcc_loses_only_the_cuda_kernels(stand_in_build):
-    reason, built, _, files = stand_in_build("*TF_NVCC=*")
-    assert reason == "cmake failed at build time: exit status 1"
-    assert (built, files) == ((), ["_C", "_autograd"])
-
-
-def test_a_torch_with_another_api_loses_only_the_entries(stand_in_build):
-    *_, files = stand_in_build("*_autograd*")
-    assert files == ["_C", "_C_cuda"]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({}, ""),
-        (
-            {"gpu": False},
-            "no GPU was found at build time; TRANSFORMER_FAST_CUDA_BUILD=1 builds them",
-        ),
-        ({"gpu": False, "TRANSFORMER_FAST_CUDA_BUILD": "1"}, ""),
-        ({"TRANSFORMER_FAST_CUDA_BUILD": "0"}, "they were switched off at build time"),
-        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', where there is no bin/nvcc"),
-        ({"TORCH_CUDA_ARCH_LIST": "sm_90"}, "TORCH_CUDA_ARCH_LIST has 'sm_90'"),
-        ({"TORCH_CUDA_ARCH_LIST": "7.0"}, "TORCH_CUDA_ARCH_LIST names nothing from compute"),
-    ],
-)
-def test_conditions_for_building_cuda_kernels(options, reason, stand_in_build):
-    said, built, _, files = stand_in_build(**options)
-    assert said.startswith(reason)
-    assert bool(said) == bool(reason) != bool(built)
-    assert files == ["_C", *([] if reason else ["_C_cuda"]), "_autograd"]
-
-
-@pytest.mark.parametrize(
-    ("options", "built", "in_cmake"),
-    [
-        ({}, ("8.0", "9.0", "10.0", "12.0+PTX"), "80-real;90-real;100-real;120-real;120-virtual"),
-        ({"known": "sm_75 sm_80 sm_90"}, ("8.0", "9.0+PTX"), "80-real;90-real;90-virtual"),
-        (
-            {"TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"},
-            ("8.6", "9.0a+PTX"),
-            "86-real;90a-real;90a-virtual",
-        ),
-    ],
-)
-def test_architectures_of_the_cuda_build(options, built, in_cmake, stand_in_build):
-    assert stand_in_build(**options)[1:3] == (built, in_cmake)
+    write_script(nvcc, '[ "$*" = --list-gpu-code ] && echo $KNOWN')
+    write_script(
+        cmake,
+        'case "$*" in $FAILS) exit 1;; esac\n'
+        'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; '
+        'esac; previous="$word"; done\n'
+        'echo "$*" >> $LOG\n'
+        'mkdir -p "$folder"\n'
+        'touch "$folder/_C$SUFFIX" "$folder/_autograd$SUFFIX" "$folder/_C_cuda.so"',
+    )
+    usual = {
+        "FAILS": "nothing", "GPU": "yes", "KNOWN": "sm_80 sm_90 sm_100 sm_120",
+        "CUDA_HOME": str(tmp_path / "cuda"), "TORCH_CUDA_ARCH_LIST": "",
+    }  # fmt: skip
+    cases = json.dumps([usual | change for change, *_ in STAND_IN_BUILDS])
+    command = [sys.executable, "-c", BUILDS, str(cmake), str(device)]
+    done = run(command, checkout, subprocess.PIPE, CASES=cases)
+    lines = done.stdout.splitlines()[1:]  # after the name that setup.py prints
+    assert len(lines) == len(STAND_IN_BUILDS), done
+    for line, (change, reason, architectures, files) in zip(lines, STAND_IN_BUILDS, strict=True):
+        said, built, in_cmake, left = json.loads(line)
+        assert said.startswith(reason), change
+        assert bool(said) == bool(reason) != bool(built), change
+        assert left == files, change
+        assert architectures is None or (in_cmake or "") == architectures, change

@@ -120,11 +120,6 @@ def test_the_default_eps_has_the_dtype_of_the_sum():
     torch.testing.assert_close(y, F.rms_norm(total, (4,)))
 
 
-def test_the_module_applies_its_eps():
-    x = torch.randn(3, 5, 8)
-    torch.testing.assert_close(nn.RMSNorm((5, 8), 0.1)(x), torch.nn.RMSNorm((5, 8), 0.1)(x))
-
-
 def test_complex_and_empty_inputs_match_pytorch():
     x = torch.randn(2, 4, dtype=torch.complex64)
     torch.testing.assert_close(nn.RMSNorm(4)(x), torch.nn.RMSNorm(4)(x))
@@ -167,11 +162,8 @@ def test_rms_norm_runs_on_the_cpu_kernel():
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [
-        ("t5", "T5LayerNorm"), ("mt5", "MT5LayerNorm"), ("llama", "LlamaRMSNorm"),
-        ("qwen3", "Qwen3RMSNorm"), ("mistral", "MistralRMSNorm"), ("phi3", "Phi3RMSNorm"),
-    ],
-)  # fmt: skip
+    [("t5", "T5LayerNorm"), ("llama", "LlamaRMSNorm")],
+)
 def test_norms_of_transformers_are_replaced(model, name):
     pytest.importorskip("transformers")
     theirs = getattr(

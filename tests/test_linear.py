@@ -444,18 +444,6 @@ def test_more_rows_read_an_uncached_weight_in_place(dtype: torch.dtype, isa: str
     assert memory.packed() == 0
 
 
-@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="the CPU has no dot products of bfloat16")
-def test_bfloat16_is_packed_in_float32_where_its_dot_products_are_slower() -> None:
-    """Intel's take twice the time of float32's multiply-adds."""
-    assert _native.module is not None
-    sizes = []
-    for isa in ("avx512_bf16", "avx512"):
-        with in_use(isa):
-            sizes.append(OPS.pack_weight(torch.ones(96, 192, dtype=torch.bfloat16), 40).nbytes)
-    assert sizes[1] >= 4 * 96 * 192
-    assert (sizes[0] == sizes[1]) == _native.module.is_intel()
-
-
 @pytest.mark.parametrize("rows", [11, 12, 143, 144])
 @pytest.mark.parametrize("target", BF16X3)
 def test_bf16x3_is_selected_by_the_number_of_rows(target, rows):

@@ -158,21 +158,6 @@ def test_flops_of_inference_match_pytorch(name):
 
 
 @needs_native
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_flops_of_feed_forward(p):
-    x = torch.randn(3, 5, 16, requires_grad=True)
-    w1, w2 = torch.randn(24, 16, requires_grad=True), torch.randn(8, 24)
-    once = 3 * 5 * 24 * (16 + 8) * 2
-
-    def call() -> torch.Tensor:
-        return functional.feed_forward(x, w1, None, w2, None, dropout_p=p, backend="cpu")
-
-    with torch.no_grad():
-        assert _flops(call) == once
-    assert _flops(lambda: call().sum().backward()) == once + 3 * 5 * 24 * (16 * 2 + 8) * 2
-
-
-@needs_native
 def test_flops_of_linear_cross_entropy():
     x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     target = torch.arange(6)

@@ -99,21 +99,6 @@ def test_a_written_row_or_column_is_detected(
         check(weight, x)
 
 
-def test_every_check_covers_every_row_and_column() -> None:
-    choose = random.Random(2)
-    for n, k in [(1, 5), (7, 400), (33, 1000), (300, 70), (512, 512), (64, 2048), (1000, 16)]:
-        weight = torch.randn(n, k)
-        taken = fingerprint(weight)
-        for _ in range(50):
-            row, column = choose.randrange(n), choose.randrange(k)
-            for part in (weight[row], weight[:, column]):
-                before = part.clone()
-                part.add_(1.0)
-                assert not holds(taken)
-                part.copy_(before)
-                assert holds(taken)
-
-
 def fingerprint(weight: Tensor) -> Any:
     assert _native.module is not None
     size = weight.element_size()
@@ -156,19 +141,6 @@ def test_permuted_rows_and_changed_signs_are_detected(isa: str) -> None:
     assert not holds(taken)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pruning_is_detected(dtype: torch.dtype) -> None:
-    weight = parameter(256, 192, dtype)
-    x = rows_of(weight, 16)
-    start = weight.detach().clone()
-    for seed in range(100):
-        weight.data.copy_(start)
-        call(weight, x)
-        generator = torch.Generator().manual_seed(seed)
-        weight.data[torch.rand(weight.shape, generator=generator) < 0.05] = 0.0
-        check(weight, x)
-
-
 def test_writes_to_tied_weights_are_detected() -> None:
     embedding, head = torch.nn.Embedding(300, 48, sparse=True), nn.Linear(48, 300, bias=False)
     head.weight.data = embedding.weight.data
@@ -201,28 +173,6 @@ def test_views_of_parameters_have_packed_copies(view: str) -> None:
         check(weight, x)
         whole.data[:, 3] *= 2.0
         check(weight, x)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_few_rows_of_transposed_weights_use_a_copy(rows: int) -> None:
-    weight = parameter(90, 64).t()
-    x = rows_of(weight, rows)
-    check(weight, x)
-    assert memory.packed() > 0
-
-
-def test_stale_copies_are_packed_again() -> None:
-    weight = parameter(64, 64)
-    before = cpu_packing.packed_weight(weight.detach().requires_grad_(False), 8)
-    assert before is None, "only parameters are kept"
-    with torch.no_grad():
-        first = cpu_packing.packed_weight(weight, 8)
-        weight.data[3] = 0.0
-        second = cpu_packing.packed_weight(weight, 8)
-        assert second is not None
-        assert second is not first
-        assert cpu_packing.packed_weight(weight, 8) is second
-    assert memory.packed() == second.nbytes
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,9 @@ def _documented():
 
 @pytest.mark.parametrize("item", list(_documented()))
 def test_public_items_have_docstrings(item):
-    """Every public item has its own summary sentence; arguments are explained where necessary."""
+    """Arguments are explained where necessary."""
     text = item.__doc__
     assert text is not None
-    summary = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
-    assert summary.endswith((".", ":")) or "->" in summary, summary
     if inspect.isfunction(item):
         needed = [name for name in inspect.signature(item).parameters if name != "kwargs"]
         missing = [name for name in needed if name not in text]
@@ -170,17 +168,6 @@ def test_workflows_run_the_targets_of_make_ci():
     assert targets(text_of(".ci/run")) <= targets("\n".join(commands(load(p)) for p in WORKFLOWS))
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_changes_of_documents_start_no_build(path):
-    workflow = load(path)
-    compiles = workflow.get("env", {}).get("TRANSFORMER_FAST_BUILD") == "require"
-    for event in {"pull_request", "push"} & set(workflow["on"]) if compiles else ():
-        assert {"**.md", "docs/**"} <= set(workflow["on"][event]["paths-ignore"])
-    without = path.stem in ("docs", "lint", "release")  # release runs on tags only
-    # wheels.yml lists the paths that start it, gpu.yml the label.
-    assert compiles or without or {"paths", "types"} & set(workflow["on"]["pull_request"])
-
-
 def test_the_matrix_covers_the_supported_versions():
     project = text_of("pyproject.toml")
     matrix = load(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
@@ -188,29 +175,6 @@ def test_the_matrix_covers_the_supported_versions():
     oldest = Version(matrix["torch"][0]["torch"])
     assert f'"torch>={oldest.major}.{oldest.minor}"' in project
     assert matrix["torch"][1] == {}  # the pinned version
-
-
-def test_the_newest_versions_are_tested_weekly(tmp_path):
-    workflow = load(ROOT / ".github/workflows/newest.yml")
-    assert workflow["on"]["schedule"]
-    steps = [step.get("run", "") for step in workflow["jobs"]["newest"]["steps"]]
-    unpin, test = steps.index(next(s for s in steps if "sed" in s)), steps.index("make test")
-    assert unpin < test
-    (tmp_path / "requirements.txt").write_text(text_of("requirements.txt"))
-    subprocess.run(["bash", "-c", steps[unpin]], cwd=tmp_path, check=True)
-    before = set(text_of("requirements.txt").splitlines())
-    after = set((tmp_path / "requirements.txt").read_text().splitlines())
-    gone = {line.partition("==")[0] for line in before - after}
-    assert {"torch", "triton", "transformers"} <= gone
-    assert gone <= {Requirement(line).name for line in before if "==" in line}
-    assert after <= before
-
-
-def test_pre_commit_has_the_pinned_versions():
-    pins = dict(re.findall(r"(?m)^(ruff|clang-format)==(\S+)$", text_of("requirements.txt")))
-    config = yaml.safe_load(text_of(".pre-commit-config.yaml"))
-    found = {repo["hooks"][0]["id"].removesuffix("-check"): repo["rev"] for repo in config["repos"]}
-    assert found == {name: f"v{version}" for name, version in pins.items()}
 
 
 SITE = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))

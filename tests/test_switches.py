@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 import transformer_fast
 from transformer_fast import _native, dispatch, fast_path, functional, nn
@@ -94,33 +93,6 @@ def test_overlapping_threads_leave_nothing_set(name: str) -> None:
             done.result()
     assert seen == {"first": [value, True], "second": [True, value, True]}
     assert now(name) == before
-
-
-@every_block
-def test_overlapping_tasks_leave_nothing_set(name: str) -> None:
-    block, value = BLOCKS[name]
-
-    async def task(entered: asyncio.Event, leave: asyncio.Event, left: asyncio.Event) -> bool:
-        outside = now(name)
-        with block():
-            entered.set()
-            await leave.wait()
-            inside = now(name)
-        left.set()
-        return bool(inside == value and now(name) == outside)
-
-    async def main() -> None:
-        before = now(name)
-        first, second, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        one = asyncio.create_task(task(first, second, left))
-        await first.wait()
-        assert now(name) == before
-        two = asyncio.create_task(task(second, left, asyncio.Event()))
-        assert await one
-        assert await two
-        assert now(name) == before
-
-    asyncio.run(main())
 
 
 @every_block
@@ -219,20 +191,6 @@ def test_environment_variables_are_the_first_defaults(
         dispatch._read_environment()
 
 
-class _Rows(Dataset[str | None]):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> str | None:
-        return dispatch.named_backend()
-
-
-def test_a_data_loader_reads_items_in_the_context_of_its_consumer() -> None:
-    with dispatch.use_backend("reference"):
-        found = list(DataLoader(_Rows(), batch_size=None))
-    assert found == ["reference", "reference"]
-
-
 @needs_native
 @pytest.mark.parametrize("leave", [True, False])
 def test_a_backward_runs_on_the_backend_of_its_forward(leave: bool) -> None:
@@ -261,19 +219,6 @@ def test_a_backward_runs_on_the_backend_of_its_forward(leave: bool) -> None:
     else:
         backward()
     assert "transformer_fast.layer_norm_backward.cpu" in names
-
-
-def test_transforms_run_in_the_context_of_their_caller() -> None:
-    seen = []
-
-    def loss(x: Tensor) -> Tensor:
-        seen.append(dispatch.named_backend())
-        return functional.linear(x, WEIGHT).sum()
-
-    with dispatch.use_backend("torch"):
-        torch.func.grad(loss)(X)
-        torch.func.vmap(loss)(X)
-    assert seen == ["torch", "torch"]
 
 
 def _program(count: list[int]) -> Callable[..., Any]:

@@ -14,11 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, SATURATED, OnDevice, Operators, Watch, drawn, kernel_of, name_of
+from harness import DTYPES, SATURATED, OnDevice, Operators, drawn, kernel_of, name_of
 
-from transformer_fast import dispatch, explain, fast_path, functional, nn, use_backend
+from transformer_fast import dispatch, explain, fast_path, functional, nn
 from transformer_fast.functional import _check
-from transformer_fast.nn import transformer_layers
 from transformer_fast.specs import OPS
 from transformer_fast.testing import check, check_gradients
 
@@ -197,65 +196,7 @@ def test_nan_in_ignored_rows_gives_no_gradient(monkeypatch, smoothing):
     assert x.grad[[0, 3]].isfinite().all()
 
 
-class Traffic(Watch):
-    """Counts bytes read and written, in tensors at least as large as the logits."""
-
-    #: These access one element per row; the backward fills its result.
-    FEW = ("gather", "scatter_", "nll_loss_forward")
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits, self.bytes = logits, 0
-
-    def see(self, func, arguments, result):
-        name = name_of(func)
-        read = () if name == "nll_loss_backward" else arguments
-        if name not in (*self.FEW, *_VIEWS, "empty_like"):
-            for x in (*read, result):
-                if isinstance(x, torch.Tensor) and x.numel() >= self.logits:
-                    self.bytes += x.numel() * x.element_size()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "smoothing", "most"),
-    [
-        (torch.float32, 0.0, 16), (torch.float16, 0.0, 20), (torch.bfloat16, 0.0, 20),
-        (torch.float32, 0.1, 28), (torch.bfloat16, 0.1, 32),
-    ],
-)  # fmt: skip
-def test_memory_traffic_of_cross_entropy(dtype, smoothing, most):
-    """PyTorch's moves 24 bytes per logit in float32, and rounds low-precision log-probabilities."""
-    rows, classes = 64, 1000
-    moved = {}
-    for library in (F, functional):
-        x = torch.empty(rows, classes, dtype=dtype, device="meta", requires_grad=True)
-        target = torch.empty(rows, dtype=torch.int64, device="meta")
-        with as_on_a_gpu(), Traffic(x.numel()) as seen:
-            library.cross_entropy(x, target, label_smoothing=smoothing).backward()
-        assert x.grad.dtype == dtype
-        moved[library] = seen.bytes / x.numel()
-    assert moved[functional] <= most, moved
-    assert dtype != torch.float32 or moved[functional] < moved[F], moved
-
-
 # Feed-forward ------------------------------------------------------------------------------------
-
-
-def test_relu_saves_only_the_hidden_units():
-    x, w1, b1, w2 = (
-        torch.randn(s, requires_grad=True) for s in ((9, 24), (40, 24), (40,), (16, 40))
-    )
-    saved = {}
-
-    def keep(tensor):
-        if tensor.shape == (9, 40):
-            saved[tensor.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        kernel_of("feed_forward", "torch").run(x, w1, b1, w2, None, "relu", 0.0, None)
-    (hidden,) = saved.values()
-    assert (hidden >= 0).all()
 
 
 # Selection ----------------------------------------------------------------------------------------
@@ -326,46 +267,3 @@ def test_every_op_runs_on_pytorch_by_default():
     assert [one.backend for one in calls] == ["torch"] * len(calls)
     dropped = explain("attention", torch.randn(2, 4, 5, 8), *[torch.randn(2, 4, 5, 8)] * 2)
     assert dropped.backend != "torch"
-
-
-class OnAGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda, is_cpu = True, False  # type: ignore[assignment]
-    device = torch.device("cuda")  # type: ignore[assignment]
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-
-def test_unmasked_layers_in_inference_are_one_operator():
-    """The operator is PyTorch's. Gradients, training, named backends and validated kernels exclude
-    it.
-    """
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
-    x = torch.randn(2, 10, 64)
-    there = x.as_subclass(OnAGpu)
-    taken = transformer_layers._prefers_torch_layer
-    with torch.no_grad():
-        assert taken(layer, there)
-        assert not taken(layer, x)
-        assert not taken(layer.train(), there)
-        layer.eval()
-        with use_backend("reference"):
-            assert not taken(layer, there)
-        # If kernels are validated for some calls, the dispatcher decides about the layer's call.
-        with (
-            mock.patch.object(dispatch, "only_pytorch_runs", return_value=False),
-            mock.patch.object(dispatch, "select") as select,
-        ):
-            select.return_value.backend = "cuda"
-            assert not taken(layer, there)
-            select.return_value.backend = "torch"
-            assert taken(layer, there)
-            (call,), _ = select.call_args
-            assert [t.shape for t in call.tensors] == [(2, 4, 10, 16)] * 3
-        with mock.patch.object(
-            torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd
-        ) as one:
-            result = layer(there)
-        torch.testing.assert_close(result, layer(x))
-    assert not taken(layer, there)
-    assert one.call_count == 1

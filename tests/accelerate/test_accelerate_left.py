@@ -251,16 +251,6 @@ def test_quantising_replaced_modules_warns(name: str) -> None:
     assert len(accelerate(quantise(model)).left) == count
 
 
-def test_our_modules_warn_about_qconfig() -> None:
-    norm = nn.LayerNorm(M)
-    assert not hasattr(norm, "qconfig")
-    with pytest.warns(UserWarning, match=r"modules of transformer_fast.nn: build the model from"):
-        norm.qconfig = "any"
-    assert norm.qconfig == copy.deepcopy(norm).qconfig == "any"
-    del norm.qconfig
-    assert not hasattr(norm, "qconfig")
-
-
 @quantising
 @pytest.mark.usefixtures("engine")
 def test_layers_of_dynamically_quantised_linears_match() -> None:
@@ -310,11 +300,6 @@ def test_registered_converters_are_used() -> None:
     assert accelerate(ours)["2"].reason == "not on a Sunday"
     accelerate.register_converter(HandWritten, None)  # the name on the API page
     assert not accelerate(ours).left
-
-
-def test_converters_take_precedence() -> None:
-    register_converter(torch.nn.LayerNorm, lambda module: "this one is mine")
-    assert accelerate(torch.nn.LayerNorm(M))[""].reason == "this one is mine"
 
 
 def test_failing_converters_leave_the_model_unchanged() -> None:
@@ -610,29 +595,6 @@ def test_global_hooks_prevent_fusion() -> None:
     finally:
         handle.remove()
     assert set(reasons.values()) == {"its modules have global hooks"}
-
-
-class Unknown(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = torch.nn.Linear(M, M), torch.nn.Linear(M, M)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.query(x) + self.key(x)
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = torch.nn.LayerNorm(M), torch.nn.Linear(M, 2)
-        self.attentions = torch.nn.ModuleList(Unknown() for _ in range(3))
-
-
-def test_modules_of_unknown_classes_are_named() -> None:
-    report = str(accelerate(Model()))
-    assert "Not recognised and left unchanged: 3 Unknown. For hand-written attention" in report
-    assert "unchanged" not in "".join(accelerate(encoder_layer()).notes)
-    assert "Not recognised and left unchanged: Unknown." in str(accelerate(Unknown()))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -466,46 +466,6 @@ def test_forwards_that_do_more_are_left(name: str) -> None:
         assert_same_numbers(ours, theirs, (_x(),), {}, grad)
 
 
-class Sealed(Modules):
-    def __init_subclass__(cls) -> None:
-        raise RuntimeError("sealed")
-
-
-def _replaced() -> nn.Module:
-    model = Modules(nn.GELU())
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: Modules(nn.Mish()), "its act is a Mish, which no kernel supports"),
-        (_replaced, "its forward was replaced on the instance"),
-    ],
-)
-def test_reasons_in_the_report(make: Callable[[], nn.Module], reason: str) -> None:
-    assert reason in accelerate(make())[""].reason
-
-
-def test_classes_that_forbid_subclassing_are_left() -> None:
-    sealed = Sealed(nn.GELU())
-    assert {entry.name for entry in accelerate(sealed).swapped} == {"w_in", "w_out"}
-    assert type(sealed) is Sealed
-
-
-def test_equal_modules_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[nn.Module] = []
-    right = mlp._read
-    monkeypatch.setattr(mlp, "_read", lambda m, state: found.append(m) or right(m, state))
-    model = nn.ModuleList([Modules(nn.GELU()) for _ in range(8)])
-    model.append(Modules(nn.ReLU()))
-    report = accelerate(model)
-    assert len(found) == 2
-    assert sum(entry.now == FEED_FORWARD for entry in report.swapped) == 9
-    assert len({type(module) for module in model}) == 1
-
-
 def _silu(x: Tensor) -> Tensor:
     return F.silu(x)
 

@@ -45,11 +45,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from transformer_fast import _native, accelerate, compile_backend, compile_reports
-from transformer_fast.compile import inner, run_time
-from transformer_fast.functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
-from transformer_fast.ops.layer_norm import TRAINING
+from transformer_fast.compile import inner
 
-pytestmark = pytest.mark.sampled(15, 40)
+pytestmark = pytest.mark.sampled(12, 25)
 
 #: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}
@@ -159,22 +157,6 @@ def test_norm_of_equal_values_is_finite() -> None:
         torch.testing.assert_close(ours(x), model.shift.expand(B, T, M))
 
 
-@pytest.mark.skipif("cpu" not in TRAINING.of, reason="needs the native kernels")
-@pytest.mark.parametrize("residual", [None, torch.ones(B, T, 512)])
-def test_annotated_norms_run_on_the_kernels(residual: torch.Tensor | None) -> None:
-    x, weight, bias = torch.randn(B, T, 512, requires_grad=True), torch.ones(512), torch.zeros(512)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    # Without `acc_events` PyTorch 2.10 warns.
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        if residual is None:
-            y = annotated_layer_norm(x, weight, bias, 1e-6, True)
-        else:
-            y, _ = add_annotated_layer_norm(x, residual, weight, bias, 1e-6, True, 0.0)
-        y.sum().backward()
-    ran = {event.key for event in profile.key_averages()}
-    assert {f"transformer_fast::layer_norm_{part}" for part in ("training", "backward")} <= ran
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_feed_forward(name: str) -> None:
     [report] = check(FeedForward(ACTIVATIONS[name]), _x(), feed_forward=1, linear=0)
@@ -201,23 +183,6 @@ def test_encoder_decoder_model() -> None:
     counts = {"attention": 6, "feed_forward": 4, "linear": 25, "add_layer_norm": 8}
     [report] = check(Translator(norm_first=True), *sentences(), **counts)
     assert "softmax" not in report.others
-
-
-def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    visited: list[Any] = []
-    right = run_time.prepare_hidden
-
-    def prepare(*arguments: Any) -> Any:
-        visited.append(right(*arguments))
-        return visited[-1]
-
-    monkeypatch.setattr(run_time, "prepare_hidden", prepare)
-    ours, _ = compiled(Translator().eval())
-    with torch.no_grad():
-        ours(*sentences())
-    _, decoder = visited
-    # The decoder's mask was recognised as causal plus padding, so that (T, T) need not be read.
-    assert (decoder.visible.shape, decoder.is_causal) == ((B, 1, 1, T), True)
 
 
 def test_training_gives_the_same_losses() -> None:
@@ -345,17 +310,6 @@ def test_unrelated_writes_in_place_are_kept() -> None:
     assert reports[0].counts["attention"] == 1
 
 
-def test_one_dynamic_graph_serves_all_lengths() -> None:
-    model = Block(False, True, annotated_norm).eval()
-    ours, reports = compiled(model)
-    with torch.no_grad():
-        for length in (5, 6, 9, 13):
-            x, mask = torch.randn(B, length, M), torch.ones(length, length).tril()
-            torch.testing.assert_close(ours(x, x, mask, None), model(x, x, mask, None))
-    assert len(reports) == 2  # the second graph serves all other lengths
-    assert all(report.counts["attention"] == 1 for report in reports)
-
-
 def test_accelerate_and_compile_combine() -> None:
     """`accelerate` replaces the torch.nn modules, and the backend rewrites the rest."""
     theirs = Written(
@@ -403,6 +357,7 @@ def _replace_inductor(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requested
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_inductor_compiles_the_remaining_ops_in_inference() -> None:
     compile_reports(clear=True)
@@ -454,15 +409,6 @@ def test_a_softmax_over_another_dimension_stays_as_written(attend: Any) -> None:
     assert "softmax over another dimension" in compile_reports(clear=True)[0].rest
 
 
-@torch.no_grad()
-def test_inductor_still_needs_the_limit_of_softmax() -> None:
-    """Skipped once PyTorch is fixed: then the limit can be removed."""
-    qkv = [torch.randn(2, 7, 32) for _ in range(3)]
-    found = torch.compile(_attends_over_queries)(*qkv)
-    if torch.allclose(found, _attends_over_queries(*qkv), atol=1e-2):
-        pytest.skip("inductor of this PyTorch takes a softmax over any dimension")
-
-
 def _writes(x: Tensor, p: Tensor) -> Any:
     p.mul_(0.5)
     return torch.sin(x) @ p
@@ -487,6 +433,7 @@ def _float8(x: Tensor, p: Tensor) -> Any:
     return (x.sin() * p.sum()).to(torch.float8_e5m2).float()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "context"),
     [(_writes, torch.inference_mode), *((function, torch.no_grad) for function in (
@@ -545,6 +492,7 @@ def test_overlapping_first_calls_write_their_caches_once(monkeypatch: pytest.Mon
     assert all(torch.equal(cache, torch.ones(3)) for cache in caches.values())
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_running_statistics_are_updated_once() -> None:
     """Batch norm writes its statistics without incrementing their version counters."""
@@ -682,10 +630,7 @@ import torch
 if "dynamo" in sys.argv: import torch._dynamo
 import transformer_fast
 assert "dynamo" in sys.argv or "torch._dynamo" not in sys.modules
-x = torch.randn(3, 8)
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-torch.testing.assert_close(torch.compile(net, backend="transformer_fast")(x), net(x))
-assert transformer_fast.compile_reports()[0].counts == {"feed_forward": 1}
+assert torch._dynamo.lookup_backend("transformer_fast") is transformer_fast.compile_backend
 """
 
 
@@ -1024,22 +969,6 @@ def test_calls_that_only_pytorch_supports_are_left(call: Any, mask: Any, dynamic
     assert "does not support it" in left
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_default_backend"), reason="PyTorch has it from 2.13 on"
-)
-@torch.no_grad()
-def test_it_can_be_the_default_backend() -> None:
-    model = Attention(divided).eval()
-    compile_reports(clear=True)
-    torch.compiler.set_default_backend("transformer_fast")
-    try:
-        x = _x()
-        torch.testing.assert_close(torch.compile(model)(x, x, None), model(x, x, None))
-    finally:
-        torch.compiler.set_default_backend(None)
-    assert compile_reports()[-1].counts["attention"] == 1
-
-
 WITHOUT_PRIVATE = """
 import torch
 for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
@@ -1051,17 +980,19 @@ expected = layer(x)
 with torch.no_grad():
     found = layer.self_attn(x, x, x)[0]
     torch.testing.assert_close(layer(x), expected)
-    torch.testing.assert_close(torch.compile(layer, backend="transformer_fast")(x), expected)
+    compiled = torch.compile(layer, backend="transformer_fast", options={"inner": None})
+    torch.testing.assert_close(compiled(x), expected)
 torch.testing.assert_close(found, layer.self_attn(x, x, x)[0])
 """
 
 
-@pytest.mark.thorough  # a process that compiles takes 20 s
+@pytest.mark.thorough
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_private_functions_of_pytorch_may_be_missing() -> None:
     python("-c", WITHOUT_PRIVATE)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
 def test_nested_tensors_run_eagerly() -> None:
@@ -1159,6 +1090,7 @@ def test_pytorch_encoder_layers_with_an_empty_batch() -> None:
     assert ours(x).shape == model(x).shape
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_pytorch_encoder_layers_in_dynamic_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
@@ -1184,24 +1116,11 @@ def slices_of_a_mask(x: Tensor) -> Tensor:
     return _scores(x).masked_fill(mask, -1e9).softmax(-1) @ x
 
 
-def slices_of_a_bias(x: Tensor) -> Tensor:
-    bias = torch.zeros(T, T)
-    bias[:, 3:] = -1e9
-    return (_scores(x) + bias).softmax(-1) @ x
-
-
 def through_a_view_of_the_mask(x: Tensor) -> Tensor:
     mask = torch.zeros(T, T, dtype=torch.bool)
     view = mask[None]
     mask.fill_diagonal_(True)
     return _scores(x).masked_fill(view, -1e9).softmax(-1) @ x
-
-
-def row_by_row(x: Tensor) -> Tensor:
-    mask = torch.zeros(2, T, dtype=torch.bool)
-    for i, length in enumerate((4, 2)):
-        mask[i, length:] = True
-    return _scores(x).masked_fill(mask[:, None, :], -1e9).softmax(-1) @ x
 
 
 def one_mask_in_two_states(x: Tensor) -> Tensor:
@@ -1237,13 +1156,6 @@ def weights_written(x: Tensor) -> Tensor:
     weights = _scores(x).softmax(-1)
     weights[..., 0] = 0
     return weights @ x
-
-
-def weights_written_afterwards(x: Tensor) -> Tensor:
-    weights = _scores(x).softmax(-1)
-    output = weights @ x
-    weights[..., 0] = 0
-    return output + weights.sum()
 
 
 def queries_written_after_scaling(x: Tensor) -> Tensor:
@@ -1321,15 +1233,12 @@ def gelu_input_written(x: Tensor) -> Tensor:
 #: (function, number of insertions of each op)
 WRITES: list[tuple[Callable[..., Any], dict[str, int]]] = [
     (slices_of_a_mask, {"attention": 1}),
-    (slices_of_a_bias, {"attention": 1}),
     (through_a_view_of_the_mask, {"attention": 1}),
-    (row_by_row, {"attention": 1}),
     (one_mask_in_two_states, {"attention": 2}),
     (a_mask_made_in_between, {"attention": 1}),
     (values_written, {}),
     (keys_written, {}),
     (weights_written, {}),
-    (weights_written_afterwards, {"attention": 1}),
     (queries_written_after_scaling, {"attention": 1}),
     (norm_in_place, {}),
     (norms_input_written, {}),

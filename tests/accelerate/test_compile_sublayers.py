@@ -37,7 +37,7 @@ from transformer_fast.compile.sublayers import Sublayers
 from transformer_fast.measure.calls import record
 
 pytestmark = [
-    pytest.mark.sampled(15, 50),
+    pytest.mark.sampled(15, 30),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 
@@ -261,6 +261,7 @@ def test_gradients_run_the_ops() -> None:
     assert ours(x.requires_grad_(), x, None, None).requires_grad
 
 
+@pytest.mark.thorough
 def test_sizes_known_only_at_run_time() -> None:
     model = Translator().eval()
     ours, reports = compiled(model, dynamic=True)

@@ -247,16 +247,6 @@ def test_modules_and_compiled_code_use_our_kernel(calls: list[Any]) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_import_does_not_enable() -> None:
-    python(
-        "-c",
-        "import torch, transformer_fast\n"
-        "from torch.nn import attention as a\n"
-        "assert a.current_flash_attention_impl() is None\n"
-        "assert 'transformer_fast' not in a.list_flash_attention_impls()\n",
-    )
-
-
 @needs_native
 def test_without_kernels_enable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "why_not", "no compiler was found")

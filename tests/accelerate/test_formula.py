@@ -89,7 +89,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.sampled(12, 20)
+@pytest.mark.sampled(8, 12)
 def test_layers_are_one_call(name: str, dtype: torch.dtype, batch: str) -> None:
     theirs = Real(build(name).to(dtype))
     ours = copy.deepcopy(theirs)
@@ -102,7 +102,7 @@ def test_layers_are_one_call(name: str, dtype: torch.dtype, batch: str) -> None:
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("keep_weights", [True, False])
-@pytest.mark.sampled(12, 20)
+@pytest.mark.sampled(8, 12)
 def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Real(build(name))
     ours = copy.deepcopy(theirs)
@@ -224,7 +224,7 @@ CHANGES: list[tuple[Callable[[Any], None], int, int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20, 60)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("change", "counts"), [(c, n) for c, *n in CHANGES], ids=[c.__name__ for c, *_ in CHANGES]

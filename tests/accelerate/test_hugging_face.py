@@ -20,7 +20,6 @@ from transformer_fast import _native, accelerate, nn, restore
 from transformer_fast.accelerate import hugging_face, hugging_face_layers
 from transformer_fast.accelerate.classes import ClassChange
 from transformer_fast.backends import cpu_packing
-from transformer_fast.nn import drop_in
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
@@ -34,7 +33,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.sampled(25, 60),
+    pytest.mark.sampled(20, 40),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -237,22 +236,6 @@ def test_generate_gives_the_same_tokens(
     assert len(expected.unique()) > 2
 
 
-@pytest.mark.parametrize("name", TRANSLATORS)
-def test_without_our_mask_function_padding_is_attended_to(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: without our mask function the model attends to padding, without a warning."""
-    model = First(build(name, 0.0))
-    inputs = inputs_of(name)
-    with torch.no_grad():
-        expected = model(**inputs)
-        accelerate(model)
-        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
-        registry = transformers.AttentionMaskInterface._global_mapping
-        monkeypatch.delitem(registry, hugging_face.NAME)
-        assert (model(**inputs) - expected).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_checkpointing_repeats_dropout(name: str) -> None:
     model = First(build(name, 0.2)).train()
@@ -307,7 +290,8 @@ def test_copy_save_and_restore_preserve_the_model(name: str, tmp_path: Path) -> 
 
 @pytest.mark.thorough
 def test_pickles_load_without_this_library(tmp_path: Path) -> None:
-    cases = [(build(name, 0.0), inputs_of(name, "none")) for name in LAYERS]
+    names = "marian", "bert", "llama"
+    cases = [(build(name, 0.0), inputs_of(name, "none")) for name in names]
     for model, _ in cases:
         accelerate(model)
     for again in check_without_this_library(cases, tmp_path):
@@ -457,15 +441,6 @@ def test_activation_names_match_their_functions() -> None:
     assert not {"gelu_10", "quick_gelu", "relu2", "tanh"} & set(known)
 
 
-def test_models_are_recognised_only_if_transformers_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build("bert", 0.0)
-    assert hugging_face.is_model(model)
-    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    assert not hugging_face.is_model(model)
-
-
 SENTENCES = [
     "A bird sings.",
     "Somebody wrote this sentence, which is a good deal longer than the first one, on a Tuesday.",
@@ -556,28 +531,6 @@ class Asking(qwen3.Qwen3ForCausalLM):
         if self.config._attn_implementation in ("eager", "sdpa"):
             return super().forward(*args, **kwargs)
         raise AssertionError
-
-
-#: Source of an expression -> whether it compares a value with 'sdpa'.
-COMPARING = {
-    "x.name == 'sdpa'": True,
-    "'sdpa' != x.name": True,
-    "x in ('eager', 'sdpa')": True,
-    "[y for y in x if y in {'sdpa', 'eager'}]": True,
-    "f(x, name='sdpa') == 3": False,
-    "{'eager': 1, 'sdpa': 2}[x.name]": False,
-    "x.name == 'eager' or f('sdpa')": False,
-    "x == 'a sentence about sdpa'": False,
-}
-
-
-@pytest.mark.parametrize("code", COMPARING)
-def test_comparisons_with_sdpa_are_found(code: str) -> None:
-    function = eval(f"lambda self, x, f=print: {code}")
-    kind = type("Kind", (), {"plain": function, "read": property(function)})
-    for name in ("plain", "read"):
-        (found,) = drop_in.functions_of(vars(kind)[name])
-        assert hugging_face._compares_with_sdpa(found.__code__) is COMPARING[code]
 
 
 def test_models_that_compare_the_attention_name_are_left() -> None:
@@ -679,21 +632,6 @@ def test_overriding_attention_gets_the_same_masks() -> None:
     report = accelerate(ours)
     assert report["model"].outcome == report[LAYER].outcome == "swapped"
     _same(ours, theirs, inputs_of("marian"))
-
-
-def test_the_report_names_the_ops_of_layers() -> None:
-    for name, ops in (
-        ("marian", {"add_layer_norm", "feed_forward"}),
-        ("bert", {"add_layer_norm", "feed_forward", "attention", "layer_norm"}),
-        ("t5", {"feed_forward", "attention"}),
-    ):
-        entries = accelerate(build(name, 0.1)).swapped
-        layers = [e for e in entries if "hugging_face" in e.now]
-        if name == "marian":
-            assert all(set(e.inference) == set(e.training) == ops for e in layers)
-        assert {op for e in entries for op in e.training} >= ops | (
-            {"attention", "layer_norm"} if name == "marian" else set()
-        )
 
 
 def _conv1d(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:

@@ -40,7 +40,7 @@ from transformer_fast.accelerate import written_layers
 from transformer_fast.nn import fused_layers
 
 pytestmark = [
-    pytest.mark.sampled(15, 40),
+    pytest.mark.sampled(15, 25),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 B, T = hand_written.B, hand_written.T

@@ -50,11 +50,6 @@ PLANTED = {
         "combine(x, scratch[w]);\n    __syncthreads();", "combine(x, scratch[w]);",
         "data race",
     ),
-    "scratch read too soon": (
-        THREAD, "device.cuh",
-        "scratch[warp] = x;\n    __syncthreads();", "scratch[warp] = x;",
-        "data race",
-    ),
     "a tail that is not masked": (
         ADDRESS, "layer_norm.cuh",
         "if (column < columns) f(i, column);", "f(i, column);",
@@ -71,18 +66,6 @@ PLANTED = {
         "  scratch[part * kWarp + lane] = sum;\n  if (part > 0) __syncthreads();",
         "deadlock",
     ),
-    "sums of warps read too soon": (
-        THREAD, "epilogue.cuh",
-        "store(scratch + threadIdx.x * kVector, sum);\n  __syncthreads();",
-        "store(scratch + threadIdx.x * kVector, sum);",
-        "data race",
-    ),
-    "columns of the epilogue that are not masked": (
-        ADDRESS, "epilogue.cuh",
-        "  if (column >= columns) return;\n  const int64_t step",
-        "  if (column > columns) return;\n  const int64_t step",
-        "AddressSanitizer",
-    ),
     "shares that were never written": (
         ADDRESS, "layer_norm.cuh",
         "      bias_shares[column] = of_bias;\n", "",
@@ -94,23 +77,10 @@ PLANTED = {
         "    __syncthreads();  // all threads have read the tiles that the next step overwrites\n", "",
         "data race",
     ),
-    "tiles that others have not copied yet": (
-        THREAD, "attention_backward.cuh",
-        "    __syncthreads();  // the copies of all threads are complete\n"
-        "    if (!idle) {\n      const int",
-        "    if (!idle) {\n      const int",
-        "data race",
-    ),
     "a wait for too few copies": (
         ADDRESS, "attention.cuh",
         "cp_async_wait<1>", "cp_async_wait<2>",
         "is NaN",
-    ),
-    "copies that nobody waits for": (
-        ADDRESS, "attention_backward.cuh",
-        "  cp_async_wait<0>();  // copies of blocks without any step\n  const float scale",
-        "  const float scale",
-        "a thread ends while its copies are under way",
     ),
     "blocks that count on their order": (
         ADDRESS, "layer_norm.cuh",
@@ -124,11 +94,6 @@ PLANTED = {
         "most < 65535 ? most : 65535", "most + 65535",
         "launch: ",
     ),
-    "more shared memory than there is": (
-        ADDRESS, "column_sums.cuh",
-        "8 * kWarp * sizeof(float), stream", "800 * kWarp * sizeof(float), stream",
-        "launch: ",
-    ),
     "rows that are not swizzled": (
         ADDRESS, "attention.cuh",
         "(row / kSpan & kMask)", "(row / kSpan & kMask & 0)",
@@ -139,30 +104,10 @@ PLANTED = {
         "(key >= end) | (query", "(query",
         "AddressSanitizer",
     ),
-    "a tail of queries that is not masked": (
-        ADDRESS, "attention.cuh",
-        "if (at >= limit) continue;", "if (at >= limit + 64) continue;",
-        "AddressSanitizer",
-    ),
-    "copies beyond the last key": (
-        ADDRESS, "attention.cuh",
-        "valid(first + row) && chunk", "valid(first) && chunk",
-        "AddressSanitizer",
-    ),
     "hidden values that are multiplied by 0": (
         ADDRESS, "attention.cuh",
         "again = rows_not_finite(sums);", "again = 0;",
         "output[0] is NaN",
-    ),
-    "shares of a block that others have not written yet": (
-        THREAD, "attention_decode.cuh",
-        "    __syncthreads();\n\n    float highest", "    float highest",
-        "data race",
-    ),
-    "a row that two lanes store": (
-        THREAD, "attention.cuh",
-        "if (again != 0) __syncwarp();", "",
-        "data race",
     ),
 }  # fmt: skip
 
@@ -170,30 +115,6 @@ PLANTED = {
 def test_machine_instructions_match_their_definition(tmp_path):
     done = run(tmp_path, ALL, main="instructions.cu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done
-
-
-#: Bug of the machine -> (text of simt.h, replacement, a part of the report)
-WRONG_MACHINES = {
-    "mma": ("column = 2 * (lane % 4) + i % 2", "column = 2 * (lane % 4) + 1 - i % 2", "mma, bf16"),
-    "ldmatrix": ("rows[t + 1].element[g]", "rows[t].element[g ^ 1]", "ldmatrix, transposed"),
-    "rounding": ("0x7fff + (bits >> 16 & 1)", "0x8000", "to bf16"),
-    "lanes": ("out[lane] = in[lane ^ mask]", "out[lane] = in[(lane + mask) & 31]", "lanes"),
-}
-
-
-@pytest.mark.sampled(100, 50)
-@pytest.mark.parametrize("name", WRONG_MACHINES)
-def test_bugs_of_the_machine_are_found(name, tmp_path, monkeypatch):
-    before, after, said = WRONG_MACHINES[name]
-    machine = tmp_path / "machine"
-    shutil.copytree(simt_build.HERE, machine, ignore=shutil.ignore_patterns("*.py", "__*"))
-    text = (machine / "simt.h").read_text()
-    assert before in text
-    (machine / "simt.h").write_text(text.replace(before, after))
-    monkeypatch.setattr(simt_build, "HERE", machine)
-    done = run(tmp_path, ADDRESS, main="instructions.cu")
-    assert done.returncode != 0
-    assert said in done.stdout + done.stderr, done
 
 
 def nvcc() -> str | None:
@@ -220,7 +141,7 @@ def test_gpu_instructions_match_their_definition(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done
 
 
-@pytest.mark.sampled(100, 15)  # each program takes a compiler many seconds
+@pytest.mark.sampled(100, 10)  # each program takes a compiler many seconds
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_caught(name, tmp_path):
     sanitizer, file, before, after, said = PLANTED[name]

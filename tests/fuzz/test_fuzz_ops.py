@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, kernel_of
-from hypothesis import HealthCheck, Phase, given, settings
+from harness import DTYPES
+from hypothesis import Phase, given, settings
 from ops import ROWS, Drawn, exact, philox, size_of
 from ops.linear import activation
 from torch import Tensor
@@ -465,7 +465,7 @@ def test_edges_empty_sizes_and_nan(op: str, dtype: torch.dtype) -> None:
         check_kernels(op, arguments, names)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, 50)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", OPS)
 def test_random_calls_are_within_the_budget(op: str, dtype: torch.dtype) -> None:
@@ -534,50 +534,6 @@ def test_gradients_match_finite_differences(op: str) -> None:
             along.append(sum((s * x).sum() for s, x in zip(starts, results, strict=True)))
         difference = (along[0] - along[1]) / 2e-6
         np.testing.assert_allclose((found[name] * way.numpy()).sum(), difference, rtol=1e-6)
-
-
-class _WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return dy * (1 + 64 * torch.finfo(dy.dtype).eps)
-
-
-BUGS = {
-    "a zero row": lambda y: torch.cat((y[:-1], torch.zeros_like(y[-1:]))),
-    "not written": lambda y: torch.cat((y[:-1], torch.full_like(y[-1:], torch.nan))),
-    "rounded to fewer bits": lambda y: y * (1 + 16 * torch.finfo(y.dtype).eps),
-    "in the gradients": _WrongGradient.apply,
-}
-
-
-@pytest.mark.sampled(100, 60)
-@pytest.mark.parametrize(
-    ("op", "bug"), [(o, b) for o in OPS for b in BUGS if "grad" not in b or o in DIFFERENTIABLE]
-)
-def test_planted_bugs_are_found(op: str, bug: str) -> None:
-    """Random calls find a bug in any op within a few dozen calls."""
-    kernel = kernel_of(op, "reference")
-
-    def run(arguments: Any) -> Any:
-        result = kernel.function(arguments)
-        one, *rest = result if isinstance(result, tuple) else (result,)
-        one = BUGS[bug](one) if one.dim() and one.shape[0] else one
-        return (one, *rest) if rest else one
-
-    wrong = dataclasses.replace(kernel, function=run)
-
-    @settings(max_examples=40, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(ROWS[op].drawn(torch.float32))
-    def check(drawn: Drawn) -> None:
-        names = drawn.names if bug == "in the gradients" else ()
-        check_kernels(op, drawn.arguments, names, drawn.offset, [(wrong, None)])
-
-    with pytest.raises(Wrong):
-        check()
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)

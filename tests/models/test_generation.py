@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, nn, use_backend
-from transformer_fast.models.generation import decoders, search
+from transformer_fast.models.generation import search
 from transformer_fast.models.generation.decoders import CachedDecoder, RecomputedDecoder, read_stack
 from transformer_fast.models.generation.methods import bind_best, sampler, top
 
@@ -116,18 +115,6 @@ def test_maximum_lengths_and_defaults() -> None:
     assert wide.generate(source, end_token=-1).tokens.shape == (2, 54)
     assert wide.generate(source[:0]).tokens.shape == (0, 0)
     assert wide.generate(source[:0], models.BeamSearch(3, n_best=2)).tokens.shape == (0, 2, 0)
-
-
-def test_another_end_token() -> None:
-    model = varied(small())
-    source = tokens(23, LENGTHS)
-    free = model.generate(source, max_new_tokens=12, end_token=-1)
-    end = int(free.tokens[0, 3])
-    found = model.generate(source, max_new_tokens=12, end_token=end)
-    for row, length, all_of_it in zip(found.tokens, found.lengths, free.tokens, strict=True):
-        assert torch.equal(row[:length], all_of_it[:length])
-        assert int(length) == 12 or row[length - 1] == end
-        assert (row[: length - 1] != end).all()
 
 
 def test_prefix() -> None:
@@ -584,38 +571,6 @@ def test_beam_search_with_a_large_vocabulary() -> None:
     check(varied(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
 
 
-@pytest.mark.parametrize("power", [0.0, 0.6, 1.5])
-def test_wide_beam_search_finds_the_best_sequences(power: float) -> None:
-    """4 tokens are possible, including the end: 27 sequences of length 3 are extended
-    to length 4."""
-    limit, possible = 4, [END, 5, 6, 7]
-    model = small(target_vocab_size=40)
-    with torch.no_grad():
-        impossible = torch.ones(40, dtype=torch.bool)
-        impossible[possible] = False
-        model.output.bias.masked_fill_(impossible, -1e4)
-    source = tokens(23, [6, 2])
-    method = models.BeamSearch(39, power, n_best=10)
-    found = model.generate(source, method, max_new_tokens=limit)
-    assert found.scores is not None
-    for i, row in enumerate(source):
-        scores = next_scores(model, row[row != PAD].tolist())
-        everything = []
-        going = possible[1:]
-        for length in range(1, limit + 1):
-            for start in itertools.product(going, repeat=length - 1):
-                for last in possible if length == limit else [END]:
-                    sequence = [*start, last]
-                    total = sum(scores(sequence[:k])[sequence[k]] for k in range(length))
-                    everything.append((normalised(total, length, power), sequence))
-        everything.sort(key=lambda x: -x[0])
-        assert len(everything) == 1 + 3 + 9 + 27 * 4
-        for place, (score, sequence) in enumerate(everything[:10]):
-            length = int(found.lengths[i, place])
-            assert found.tokens[i, place, :length].tolist() == sequence
-            assert float(found.scores[i, place]) == pytest.approx(score, rel=1e-4)
-
-
 def test_more_beams_than_extensions_in_the_first_step() -> None:
     """With a vocabulary of 3, the first step has fewer extensions than beams."""
     model = small(target_vocab_size=3)
@@ -644,48 +599,6 @@ def test_missing_hypotheses_are_empty() -> None:
     assert found.tokens[:, 0, 0].tolist() == [END, END]
     assert found.lengths.tolist() == [[1, 0], [1, 0]]
     assert found.scores.tolist() == [[0.0, -math.inf]] * 2
-
-
-def test_early_stop_takes_fewer_steps() -> None:
-    calls = []
-    model = varied(small(), 2.0)
-    model.decoder.embedding.table.register_forward_hook(lambda *_: calls.append(1))
-    source = tokens(23, [7, 3, 5, 1])
-    for early_stop in (True, False):
-        model.generate(source, models.BeamSearch(3, 1.0, early_stop, n_best=3), max_new_tokens=40)
-        calls.append(0)
-    early = calls.index(0)
-    assert 0 < early < len(calls) - early - 2 < 40
-
-
-def test_reordering_copies_only_unshared_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions before the last common ancestor of all beams are not copied."""
-    moved: list[tuple[int, int]] = []
-    right = decoders.select_rows
-
-    def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
-        moved.append((start, end))
-        right(cache, rows, start, end, out)
-
-    monkeypatch.setattr(decoders, "select_rows", select_rows)
-    beams, places = 3, 6
-    cache = torch.full((2, 2, 6, 1, places, 1), torch.nan)
-    cache[:, :, :, :, 0] = torch.arange(2).repeat_interleave(beams)[:, None, None].float()
-    moves = decoders.Reordering(cache, beams)
-    expected = [[float(row // beams)] for row in range(6)]
-    for place, order in enumerate(
-        ([0, 0, 0, 4, 4, 4], [1, 1, 0, 5, 3, 3], [0, 0, 1, 4, 4, 5], [2, 1, 0, 3, 3, 3]), 1
-    ):
-        cache[:, :, :, :, place] = torch.arange(6)[:, None, None] + 10.0 * place
-        expected = [[*row, i + 10.0 * place] for i, row in enumerate(expected)]
-        moves.wrote(place)
-        cache = moves.apply(cache, torch.tensor(order), place + 1)
-        expected = [expected[i] for i in order]
-        for layer in cache.flatten(0, 1):
-            assert layer[:, 0, : place + 1, 0].tolist() == expected
-    # After the first move, all beams of a source share positions 0 and 1. The second move copies
-    # these to the other buffer too; later moves leave them in place.
-    assert moved == [(0, 2), (0, 3), (2, 4), (2, 5)]
 
 
 V, M = 19, 16
@@ -794,16 +707,6 @@ def test_torch_nn_encoder_as_a_decoder_only_model() -> None:
     beams = models.generate(stack, None, models.BeamSearch(3), max_new_tokens=9, **arguments)
     assert beams.scores is not None
     assert (beams.scores < 0).all()
-
-
-def test_project_can_be_any_function() -> None:
-    user = random_user(torch.nn.Transformer, batch_first=True)
-    memory = torch.randn(3, 5, M)
-    arguments = user.arguments()
-    expected = models.generate(user.transformer, memory, max_new_tokens=9, **arguments)
-    arguments["project"] = lambda x: user.out(x) * 2 + 1
-    found = models.generate(user.transformer, memory, max_new_tokens=9, **arguments)
-    assert torch.equal(found.tokens, expected.tokens)
 
 
 def _appending(layers: Any) -> None:

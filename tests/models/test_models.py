@@ -23,7 +23,7 @@ from models_checks import (
 )
 from module_checks import check_budget
 
-from transformer_fast import functional, models, nn
+from transformer_fast import functional, models
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -166,24 +166,12 @@ def test_config_and_state_dict_restore_the_model(tmp_path: Path) -> None:
     assert torch.equal(again(source, target), model(source, target))
 
 
-def test_layers_are_of_transformer_fast_nn() -> None:
-    model = small()
-    kinds = {type(layer) for half in (model.encoder, model.decoder) for layer in half.stack.layers}
-    assert kinds == {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
-
-
 def test_dropout_acts_in_training_only() -> None:
     model = small(dropout=0.5)
     source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
     assert torch.equal(model(source, target), model(source, target))
     model.train()
     assert not torch.equal(model(source, target), model(source, target))
-
-
-def test_int32_tokens() -> None:
-    model = small()
-    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
-    assert torch.equal(model(source.int(), target.int()), model(source, target))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -193,17 +181,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     logits = model(tokens(23, [7, 3]), tokens(19, [4, 6]))
     assert logits.dtype == dtype
     assert torch.isfinite(logits).all()
-
-
-def test_positions_are_computed_after_to_empty() -> None:
-    model = small(device="meta").to_empty(device="cpu")
-    for module in model.modules():
-        if isinstance(module, models.SinusoidalPositions):
-            module.reset_parameters()
-    like = small()
-    model.load_state_dict(like.state_dict())
-    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
-    assert torch.equal(model(source, target), like(source, target))
 
 
 # Dynamo itself triggers this warning when it handles an autograd.Function.
@@ -301,18 +278,6 @@ def test_attention_weights_of_torch_nn_modules(grad: bool) -> None:
         "decoder.layers.0.self_attn": (2, 2, 3, 3),
         "decoder.layers.0.multihead_attn": (2, 2, 3, 5),
     }
-
-
-def test_attention_weights_keep_the_calls_own_results() -> None:
-    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    x = torch.randn(2, 5, 16)
-    with models.attention_weights(attention) as weights:
-        assert attention(x, x, x, need_weights=False)[1] is None
-        averaged = attention(x, x, x)[1]
-        each = attention(x, x, x, None, True, None, False)[1]
-    assert torch.equal(averaged, attention(x, x, x)[1])
-    assert torch.equal(each, weights[""])
-    assert each.shape == (2, 2, 5, 5)
 
 
 def test_attention_weights_of_unknown_layers_raise() -> None:

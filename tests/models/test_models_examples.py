@@ -519,56 +519,6 @@ def test_wrong_state_dicts_raise_and_change_nothing() -> None:
 # torch.nn.Transformer
 
 
-class TorchSeq2Seq(nn.Module):
-    """The model of the example page, made of torch.nn modules, called as in the tutorials."""
-
-    def __init__(self, like: Any) -> None:
-        super().__init__()
-        t = like.transformer
-        self.transformer = nn.Transformer(t.d_model, t.nhead, 2, 2, 24, 0.0)
-        self.src_emb = nn.Embedding(like.src_emb.num_embeddings, t.d_model)
-        self.tgt_emb = nn.Embedding(like.tgt_emb.num_embeddings, t.d_model)
-        self.generator = nn.Linear(t.d_model, like.tgt_emb.num_embeddings)
-        self.positions = by_hand.PositionalEncoding(t.d_model)
-
-    def place(self, x: Tensor) -> Tensor:
-        return self.positions((x * math.sqrt(x.shape[-1])).transpose(0, 1)).transpose(0, 1)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        padding = (source == 1).T
-        dtype = self.generator.weight.dtype
-        causal = torch.full((len(target), len(target)), -math.inf, dtype=dtype).triu(1)
-        hidden = torch.zeros(padding.shape, dtype=dtype).masked_fill(padding, -math.inf)
-        output = self.transformer(
-            self.place(self.src_emb(source)),
-            self.place(self.tgt_emb(target)),
-            tgt_mask=causal,
-            src_key_padding_mask=hidden,
-            memory_key_padding_mask=hidden,
-        )
-        return self.generator(output)
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_translation_with_torch_nn() -> None:
-    ours = randomised(translation.Seq2SeqTransformer(2, 16, 2, 23, 19, 24))
-    # Training mode avoids the fast path; dropout is 0.
-    theirs = randomised(TorchSeq2Seq(ours)).train()
-    source = tokens(23, [7, 7]).T.contiguous()
-    source[4:, 1] = translation.PAD
-    target = tokens(19, [5, 5]).T
-
-    def load(model: nn.Module, state: dict[str, Tensor]) -> None:
-        model.load_state_dict({k: v for k, v in state.items() if k != "positions.pe"})
-
-    check(ours, theirs, load, lambda model: model(source, target))
-    ys = recomputed(lambda ys: theirs(source, ys.T)[-1], torch.full((2, 1), translation.START), 12)
-    found = translation.translate(ours, source)
-    for row, length, right in zip(found.tokens, found.lengths, ys[:, 1:], strict=True):
-        assert torch.equal(row[:length], right[:length])
-        assert int(length) == 12 or row[length - 1] == translation.END
-
-
 # Decoder-only
 
 

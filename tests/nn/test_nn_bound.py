@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from transformer_fast import _native, nn
-from transformer_fast.nn import bound
 
 pytestmark = [
     pytest.mark.usefixtures("small_calls_on_kernels"),
@@ -113,23 +112,6 @@ def test_changes_of_a_layer_after_calls(change: str, norm_first: bool, grad: boo
         # A copy has never been read.
         assert torch.equal(after, call(copy.deepcopy(module), grad))
         assert not torch.equal(after.float(), before[0])
-
-
-@torch.no_grad()
-def test_layers_are_read_once() -> None:
-    layer = make().eval()
-    stack = nn.TransformerEncoder(make(), 2, enable_nested_tensor=False).eval()
-    for module, owner in ((layer, layer), (stack, stack.layers)):
-        call(module, False)
-        ((_, first),) = bound._kept[owner].items()
-        for parameter in module.parameters():
-            parameter.add_(1.0)  # read by the kernels
-        call(module, False)
-        assert [*bound._kept[owner].values()] == [first]
-        next(module.parameters()).requires_grad_(False)
-        module.to(torch.bfloat16)
-        call(module, False)
-        assert [*bound._kept[owner].values()] == [first]
 
 
 @torch.no_grad()

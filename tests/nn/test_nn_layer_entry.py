@@ -40,120 +40,87 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def layer(p: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
+def make(crossed: bool, p: float = 0.0, **options: Any) -> Any:
     torch.manual_seed(0)
-    return nn.TransformerEncoderLayer(M, H, F, p, **{"batch_first": True, **options}).train()
+    kind = nn.TransformerDecoderLayer if crossed else nn.TransformerEncoderLayer
+    return kind(M, H, F, p, **{"batch_first": True, **options}).train()
 
 
-def inputs(batch_first: bool = True) -> Tensor:
-    x = torch.randn(B, T, M, generator=torch.Generator().manual_seed(1))
+def layer(p: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
+    return make(False, p, **options)  # type: ignore[no-any-return]
+
+
+def inputs(batch_first: bool = True, length: int = T, seed: int = 1) -> Tensor:
+    x = torch.randn(B, length, M, generator=torch.Generator().manual_seed(seed))
     return (x if batch_first else x.transpose(0, 1).contiguous()).requires_grad_()
 
 
-def gradients(model: Any, x: Tensor, **masks: Any) -> list[Tensor]:
-    """Returns the output, and the gradients of the input and of all parameters."""
+def given_to(crossed: bool, batch_first: bool = True) -> list[Tensor]:
+    """Returns the inputs of a layer: x, and the memory of a decoder layer."""
+    memory = [inputs(batch_first, T + 2, 3)] if crossed else []
+    return [inputs(batch_first), *memory]
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y * torch.linspace(0.1, 1.0, M)).sum()
+
+
+def gradients(model: Any, *given: Tensor, **masks: Any) -> list[Tensor]:
+    """Returns the output, and the gradients of the inputs and of all parameters."""
     torch.manual_seed(2)
-    y = model(x, **masks)
-    weights = torch.linspace(0.1, 1.0, M)
-    return [y, *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()])]
+    y = model(*given, **masks)
+    return [y, *torch.autograd.grad(loss_of(y), [*given, *model.parameters()])]
 
 
-def masks(kind: str) -> dict[str, Tensor]:
-    padding = torch.zeros(B, T, dtype=torch.bool)
+def masks(kind: str) -> dict[str, Any]:
+    padding = torch.zeros(B, T + 2, dtype=torch.bool)
     padding[1, 5:] = True
     causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
-    found = {"src_key_padding_mask": padding, "src_mask": causal}
+    if kind == "decoder":
+        return {
+            "tgt_mask": causal, "tgt_key_padding_mask": padding[:, :T], "tgt_is_causal": True,
+            "memory_key_padding_mask": padding,
+        }  # fmt: skip
+    found = {"src_key_padding_mask": padding[:, :T], "src_mask": causal}
     return {name: x for name, x in found.items() if kind in (name, "both")}
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("mask", ["none", "src_key_padding_mask", "src_mask", "both"])
+@pytest.mark.parametrize(
+    ("crossed", "mask"),
+    [*((False, kind) for kind in ("none", "src_key_padding_mask", "src_mask", "both")),
+     (True, "none"), (True, "decoder")],
+)  # fmt: skip
 def test_results_are_those_of_the_ops(
-    mask: str, batch_first: bool, norm_first: bool, p: float, entered: list[bool]
+    crossed: bool, mask: str, batch_first: bool, norm_first: bool, p: float, entered: list[bool]
 ) -> None:
     """With dropout, too: both draw the same seeds."""
-    model = layer(p, batch_first=batch_first, norm_first=norm_first, activation="gelu")
-    x, given = inputs(batch_first), masks(mask)
-    ours = gradients(model, x, **given)
+    model = make(crossed, p, batch_first=batch_first, norm_first=norm_first, activation="gelu")
+    given, hidden = given_to(crossed, batch_first), masks(mask)
+    ours = gradients(model, *given, **hidden)
     assert entered == [True]
     with fast_path.small_size_fallback(short=False):
-        ops = gradients(model, x, **given)
+        ops = gradients(model, *given, **hidden)
     assert not any(entered[1:])
-    wide = copy.deepcopy(model).double()
     if p == 0.0:
-        exact = gradients(wide, x.detach().double().requires_grad_(), **given)
+        wide = [x.detach().double().requires_grad_() for x in given]
+        exact = gradients(copy.deepcopy(model).double(), *wide, **hidden)
         for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
             found = compare(f"{index}", one, other, oracle, factor=3.0)
             assert found.ok, found
     for one, other in zip(ours, ops, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def decoder(p: float = 0.0, **options: Any) -> nn.TransformerDecoderLayer:
-    torch.manual_seed(0)
-    return nn.TransformerDecoderLayer(M, H, F, p, **{"batch_first": True, **options}).train()
-
-
-def decoder_gradients(model: Any, x: Tensor, memory: Tensor, masked: bool = True) -> list[Tensor]:
-    """Returns the output, and the gradients of both inputs and of all parameters."""
-    given = {}
-    if masked:
-        padding = torch.zeros(B, T + 2, dtype=torch.bool)
-        padding[1, 5:] = True
-        causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
-        given = {
-            "tgt_mask": causal, "tgt_key_padding_mask": padding[:, :T], "tgt_is_causal": True,
-            "memory_key_padding_mask": padding,
-        }  # fmt: skip
-    torch.manual_seed(2)
-    y = model(x, memory, **given)
-    loss = (y * torch.linspace(0.1, 1.0, M)).sum()
-    return [y, *torch.autograd.grad(loss, [x, memory, *model.parameters()])]
-
-
-def memory_of(batch_first: bool = True) -> Tensor:
-    memory = torch.randn(B, T + 2, M, generator=torch.Generator().manual_seed(3))
-    return (memory if batch_first else memory.transpose(0, 1).contiguous()).requires_grad_()
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_decoder_layers(
-    masked: bool, batch_first: bool, norm_first: bool, p: float, entered: list[bool]
-) -> None:
-    model = decoder(p, batch_first=batch_first, norm_first=norm_first, activation="gelu")
-    x, memory = inputs(batch_first), memory_of(batch_first)
-    ours = decoder_gradients(model, x, memory, masked)
-    assert entered == [True]
-    with fast_path.small_size_fallback(short=False):
-        ops = decoder_gradients(model, x, memory, masked)
-    assert not any(entered[1:])
-    for one, other in zip(ours, ops, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    if p == 0.0:
-        wide = copy.deepcopy(model).double()
-        given = (each.detach().double().requires_grad_() for each in (x, memory))
-        exact = decoder_gradients(wide, *given, masked)
-        for index, (one, other, oracle) in enumerate(zip(ours, ops, exact, strict=True)):
-            found = compare(f"{index}", one, other, oracle, factor=3.0)
-            assert found.ok, found
 
 
 def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
     """Some parameters alone, the memory alone, or with a saved tensor that was written to."""
-    model, x, memory = decoder(), inputs(), memory_of()
-    every = decoder_gradients(model, x, memory)
-    causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
-    padding = torch.zeros(B, T + 2, dtype=torch.bool)
-    padding[1, 5:] = True
+    model, (x, memory) = make(True), given_to(True)
+    every = gradients(model, x, memory, **masks("decoder"))
 
     def loss(memory: Tensor) -> Tensor:
-        y = model(x.detach(), memory, causal, None, padding[:, :T], padding, True)
-        return (y * torch.linspace(0.1, 1.0, M)).sum()
+        return loss_of(model(x.detach(), memory, **masks("decoder")))
 
     (found,) = torch.autograd.grad(loss(memory), memory)
     torch.testing.assert_close(found, every[2])
@@ -177,13 +144,14 @@ def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
         result.backward()
 
 
-def test_gradients_of_gradients_of_decoder_layers(entered: list[bool]) -> None:
-    model, x, memory = decoder(activation="gelu"), inputs(), memory_of()
+@pytest.mark.parametrize("crossed", [False, True])
+def test_gradients_of_gradients(crossed: bool, entered: list[bool]) -> None:
+    model, inputs = make(crossed, activation="gelu"), given_to(crossed)
 
     def penalty(double: bool) -> list[Tensor]:
         own: Any = copy.deepcopy(model).double() if double else model
-        given = [y.detach().double().requires_grad_() if double else y for y in (x, memory)]
-        with sdpa_kernel(SDPBackend.MATH):
+        given = [x.detach().double().requires_grad_() if double else x for x in inputs]
+        with sdpa_kernel(SDPBackend.MATH):  # the only one of PyTorch's with second derivatives
             first = torch.autograd.grad(own(*given).square().sum(), given, create_graph=True)
         sums = sum(each.square().sum() for each in first)
         return [*torch.autograd.grad(sums, [*given, *own.parameters()], allow_unused=True)]
@@ -194,32 +162,12 @@ def test_gradients_of_gradients_of_decoder_layers(entered: list[bool]) -> None:
     assert entered[0]
 
 
-def test_gradients_of_gradients() -> None:
-    model, x = layer(activation="gelu"), inputs()
-
-    def penalty(double: bool) -> list[Tensor]:
-        own: Any = copy.deepcopy(model).double() if double else model
-        given = x.detach().double().requires_grad_() if double else x
-        with sdpa_kernel(SDPBackend.MATH):  # the only one of PyTorch's with second derivatives
-            (first,) = torch.autograd.grad(own(given).square().sum(), given, create_graph=True)
-        return [
-            *torch.autograd.grad(
-                first.square().sum(), [given, *own.parameters()], allow_unused=True
-            )
-        ]
-
-    for one, other in zip(penalty(False), penalty(True), strict=True):
-        if other is None or not other.any():
-            continue
-        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
-
-
 def test_checkpoints_draw_the_same_dropout(entered: list[bool]) -> None:
     model, x = layer(0.3), inputs()
     plain = gradients(model, x)
     torch.manual_seed(2)
     y = checkpoint(model, x, use_reentrant=False)
-    (grad,) = torch.autograd.grad((y * torch.linspace(0.1, 1.0, M)).sum(), x)
+    (grad,) = torch.autograd.grad(loss_of(y), x)
     assert all(entered)
     assert torch.equal(y, plain[0])
     assert torch.equal(grad, plain[1])
@@ -232,7 +180,7 @@ def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 2 == 0)
     torch.manual_seed(2)
-    loss = (model(x.detach()) * torch.linspace(0.1, 1.0, M)).sum()
+    loss = loss_of(model(x.detach()))
     wanted = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, wanted)
     expected = every[1::2]
@@ -248,13 +196,12 @@ def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
 def test_compiled_autograd(crossed: bool, norm_first: bool, entered: list[bool]) -> None:
     """A compiled step whose forward is eager."""
     torch._dynamo.reset()
-    model = (decoder if crossed else layer)(0.3, norm_first=norm_first)
-    given = [inputs(), memory_of()] if crossed else [inputs()]
+    model, given = make(crossed, 0.3, norm_first=norm_first), given_to(crossed)
 
     @torch._dynamo.disable
     def loss() -> Tensor:
         torch.manual_seed(2)
-        return (model(*given) * torch.linspace(0.1, 1.0, M)).sum()
+        return loss_of(model(*given))
 
     leaves = [*given, *model.parameters()]
     expected = torch.autograd.grad(loss(), leaves)

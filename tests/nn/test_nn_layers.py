@@ -243,20 +243,6 @@ def test_overridden_blocks_run(name: str, block: str, norm_first: bool, on_insta
             torch.testing.assert_close(ours(*given, **kwargs), theirs(*given, **kwargs))
 
 
-def test_overridden_blocks_receive_float_masks() -> None:
-    seen: list[Any] = []
-
-    class Own(nn.TransformerEncoderLayer):
-        def _sa_block(self, x: Tensor, *masks: Any, **kwargs: Any) -> Tensor:
-            seen.extend(masks)
-            return super()._sa_block(x, *masks, **kwargs)
-
-    layer = Own(M, H, HIDDEN, batch_first=True)
-    padding = torch.zeros(B, T, dtype=torch.bool)
-    layer(torch.randn(B, T, M), torch.zeros(T, T, dtype=torch.bool), padding)
-    assert [m.dtype for m in seen] == [torch.float32, torch.float32]
-
-
 CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
@@ -324,16 +310,6 @@ def test_no_warning_about_nested_tensors() -> None:
     assert encoder.enable_nested_tensor
     assert not encoder.use_nested_tensor
     assert model.encoder.layers[0].self_attn.batch_first is False
-
-
-def test_transformer_consists_of_this_librarys_modules() -> None:
-    model = nn.Transformer(M, H, 1, 1, HIDDEN)
-    names = {"LayerNorm", "MultiheadAttention", "Transformer"}
-    for module in model.modules():
-        kind = type(module)
-        if kind.__name__ in names or kind.__name__.startswith("Transformer"):
-            assert kind is getattr(nn, kind.__name__)
-            assert isinstance(module, getattr(torch.nn, kind.__name__))
 
 
 def test_custom_encoder_and_decoder_are_kept() -> None:
@@ -497,17 +473,6 @@ def test_custom_layers_receive_pytorchs_arguments() -> None:
                 assert value is found[key]
 
 
-def test_stacks_pass_bool_masks_unconverted() -> None:
-    seen: list[Any] = []
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 1)
-    encoder.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
-    )
-    encoder(torch.randn(B, S, M), CAUSAL(S).isinf(), padding(S))
-    assert seen[0]["attn_mask"].dtype == seen[0]["key_padding_mask"].dtype == torch.bool
-    assert seen[0]["is_causal"] is True
-
-
 def test_mismatched_masks_warn_once() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN), 3)
     x = torch.randn(S, B, M)
@@ -536,47 +501,6 @@ def test_causal_mask_detection(dtype: torch.dtype, size: int) -> None:
     assert masks.is_causal_mask(causal, None, size) is True
     assert masks.is_causal_mask(None, None, size) is False
     assert masks.is_causal_mask(causal.to("meta"), None, size) is False
-
-
-def test_device_masks_are_read_once_per_version(monkeypatch) -> None:
-    """Each read synchronises with the device.
-
-    Masks are never read during the capture of a CUDA graph, and the cache holds no mask alive.
-    """
-    looks: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch, "equal", lambda a, b: (looks.append(a), bool((a == b).all()))[1])
-    of = masks._is_causal_on_gpu
-    kept = len(masks._causal)
-    mask = torch.ones(5, 5).triu(1).bool()
-    with monkeypatch.context() as capture:
-        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not of(mask)
-        assert not looks
-    for _ in range(3):
-        assert of(mask)
-    assert len(looks) == 1
-    mask[0, 1] = False
-    assert not of(mask)
-    assert not of(mask)
-    mask.data = torch.ones(5, 5).triu(1).bool()
-    assert of(mask)
-    assert len(looks) == 3
-    looks.clear()
-    with torch.inference_mode():
-        other = mask.clone()
-    assert of(other)
-    del mask, other
-    looks.clear()
-    assert len(masks._causal) == kept
-
-
-def test_generate_square_subsequent_mask() -> None:
-    theirs = torch.nn.Transformer.generate_square_subsequent_mask
-    for kwargs in ({}, {"dtype": torch.float64}, {"device": "meta"}):
-        expected, found = theirs(4, **kwargs), CAUSAL(4, **kwargs)
-        assert (found.dtype, found.device) == (expected.dtype, expected.device)
-        assert found.is_meta or torch.equal(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_checks import Recorder, assert_close, attention_pair
+from module_checks import assert_close, attention_pair
 from torch import Tensor
 
 from transformer_fast import nn
@@ -84,21 +84,6 @@ def test_masks_layouts_and_options(options: dict[str, Any], kind: str, batched: 
             given = inputs(batched, options.get("batch_first", False), kind, *sizes)
             how = {"need_weights": weights, "average_attn_weights": average}
             assert_close(ours, theirs, *given, **how, **mask)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_shared_inputs_share_one_projection(
-    monkeypatch: pytest.MonkeyPatch, batch_first: bool
-) -> None:
-    _, ours = pair(batch_first=batch_first)
-    recorder = Recorder(monkeypatch)
-    for kind, storages in (("self", 1), ("shared", 2), ("distinct", 3)):
-        ours(*inputs(True, batch_first, kind))
-        tensors, _, _ = recorder.calls[-1]
-        assert len({x.untyped_storage().data_ptr() for x in tensors}) == storages
-        for x in tensors:
-            assert x.shape[:2] == (B, H)
-            assert x.stride(-1) == 1
 
 
 def test_returned_weights_are_those_after_dropout() -> None:
@@ -278,34 +263,6 @@ def test_fully_masked_rows_are_zero(need_weights: bool, training: bool, how: str
     assert query.grad[~empty].any()
     assert torch.isfinite(memory.grad).all()
     assert all(torch.isfinite(p.grad).all() for p in ours.parameters())
-
-
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_padding_is_not_expanded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    theirs, ours = pair(batch_first=True)
-    recorder = Recorder(monkeypatch)
-    x = torch.randn(B, T, M)
-    padding = torch.zeros(B, T, dtype=torch.bool)
-    padding[1, 2:] = True
-    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
-    if kind == "float":
-        padding = torch.zeros(B, T).masked_fill(padding, -torch.inf)
-        causal = torch.zeros(T, T).masked_fill(causal, -torch.inf)
-    calls = (
-        ({"key_padding_mask": padding}, (B, 1, 1, T), False),
-        ({"attn_mask": causal}, (1, 1, T, T), False),
-        ({"attn_mask": causal, "is_causal": True}, None, True),
-        ({"attn_mask": causal, "is_causal": True, "key_padding_mask": padding},
-         (B, 1, 1, T), True),
-        ({"attn_mask": causal, "key_padding_mask": padding}, (B, 1, T, T), False),
-        ({"attn_mask": causal, "is_causal": True, "need_weights": True}, (1, 1, T, T), False),
-    )  # fmt: skip
-    for kwargs, shape, is_causal in calls:
-        kwargs = {"need_weights": False, **kwargs}
-        assert_close(ours, theirs, x, x, x, **kwargs)
-        _, mask, hint = recorder.calls[-1]
-        assert (None if mask is None else tuple(mask.shape)) == shape
-        assert hint is is_causal
 
 
 def test_is_causal_hint_overrides_the_mask() -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from transformer_fast import dispatch, nn, use_backend
 from transformer_fast import functional as F
 
-pytestmark = pytest.mark.sampled(20, 70)
+pytestmark = pytest.mark.sampled(15, 50)
 
 HALVES = [torch.bfloat16, torch.float16]
 

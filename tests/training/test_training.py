@@ -139,25 +139,6 @@ def test_activation_checkpointing_keeps_losses_and_gradients() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_activation_checkpointing_saves_fewer_elements() -> None:
-    kept = []
-    for wanted in (False, True):
-        model = models.Transformer(9, 9, 32, 2, 2, 2, 64, 0.1)
-        if wanted:
-            training.checkpoint_activations(model)
-        sizes: list[int] = []
-
-        def pack(x: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
-            sizes.append(x.numel())
-            return x
-
-        tokens = torch.randint(0, 9, (8, 12))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model(tokens, tokens)
-        kept.append(sum(sizes))
-    assert kept[1] < kept[0] / 3
-
-
 class _LogitsOnly(torch.nn.Module):
     """A model that returns logits only: `NextTokenLoss` does not recognise its class."""
 
@@ -171,7 +152,7 @@ class _LogitsOnly(torch.nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("embedding_size", [None, 24])
-@pytest.mark.parametrize("how", ["plain", "compiled", "autocast", "bfloat16", "reference"])
+@pytest.mark.parametrize("how", ["plain", "autocast", "bfloat16", "reference"])
 def test_losses_of_models_equal_those_of_logits(
     tied: bool, embedding_size: int | None, how: str
 ) -> None:
@@ -183,9 +164,8 @@ def test_losses_of_models_equal_those_of_logits(
     tokens[1, 5:] = expected[1, 5:] = PAD
     if how == "bfloat16":
         model = model.bfloat16()
-    called = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     found = []
-    for way in (called, _LogitsOnly(model)):
+    for way in (model, _LogitsOnly(model)):
         model.zero_grad()
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
@@ -268,15 +248,6 @@ def test_batches_contain_each_sequence_once_within_the_budget(
         assert len(batch) <= (max_sequences or len(batch))
 
 
-def test_batches_are_full_with_little_padding() -> None:
-    chance = random.Random(0)
-    lengths = [chance.randint(1, 50) for _ in range(2000)]
-    batches = list(training.TokenBatches(lengths, 1000))
-    padded = sum(len(b) * max(lengths[i] for i in b) for b in batches)
-    assert sum(lengths) / padded > 0.97
-    assert padded / len(batches) > 0.95 * 1000
-
-
 def test_seed_and_epoch_determine_the_order() -> None:
     lengths = [random.Random(1).randint(1, 9) for _ in range(200)]
     state = torch.get_rng_state()
@@ -298,32 +269,11 @@ def test_seed_and_epoch_determine_the_order() -> None:
     assert list(sampler) == first[1][4:]
 
 
-def test_batches_of_one_step_have_similar_lengths_in_all_processes() -> None:
-    lengths = [random.Random(2).randint(1, 60) for _ in range(600)]
-    ranks = [list(training.TokenBatches(lengths, 600, rank=r, world_size=2)) for r in range(2)]
-    apart = [
-        abs(max(lengths[i] for i in a) - max(lengths[i] for i in b))
-        for a, b in zip(*ranks, strict=True)
-    ]
-    assert max(apart) <= 12
-    assert sum(apart) / len(apart) < 3
-
-
 def test_collator() -> None:
     batch = training.PairCollator(PAD, START, END)([([5, 6, 7], [8]), ([5], [9, 8])])
     assert batch.source.tolist() == [[5, 6, 7], [5, PAD, PAD]]
     assert batch.target.tolist() == [[START, 8, PAD], [START, 9, 8]]
     assert batch.expected.tolist() == [[8, END, PAD], [9, 8, END]]
-
-
-def test_loader_gives_all_pairs() -> None:
-    pairs = make_pairs()
-    rows = [
-        tuple(token for token in row if token != PAD)
-        for batch in make_loader(pairs)
-        for row in batch.source.tolist()
-    ]
-    assert sorted(rows) == sorted(tuple(source) for source, _ in pairs)
 
 
 def test_training_learns_with_kernels_only() -> None:
@@ -491,17 +441,9 @@ def test_evaluate_keeps_mode_and_random_state() -> None:
     assert loss == pytest.approx(sum(sums) / tokens, rel=1e-5)
 
 
-def test_language_model_trains() -> None:
-    torch.manual_seed(0)
-    model = models.LanguageModel(12, 16, 2, 1, 32, 0.0, max_len=16)
-    tokens = torch.arange(9).expand(4, 9) + 2
-    optimizer = training.adamw(model, 1e-2)
-    trainer = training.Trainer(model, optimizer, training.NextTokenLoss(None, 0.0))
-    history = trainer.fit([(tokens[:, :-1], tokens[:, 1:])], steps=60)
-    assert history.loss[-1] < 0.1 < history.loss[0]
-
-
-@pytest.mark.parametrize("how", ["bf16", "checkpointed", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["bf16", "checkpointed", pytest.param("compiled", marks=pytest.mark.thorough)]
+)
 def test_other_modes_give_the_same_losses(how: str, tmp_path: Path) -> None:
     plain = make_trainer(make_model(0.0))
     expected = plain.fit(make_loader(make_pairs()), steps=3).loss

@@ -4,13 +4,9 @@ the package."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import random
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -135,62 +131,3 @@ def test_it_runs_and_learns(small, tmp_path, capsys):
     assert [line for line in told.splitlines() if "greedy" in line] == [
         line for line in again.splitlines() if "greedy" in line
     ]
-
-
-def test_resumed_run_equals_an_uninterrupted_one(small, tmp_path, capsys, monkeypatch):
-    options = ("--steps", "8", "--race-steps", "0", "--beams", "1", "--seed", "3")
-    run(small, tmp_path / "whole", *options)
-    make = page.make_trainer
-
-    def interrupting(*arguments: Any, **named: Any) -> Any:
-        trainer = make(*arguments, **named)
-        objective = trainer.objective
-
-        def kill(model: Any, batch: Any) -> Any:
-            if trainer.step == 4 and model.training:
-                os.kill(os.getpid(), signal.SIGINT)
-            return objective(model, batch)
-
-        trainer.objective = kill
-        return trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(page, "make_trainer", interrupting)
-        with pytest.raises(SystemExit, match="use --resume to continue from"):
-            run(small, tmp_path / "parts", *options)
-    run(small, tmp_path / "parts", "--resume", "--race-steps", "0", "--beams", "1")
-    whole, parts = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("whole", "parts")
-    )
-    assert len(parts["history"]["loss"]) == 8
-    assert parts["history"]["loss"] == whole["history"]["loss"]
-    assert all(torch.equal(parts["model"][name], value) for name, value in whole["model"].items())
-    assert json.loads((tmp_path / "parts" / "setting.json").read_text())["seed"] == 3
-
-
-def test_minutes_limit_the_training(small: Path, tmp_path: Path) -> None:
-    options = ("--minutes", "0.005", "--race-steps", "0", "--beams", "1")
-    run(small, tmp_path, *options)
-    setting = json.loads((tmp_path / "setting.json").read_text())
-    assert 1 <= setting["steps"] <= 150
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--steps", "0"], "--steps must be above 0, not 0"),
-        (["--minutes", "-1"], "--minutes must be above 0, not -1"),
-        (["--steps", "3", "--minutes", "1"], "not allowed with"),
-        (["--resume", "--seed", "3"], "--resume uses the --steps and --seed of"),
-    ],
-)
-def test_wrong_options_are_reported(arguments, words, capsys):
-    with pytest.raises(SystemExit):
-        page.parse(arguments)
-    assert words in capsys.readouterr().err
-
-
-def test_resume_without_a_checkpoint_is_reported(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="There is nothing to resume"):
-        run(small, tmp_path, "--resume")

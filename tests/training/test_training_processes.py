@@ -34,7 +34,7 @@ pytestmark = [
 ]
 STEPS = 6
 #: Number of cases of the op table that run for each op.
-CASES = 3
+CASES = 2
 
 
 def train(strategy: str, folder: Path) -> None:
@@ -73,26 +73,26 @@ class BothRanks:
             yield from pair
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_data_parallel_training_equals_one_process(strategy: str, tmp_path: Path) -> None:
-    torchrun(Path(__file__), [strategy, str(tmp_path)])
+def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
+    torchrun(Path(__file__), ["ddp", "fsdp", str(tmp_path)])
     alone = make_trainer(make_model(0.0), accumulate=2)
     expected = alone.fit(BothRanks(), steps=STEPS)
-    histories = [json.loads((tmp_path / f"history{r}.json").read_text()) for r in range(2)]
-    for found in histories:
-        assert found["tokens"] == expected.tokens
-        assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
-        assert found["gradient_norm"] == pytest.approx(expected.gradient_norm, rel=1e-4)
     valid = training.evaluate(alone.model, alone.objective, make_loader(make_pairs(20, seed=1)))
-    assert histories[0]["validation"][-1][1]["loss"] == pytest.approx(valid, rel=1e-4)
-    # The checkpoint of two processes has a plain model, with the weights of one process.
-    saved = training.read_checkpoint(tmp_path / "run.pt")
-    assert len(saved["random"]) == 2
-    for name, value in alone.model.state_dict().items():
-        if name.endswith("in_proj_bias"):
-            # The key bias has zero gradient, and Adam's steps depend on its rounding errors.
-            continue
-        torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-4)
+    for folder in (tmp_path / "ddp", tmp_path / "fsdp"):
+        histories = [json.loads((folder / f"history{r}.json").read_text()) for r in range(2)]
+        for found in histories:
+            assert found["tokens"] == expected.tokens
+            assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
+            assert found["gradient_norm"] == pytest.approx(expected.gradient_norm, rel=1e-4)
+        assert histories[0]["validation"][-1][1]["loss"] == pytest.approx(valid, rel=1e-4)
+        # The checkpoint of two processes has a plain model, with the weights of one process.
+        saved = training.read_checkpoint(folder / "run.pt")
+        assert len(saved["random"]) == 2
+        for name, value in alone.model.state_dict().items():
+            if name.endswith("in_proj_bias"):
+                # The key bias has zero gradient, and Adam's steps depend on its rounding errors.
+                continue
+            torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-4)
 
 
 def mesh() -> Any:
@@ -292,20 +292,24 @@ CHECKS = {function.__name__: function for function in (ops, cuda_ops, layers, fu
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-@pytest.mark.parametrize("what", CHECKS)
-def test_distributed_results_equal_one_process(what: str, tmp_path: Path) -> None:
-    if what == "cuda_ops":
-        if simt_build.WHY_NOT is not None:
-            pytest.skip(simt_build.WHY_NOT)
-        if _native.cuda_why_not is None:
-            pytest.skip("the operators of the GPU are loaded")
-        simt_build.library()  # built here, since the two processes would wait for each other
-    torchrun(Path(__file__), [what, str(tmp_path)])
+def test_distributed_results_equal_one_process(tmp_path: Path) -> None:
+    torchrun(Path(__file__), ["ops", "layers", "fully_sharded", str(tmp_path)])
+
+
+@pytest.mark.exhaustive  # the rules are those of `ops`
+@pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT))
+@pytest.mark.skipif(_native.cuda_why_not is None, reason="the operators of the GPU are loaded")
+def test_distributed_results_of_cuda_operators(tmp_path: Path) -> None:
+    simt_build.library()  # built here, since the two processes would wait for each other
+    torchrun(Path(__file__), ["cuda_ops", str(tmp_path)])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    what, folder = sys.argv[1], Path(sys.argv[2])
+    *names, root = sys.argv[1:]
     with training.process_group("cpu"):
-        CHECKS[what](folder) if what in CHECKS else train(what, folder)
+        for name in names:
+            folder = Path(root) / name
+            folder.mkdir(exist_ok=True)
+            CHECKS[name](folder) if name in CHECKS else train(name, folder)

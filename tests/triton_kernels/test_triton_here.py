@@ -46,6 +46,7 @@ def test_after(): pass
 """
 
 
+@pytest.mark.exhaustive
 def test_an_illegal_access_ends_the_test_process(tmp_path):
     (tmp_path / "test_spoilt.py").write_text(_SPOILT)
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)

@@ -176,24 +176,6 @@ def test_infinity_and_nan_do_not_spread(device, monkeypatch):
     assert matmul.matmul(a.to(device), b.to(device), relu).output[3].isnan().all()
 
 
-def _places(place_ptr, rows, columns, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803
-    number = tl.program_id(0)
-    m, n = matmul._tile_at(number, rows, columns, M, N, GROUP)
-    tl.store(place_ptr + 2 * number, m)
-    tl.store(place_ptr + 2 * number + 1, n)
-
-
-_places_kernel = jit(_places)
-
-
-@pytest.mark.parametrize(("down", "across", "group"), [(1, 1, 8), (7, 3, 2), (8, 5, 8), (3, 9, 8)])
-def test_every_tile_is_computed_once(device, down, across, group):
-    places = torch.zeros(down * across, 2, dtype=torch.int32, device=device)
-    _places_kernel[(down * across,)](places, down * 16 - 3, across * 16 - 5, 16, 16, group)
-    found = {tuple(place) for place in places.tolist()}
-    assert found == {(m, n) for m in range(down) for n in range(across)}
-
-
 # Cross entropy ------------------------------------------------------------------------------------
 
 IGNORED = -100

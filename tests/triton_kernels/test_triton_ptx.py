@@ -135,6 +135,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(100, 50)
 @pytest.mark.parametrize(("case", "kernel", "was", "becomes", "told"), BUGS)
 def test_planted_bugs_are_caught(emulator, case, kernel, was, becomes, told):
     answer = emulator.ask(case, (f"{kernel}_kernel", was, becomes))
