@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -31,8 +32,9 @@ from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.ops.arguments import LayerArguments, LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
+from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
+from transformer_fast.specs.attention import _gpu_case, _packed_case
 from transformer_fast.specs.gpu import GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import kernel_of, python
+from harness import kernel_of
 from module_checks import cast, check_budget, run
 from torch import Tensor
 from torch.nn import attention as registry

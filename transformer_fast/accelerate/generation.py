@@ -566,7 +566,8 @@ def _stack_of(module: Any) -> str | None:
 
 def _cache_of(module: Any) -> str | None:
     """Returns the name of the argument with earlier keys and values."""
-    names = inspect.signature(original_class(module).forward).parameters
+    kind: Any = original_class(module)
+    names = inspect.signature(kind.forward).parameters
     return next((name for name in CACHES if name in names), None)
 
 
@@ -703,7 +704,7 @@ def _recognise(
         nonlocal returned
         biases = inputs.get("bias"), inputs.get("memory_bias")
         probe = _Attention(*biases)
-        given = {MASK: probe, name: cache}
+        given: dict[Any, Any] = {MASK: probe, name: cache}
         if call.is_crossed:
             given |= {MEMORY: inputs["memory"], MEMORY_MASK: probe}
         if call.has_bias:
@@ -789,7 +790,8 @@ def _difference(decoder: Any, made: Any) -> str | None:
     words = decoder.get_input_embeddings().num_embeddings
     tokens = torch.randint(0, words, (2, 4), generator=generator)
     memory = torch.randn(2, 3, decoder.config.hidden_size, generator=generator).to(dtype)
-    copied, plain = object.__new__(made), object.__new__(original_class(decoder))  # type: ignore[call-overload]
+    kind: Any = original_class(decoder)
+    copied, plain = object.__new__(made), object.__new__(kind)
     for one, stack in ((copied, layers), (plain, None)):
         one.__dict__.update(decoder.__dict__)
         one.__dict__["_modules"] = {**decoder._modules, made._stack: stack}
