@@ -2,7 +2,7 @@
 #
 #   make compare   parity and speed of every kernel against the reference, here; on a GPU, and on ARM,
 #                  the record that its kernels are selected by
-#   make test      the tests that show the kernels are correct here, some three minutes of two cores;
+#   make test      the tests that show the kernels are correct here, some seven minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
 #                  sanitized part and the small benchmarks; compiles CUDA kernels where nvcc is found
