@@ -2,7 +2,7 @@
 #
 #   make compare   parity and speed of every kernel against the reference, here; on a GPU, and on ARM,
 #                  the record that its kernels are selected by
-#   make test      the tests that show the kernels are correct here, some three minutes of two cores;
+#   make test      the tests that show the kernels are correct here, some seven minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
 #                  sanitized part and the small benchmarks; compiles CUDA kernels where nvcc is found
@@ -11,7 +11,7 @@
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make test-arm  cross-compiles for 64-bit ARM and tests the kernels under qemu: outputs of every op,
-#                  8-bit products, some gradients, same bits; Debian or Ubuntu; some five minutes
+#                  8-bit products, some gradients, same bits; Debian or Ubuntu; some twelve minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from transformer_fast import dispatch
 from transformer_fast.cli.compare import DTYPES
-from transformer_fast.cli.info import reasons
 from transformer_fast.measure import machine
 
 
@@ -18,9 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", choices=DTYPES, default="float32", help="default: float32")
 
 
-def pytest_report_header() -> list[str]:
-    kernels = [kernel for op in dispatch.OPS for kernel in dispatch.kernels(op)]
-    return [machine.line(machine.describe()), *(f"not run: {line}" for line in reasons(kernels))]
+def pytest_report_header() -> str:
+    return machine.line(machine.describe())
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:

@@ -117,11 +117,6 @@ class Finding(NamedTuple):
     #: The suite's name; forward and backward suites have cases of the same names.
     suite: str = ""
 
-    @property
-    def lost(self) -> bool:
-        """True if the rival is significantly faster."""
-        return self.against is not None and self.against.high < 1.0
-
 
 def taken(suite: dict[str, Any]) -> dict[str, int]:
     """Returns the number of cases by when they were taken, date and commit; the oldest first."""
@@ -171,8 +166,9 @@ def findings(rows: Sequence[Row], suite: str = "", foreign: bool = False) -> lis
 
 
 def losses(found: Sequence[Finding]) -> list[Finding]:
-    """Returns the cases in which another candidate is faster, worst first."""
-    return sorted(filter(attrgetter("lost"), found), key=attrgetter("against.value"))
+    """Returns the cases in which another candidate is significantly faster, worst first."""
+    lost = [one for one in found if one.against is not None and one.against.high < 1.0]
+    return sorted(lost, key=attrgetter("against.value"))
 
 
 @dataclass(frozen=True)

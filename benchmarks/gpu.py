@@ -199,13 +199,12 @@ def tune_items() -> list[Item]:
 
 
 def _warm(session: Session) -> None:
-    items: list[Item] = [{"library": "_C_cuda"}]
     if importlib.util.find_spec("triton") is not None:
         from transformer_fast.backends.triton import compile_ahead
 
-        items += [{"compiled": case.name} for case in compile_ahead.cases()]
-    jobs = on_device.most_processes(on_device.CONTEXT_BYTES)
-    session.do("warm", _dealt(items, jobs), jobs)
+        items = [{"compiled": case.name} for case in compile_ahead.cases()]
+        jobs = on_device.most_processes(on_device.CONTEXT_BYTES)
+        session.do("warm", _dealt(items, jobs), jobs)
 
 
 def _tune(session: Session) -> None:
@@ -235,13 +234,12 @@ def environment(item: Item, device: torch.device, clock: Clock) -> Item:
         found |= proof.machine_of(device)._asdict()
         found |= {"multiprocessors": gpu.multi_processor_count, "memory": gpu.total_memory}
         found["l2"] = gpu.L2_cache_size
+    found["cuda library"] = _native.cuda_why_not or "loaded"
     found["system"] = collect_env.get_env_info()._asdict()
     return found | {"peers": peers.versions([PEERS["flex_attention"], PEERS["liger"]])}
 
 
 def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:
-    if "library" in item:
-        return _native.cuda_why_not or "loaded"
     from transformer_fast.backends.triton import compile_ahead, config
 
     case = next(one for one in compile_ahead.cases() if one.name == item["compiled"])
@@ -394,19 +392,6 @@ def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
     return found
 
 
-def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="stages to run (default: all)")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="time limit (1500)")
-    parser.add_argument("--json", type=Path, default="gpu.json", help="result file (gpu.json)")
-    # Internal option of the subprocesses.
-    parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
-    return parser
-
-
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if all that ran is right, 1 if not, 2 without a GPU."""
     if (why := on_device.why_no_gpu("benchmarks.gpu")) is not None:
@@ -445,7 +430,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _arguments()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="stages to run (default: all)")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="time limit (1500)")
+    parser.add_argument("--json", type=Path, default="gpu.json", help="result file (gpu.json)")
+    # Internal option of the subprocesses.
+    parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := [stage for stage in options.stages if stage not in STAGES]:
         parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")

@@ -16,7 +16,7 @@ peer cannot run the call; or None if the peer is not for this kind of work.
                                      "bfloat16" or "int8" (products of 8 bits, results as in float32)
     generate(adapt)                  ``adapt(**settings)``, a function of (prompt,) that returns the
                                      tokens of transformers' ``generate`` with these settings
-    decode(model, arguments, new), decode_int8
+    decode(model, arguments, new, precision)
                                      function of (source,) that returns greedily decoded tokens
                                      (B, new); the model is a `suites.models.Translator`
 
@@ -28,6 +28,7 @@ are checked; a wrong one (`measure.benchmark_case.PEER_FACTOR`) is not timed.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -192,13 +193,16 @@ def compiled_steps(**settings: Any) -> dict[str, Any]:
 class Compiler(Peer):
     """A backend of torch.compile, or inductor with other settings."""
 
+    #: Function of a module that returns it compiled.
+    compiled: Callable[..., Callable[..., Any]]
+
     def why_not(self) -> str | None:
         if shutil.which("g++") is None and shutil.which("c++") is None:
             return "torch.compile needs a C++ compiler, and none was found"
         return super().why_not()
 
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
-        raise NotImplementedError
+        return adapt(self.compiled(model))
 
     def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
         return self.hand_written(layer, lambda run: with_fast_path(run, False))
@@ -210,19 +214,15 @@ class TorchCompile(Compiler):
     """torch.compile of the code that a user of PyTorch would write."""
 
     name = "torch.compile"
+    training = Compiler.hand_written
+
+    def compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(run, dynamic=False)
 
     def op(self, op: str, arguments: Arguments) -> Offer:
         reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
-        if reason is not None:
-            return reason
-        torch._dynamo.reset()
-        return torch.compile(OPS[op].pytorch, dynamic=False)
-
-    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
-        torch._dynamo.reset()
-        return adapt(torch.compile(model, dynamic=False))
-
-    training = hand_written
+        return self.compiled(OPS[op].pytorch) if reason is None else reason
 
     def generate(self, adapt: Callable[..., Any]) -> Offer:
         torch._dynamo.reset()
@@ -244,7 +244,7 @@ class Frozen(Compiler):
     def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
         if next(model.parameters()).device.type != "cpu":
             return "its settings are for the CPU"
-        return adapt(self.compiled(model))
+        return super().hand_written(model, adapt)
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision == "int8":
@@ -340,14 +340,10 @@ class Zentorch(Frozen):
             return f"zentorch {version} is not for torch {torch.__version__}"
         if not torch.cpu._is_avx512_supported():
             return "without AVX-512 it passes everything to inductor"
+        importlib.import_module("zentorch")  # registers its backend and its operators
         return super().why_not()
 
-    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
-        importlib.import_module("zentorch")
-        return super().hand_written(model, adapt)
-
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
-        importlib.import_module("zentorch")
         if precision != "int8":
             return super().module(module, examples, precision)
         return with_fast_path(self.compiled(_with_zentorch_int8(module), examples), False)
@@ -364,7 +360,6 @@ class Zentorch(Frozen):
             return "it supports no grouped heads, and no mask together with causality"
         if (reason := beyond_attention(arguments)) is not None:
             return reason
-        importlib.import_module("zentorch")
         attend = torch.ops.zentorch.zentorch_sdpa
 
         def run(*given: Any) -> tuple[Tensor, None]:
@@ -411,12 +406,13 @@ class OneDnnPrepacked(Peer):
     """oneDNN's linear with prepacked weights, which torch.compile uses for frozen models."""
 
     name = "oneDNN prepacked"
-    _post_ops: ClassVar[dict[str | None, tuple[str, str]]] = {
-        None: ("none", ""),
-        "relu": ("relu", ""),
-        "gelu": ("gelu", "none"),
-        "gelu_tanh": ("gelu", "tanh"),
-        "silu": ("swish", ""),
+    #: Activation -> the operator's arguments for it.
+    _post_ops: ClassVar[dict[str | None, tuple[str, list[Any], str]]] = {
+        None: ("none", [], ""),
+        "relu": ("relu", [], ""),
+        "gelu": ("gelu", [], "none"),
+        "gelu_tanh": ("gelu", [], "tanh"),
+        "silu": ("swish", [], ""),
     }
 
     def why_not(self) -> str | None:
@@ -431,21 +427,15 @@ class OneDnnPrepacked(Peer):
         if x.device.type != "cpu":
             return "it runs on cpu tensors"
 
-        def linear(
-            weight: Tensor, bias: Tensor | None, activation: str | None
-        ) -> Callable[[Tensor], Tensor]:
-            rows = x.numel() // x.shape[-1]
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-            name, algorithm = self._post_ops[activation]
+        def linear(weight: Tensor, bias: Any, activation: Any) -> Callable[[Tensor], Tensor]:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.numel() // x.shape[-1])
             run = torch.ops.mkldnn._linear_pointwise
-            return lambda x: run(x, packed, bias, name, [], algorithm)
+            return lambda x: run(x, packed, bias, *self._post_ops[activation])
 
         if op == "linear":
             _, weight, bias, activation, residual = arguments
             first = linear(weight, bias, activation)
-            if residual is None:
-                return lambda x, *rest: first(x)
-            return lambda x, *rest: first(x) + rest[-1]
+            return lambda x, *rest: first(x) if residual is None else first(x) + rest[-1]
         _, weight1, bias1, weight2, bias2, activation, dropout_p, _ = arguments
         if dropout_p:
             return "it has no dropout"
@@ -482,8 +472,8 @@ class _Padded(nn.Module):
 class Converter(Peer):
     """Base of peers that convert a module to a graph of their own, for the CPU."""
 
-    def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
-        raise NotImplementedError
+    #: The method ``module`` of a peer.
+    module: Callable[..., Offer]
 
     def _run(self, module: nn.Module, *inputs: Tensor) -> Any:
         if inputs[0].device.type != "cpu":
@@ -606,15 +596,11 @@ class OnnxRuntime(Converter):
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision not in ("float32", "int8"):
             return "it computes in float32 or in 8 bits"
-        changing = [
-            {
-                axis: torch.export.Dim.DYNAMIC
-                for axis, sizes in enumerate(zip(*(x.shape for x in given), strict=True))
-                if len(set(sizes)) > 1
-            }
-            for given in zip(*examples, strict=True)
-        ]
-        graph = _exported(module, examples[0], dynamic_shapes=tuple(changing))
+        calls = torch.export.AdditionalInputs()
+        for one in examples:
+            calls.add(one)
+        shapes = calls.dynamic_shapes(module, examples[0])
+        graph = _exported(module, examples[0], dynamic_shapes=shapes)
         return _Session(_quantised(graph) if precision == "int8" else graph)
 
     def op(self, op: str, arguments: Arguments) -> Offer:
@@ -757,19 +743,12 @@ class HuggingFace(Peer):
 
     name, packages = "Hugging Face", ("transformers",)
 
-    def decode(self, model: Any, arguments: Arguments, new: int) -> Offer:
-        theirs = _marian(model)
+    def decode(self, model: Any, arguments: Arguments, new: int, precision: str) -> Offer:
+        if precision == "int8":
+            return None
         options = {"max_new_tokens": new, "min_new_tokens": new, "num_beams": 1, "do_sample": False}
-
-        def run(source: Tensor) -> Tensor:
-            mask = torch.ones_like(source)
-            return theirs.generate(source, attention_mask=mask, **options)[:, 1:]
-
-        return run
-
-
-def _names(vocabulary: int) -> list[str]:
-    return ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))]
+        generate = functools.partial(_marian(model).generate, **options)
+        return lambda source: generate(source, attention_mask=torch.ones_like(source))[:, 1:]
 
 
 def _translator(folder: str, precision: str, threads: int, names: list[str], new: int) -> Any:
@@ -810,16 +789,12 @@ class CTranslate2(Peer):
 
     name, packages = "CTranslate2", ("ctranslate2", "transformers")
 
-    def decode_int8(self, model: Any, arguments: Arguments, new: int) -> Offer:
-        return self.decode(model, arguments, new, "int8")
-
-    def decode(
-        self, model: Any, arguments: Arguments, new: int, precision: str = "float32"
-    ) -> Offer:
+    def decode(self, model: Any, arguments: Arguments, new: int, precision: str) -> Offer:
         (source,) = arguments
         if source.device.type != "cpu" or model.positions.dtype != torch.float32:
             return "it is measured with float32 models on the CPU"
-        names = _names(model.embedding.num_embeddings)
+        words = (f"t{i}" for i in range(3, model.embedding.num_embeddings))
+        names = ["<unk>", "<s>", "</s>", *words]
         with tempfile.TemporaryDirectory() as folder:
             _converted(model, names).save(folder)
             threads = torch.get_num_threads()
@@ -911,14 +886,11 @@ class Liger(Peer):
             return "it requires weight and bias"
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-        size = math.prod(shape)
+        size, normalize = math.prod(shape), LigerLayerNormFunction.apply
 
-        def run(
-            input: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float
-        ) -> Tensor:
+        def run(input: Tensor, _: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
             rows = input.reshape(-1, size)
-            normalized = LigerLayerNormFunction.apply(rows, weight.flatten(), bias.flatten(), eps)
-            return normalized.view_as(input)
+            return normalize(rows, weight.flatten(), bias.flatten(), eps).view_as(input)
 
         return run
 

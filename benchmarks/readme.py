@@ -91,7 +91,8 @@ def speed(row: Row) -> str:
     """Formats sentences a second; in cases without sentences the time."""
     if row.items is None or row.time is None:
         return report.seconds(row)
-    return f"{_three(row.items / row.time.median)} /s"
+    rate = float(f"{row.items / row.time.median:.3g}")
+    return f"{rate:,}".removesuffix(".0") + " /s"
 
 
 def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
@@ -107,11 +108,6 @@ def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
     ratio = speed_up(torch.samples, ours.samples).value
     beside = "-" if other is None else f"{named(other)} {speed(other)}"
     return speed(torch), speed(ours), f"{ratio:.2g}x", beside
-
-
-def _three(value: float) -> str:
-    """Formats a rate with three digits: '1,200', '50.5'."""
-    return f"{float(f'{value:.3g}'):,}".removesuffix(".0")
 
 
 def _medians(one: Machine, case: str) -> dict[str, float]:

@@ -8,7 +8,6 @@ interleaves the candidates.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -19,36 +18,18 @@ from transformer_fast.cli.compare import DTYPES
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import BenchmarkCase, Row, Trial
 
-from .suites import Maker, Scope, models, ops
+from .suites import Maker, Scope, Suite, models, ops
 
 #: The candidate that the dispatcher chooses; its row names the backends that ran.
 OURS = "transformer_fast"
 #: Fields of a row that are stored with its time.
 STORED = ("chosen", "roof_share", "split_share", "bound", "error", "error_ratio")
-MODULES = {
+#: Suite -> its cases, and the candidates that are tests of a case.
+SUITES: dict[str, tuple[Suite, tuple[str, ...]]] = {
+    "ops": (ops.table, dispatch.BACKENDS),
     "layers": (models.layers, (OURS, "reference", "torch eager", "torch fast path")),
     "decode": (models.decoding, (OURS, "reference", "torch eager")),
 }
-
-
-def work(scope: Scope) -> Iterator[tuple[str, str, Maker, str]]:
-    """Yields (suite, case, maker of the case, candidate) for every test."""
-    device = scope.device.type
-    for label, make in ops.table(scope):
-        op = label.partition(" ")[0]
-        usable = {
-            kernel.backend
-            for kernel in dispatch.kernels(op)
-            if kernel.unavailable is None and device in (kernel.devices or (device,))
-        }
-        for name in sorted({*usable, "torch"}, key=dispatch.BACKENDS.index):
-            yield "ops", label, make, name
-    for suite, (cases, names) in MODULES.items():
-        for label, make in cases(scope):
-            for name in names:
-                yield suite, label, make, name
-
-
 #: Group -> maker of its case. Test parameters are strings, because pytest-benchmark stores them.
 MAKERS: dict[str, Maker] = {}
 
@@ -57,10 +38,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     quick, dtype = map(metafunc.config.getoption, ("quick", "dtype"))
     suffix = "" if dtype == "float32" else f", {dtype}"
     tests = []
-    for suite, label, make, name in work(Scope(quick=quick, dtype=DTYPES[dtype])):
-        group = label + suffix
-        MAKERS[group] = make
-        tests.append(pytest.param(group, name, id=f"{suite}: {group}: {name}"))
+    for suite, (cases, names) in SUITES.items():
+        for label, make in cases(Scope(quick=quick, dtype=DTYPES[dtype])):
+            group = label + suffix
+            MAKERS[group] = make
+            tests += [pytest.param(group, one, id=f"{suite}: {group}: {one}") for one in names]
     metafunc.parametrize(("case", "name"), tests, indirect=["case"], scope="module")
 
 

@@ -86,7 +86,7 @@ def test_all_translators_decode_the_same_tokens():
     source = torch.randint(3, 40, (3, 7))
     oracle = copy.deepcopy(theirs).double()
     checker = models.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
-    offered = peers.candidates(peers.load(), "decode", theirs, (source,), 5)
+    offered = peers.candidates(peers.load(), "decode", theirs, (source,), 5, "float32")
     runs = [models.cached(ours, 5), models.recomputing(theirs, 5)]
     runs += [candidate.run for candidate in offered if candidate.run is not None]
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_the_rival_is_the_fastest_right_candidate():
     assert found.against is not None
     assert found.rival.candidate == "peer"
     assert found.against.value == pytest.approx(0.8)
-    assert found.lost
+    assert findings.losses([found]) == [found]
 
 
 def test_losses_are_sorted_and_exclude_noise():

@@ -107,7 +107,8 @@ def spread(bias: torch.Tensor) -> torch.Tensor:
     If a ReLU's argument is within rounding error of 0, its derivative is random; among millions of
     arguments around 0 some always are. With these biases they are five standard deviations away.
     """
-    return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
+    even = torch.arange(len(bias), device=bias.device) % 2 == 0
+    return torch.full_like(bias, 5.0).where(even, -5.0)
 
 
 def spread_biases(model: nn.Module) -> nn.Module:
@@ -118,6 +119,8 @@ def spread_biases(model: nn.Module) -> nn.Module:
     return model
 
 
+#: Names of candidates.
+ACCELERATED, EAGER = "accelerated", "torch eager"
 #: Smallest cosine to fp64's result that 8-bit products of ours may have.
 COSINE_OF_INT8 = 0.999
 

@@ -37,7 +37,7 @@ from transformer_fast.measure.cases import (
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
 from ..peers import maskless
-from . import Directions, Scope, accelerated, lengths, spread_biases, suite_of
+from . import ACCELERATED, EAGER, Directions, Scope, accelerated, lengths, spread_biases, suite_of
 
 _SIZE = Size()
 
@@ -190,8 +190,7 @@ def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
 
 # Training step: forward, loss, backward and AdamW.
 
-ACCELERATED = "accelerated"
-EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
+FUSED = "torch linear_cross_entropy"
 #: (model, *arguments) -> loss
 Loss = Callable[..., Tensor]
 
@@ -226,18 +225,21 @@ LOSS_OF_LOGITS = by_logits(nn.functional.cross_entropy)
 
 
 class Gradients:
-    """Runs forward and backward; returns the loss and the gradients of all parameters that have one."""
+    """Runs forward and backward; returns the loss and all parameters' gradients, or None.
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self.model, self.loss = model, loss
+    ``run``: what the loss calls in place of the model, such as the compiled model.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, run: Callable[..., Any] | None = None) -> None:
+        self.model, self.loss, self.run = model, loss, model if run is None else run
         self.update: Callable[[], object] = lambda: None
 
     @torch.enable_grad()
-    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        loss = self.loss(self.model, *arguments)
+    def __call__(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        loss = self.loss(self.run, *arguments)
         loss.backward()
         self.update()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.model.parameters()]
         self.model.zero_grad(set_to_none=True)
         return (loss.detach(), *gradients)
 
@@ -249,8 +251,10 @@ class Step(Gradients):
     every step of every candidate can be checked against the same truth.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss = LOSS_OF_LOGITS, fused: bool = True) -> None:
-        super().__init__(model.train(), loss)
+    def __init__(
+        self, model: nn.Module, loss: Loss = LOSS_OF_LOGITS, fused: bool = True, run: Any = None
+    ) -> None:
+        super().__init__(model.train(), loss, run)
         self.update = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused).step
 
 
@@ -265,10 +269,8 @@ def _torch_fused(theirs: nn.Module) -> Candidate:
 
 def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
     # No dropout, because other random numbers would give other results.
-    def make(nn: Any) -> nn.Module:
-        return spread_biases(Seq2Seq(nn, case.size, dropout=0.0))
-
-    ours, theirs = twins(make, scope.dtype, scope.device)
+    make = functools.partial(Seq2Seq, size=case.size, dropout=0.0)
+    ours, theirs = twins(lambda nn: spread_biases(make(nn)), scope.dtype, scope.device)
     inputs = case.inputs(scope)
     loss = by_logits(functional.cross_entropy)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
@@ -316,12 +318,6 @@ class Decoding(NamedTuple):
         return f"({self.batch},{self.length}), {self.new} new, V = {self.vocabulary}"
 
 
-def causal(length: int, like: Tensor) -> Tensor:
-    return nn.Transformer.generate_square_subsequent_mask(
-        length, device=like.device, dtype=like.dtype
-    )
-
-
 class Translator(nn.Module):
     """The paper's model, post-norm and without norms after the stacks, from torch's or our ``nn``.
 
@@ -349,7 +345,8 @@ class Translator(nn.Module):
         return self.embedding(tokens) + self.positions[start : start + tokens.shape[1]]
 
     def hidden(self, memory: Tensor, target: Tensor) -> Tensor:
-        future = causal(target.shape[1], memory)
+        mask = nn.Transformer.generate_square_subsequent_mask
+        future = mask(target.shape[1], memory.device, memory.dtype)
         return self.decoder(self.embed(target), memory, tgt_mask=future, tgt_is_causal=True)
 
     def logits(self, source: Tensor, target: Tensor) -> Tensor:
@@ -419,15 +416,28 @@ class GreedyJudge:
         return Parity(error, unit, error / unit, limit, error <= limit, place)
 
 
-def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
+def _decoding(scope: Scope, case: Decoding, int8: bool = False) -> BenchmarkCase:
+    """``int8``: 8-bit products; the unit of error is then that of bfloat16's logits."""
     batch, source, new, vocabulary, layers = case
     size, longest = Size(layers=layers, vocabulary=vocabulary), source + new + 2
-    ours, theirs = twins(lambda nn: Translator(nn, size, longest), scope.dtype, scope.device)
-    inputs = scope.tokens(3, vocabulary, batch, source)
+    dtype, device = (torch.float32, "cpu") if int8 else (scope.dtype, scope.device)
+    ours, theirs = twins(lambda nn: Translator(nn, size, longest), dtype, device)
+    inputs, name = scope.tokens(3, vocabulary, batch, source), f"{layers}+{layers}, {case}"
+    oracle = copy.deepcopy(theirs).double()
+    offered = scope.offered("decode", theirs, inputs[0][0], new, "int8" if int8 else "float32")
+    if int8:
+        plain = "transformer_fast.nn, float32"
+        quantized = cached(accelerated(theirs, quantize="int8"), new)
+        checker = GreedyJudge(oracle, copy.deepcopy(theirs).bfloat16().logits, new)
+        return BenchmarkCase(
+            "greedy decoding", f"{name}, int8", inputs,
+            [Candidate(ACCELERATED, quantized), Candidate(plain, cached(ours, new)), *offered],
+            checker, chosen=ACCELERATED, reference=plain, torch=(), items=batch * new,
+        )  # fmt: skip
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])
     chosen = found.backends
-    checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
+    checker = GreedyJudge(oracle, forced(ours.logits, "reference"), new)
     eager = recomputing(theirs, new), None
     if batch > 1 and not scope.quick:
         eager = None, "torch.nn has no KV cache, and computing all positions per token takes long"
@@ -435,35 +445,14 @@ def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
         Candidate(chosen, cached(ours, new)),
         Candidate("reference", forced(cached(ours, new), "reference")),
         Candidate(EAGER, *eager, ours=False),
-        *scope.offered("decode", theirs, inputs[0][0], new),
+        *offered,
     ]
     starts = torch.full((batch, new), START, device=scope.device)
     flops = flops_of(theirs.logits, *inputs[0][0], starts)
     # The decoder's weights are read once per token, the encoder's once.
     each = parameter_bytes(theirs.decoder) + parameter_bytes(theirs.output)
     work = flops, flops, parameter_bytes(theirs.encoder) + new * each
-    name = f"{layers}+{layers}, {case}"
     return scope.case("greedy decoding", name, inputs, candidates, checker, work, chosen)
-
-
-def _int8_decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
-    """8-bit products in decoding. The unit of error is that of bfloat16's logits."""
-    size = Size(layers=case.layers, vocabulary=case.vocabulary)
-    longest = case.length + case.new + 2
-    ours, theirs = twins(lambda nn: Translator(nn, size, longest), torch.float32, "cpu")
-    inputs = scope.tokens(3, case.vocabulary, case.batch, case.length)
-    plain = "transformer_fast.nn, float32"
-    candidates = [
-        Candidate(ACCELERATED, cached(accelerated(theirs, quantize="int8"), case.new)),
-        Candidate(plain, cached(ours, case.new)),
-        *scope.offered("decode_int8", theirs, inputs[0][0], case.new),
-    ]
-    close = copy.deepcopy(theirs).bfloat16().logits
-    checker = GreedyJudge(copy.deepcopy(theirs).double(), close, case.new)
-    return BenchmarkCase(
-        "greedy decoding", f"{case.layers}+{case.layers}, {case}, int8", inputs, candidates,
-        checker, chosen=ACCELERATED, reference=plain, torch=(), items=case.batch * case.new,
-    )  # fmt: skip
 
 
 _ONE, _BASE = (Case(4, 32, 1000, 2),), Case(8, 128, 32000, 6)
@@ -482,11 +471,13 @@ int8_layers = suite_of(("int8", _int8_layers, _INT8, [Layers(1, 32), Layers(2, 8
 transformers = suite_of(("transformer", _transformer, [_BASE, _BASE._replace(share=0.65)], _ONE))
 training = suite_of(
     ("training step", _training, [_BASE], _ONE),
-    ("training step, fused loss,", lambda *given: _training(*given, fuses=True), [_BASE], _ONE),
+    ("training step, fused loss,", functools.partial(_training, fuses=True), [_BASE], _ONE),
 )
 _DECODINGS = (
     [Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))],
     [Decoding(2, 8, 6, 1000, 2)],
 )
 decoding = suite_of(("greedy decoding", _decoding, *_DECODINGS))
-int8_decoding = suite_of(("greedy decoding, int8", _int8_decoding, *_DECODINGS))
+int8_decoding = suite_of(
+    ("greedy decoding, int8", functools.partial(_decoding, int8=True), *_DECODINGS)
+)

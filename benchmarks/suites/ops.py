@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_fast import functional
 from transformer_fast.measure.accuracy import scores_of
@@ -30,25 +29,11 @@ _QUICK_FLOPS, _QUICK_BYTES = 3e9, 5e7
 _MOST_FLOPS, _MOST_QUICK_FLOPS = 2e10, 6e8
 
 
-def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
-    """Yields the benchmark cases in the scope; in a quick run only small ones."""
-    for op in scope.ops:
-        spec = OPS[op]
-        for case in spec.bench_cases:
-            arguments = case.build(scope.dtype, "meta", None)
-            small = spec.flops(arguments) <= _QUICK_FLOPS and spec.bytes(arguments) <= _QUICK_BYTES
-            if small or not scope.quick:
-                yield op, case
-
-
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     """Returns the arguments with `spread` biases if the activation is ReLU."""
     named = OPS[op].named(arguments)
-    if named.get("activation") == "relu":
-        for name in ("bias", "bias1"):
-            if isinstance(named.get(name), Tensor):
-                named[name] = spread(named[name].cpu()).to(named[name])
-    return tuple(named.values())
+    biases = ("bias", "bias1") if named.get("activation") == "relu" else ()
+    return tuple(spread(x) if k in biases and x is not None else x for k, x in named.items())
 
 
 def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCase:
@@ -60,11 +45,16 @@ def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCa
 
 
 def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
+    """Yields the benchmark cases in the scope; in a quick run only small ones."""
     most = _MOST_QUICK_FLOPS if scope.quick else _MOST_FLOPS
-    for op, case in cases(scope):
-        flops = OPS[op].flops(case.build(scope.dtype, "meta", None))
-        if not gradients or (OPS[op].gradients_of and flops <= most):
-            yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
+    for op in scope.ops:
+        spec = OPS[op]
+        for case in spec.bench_cases if spec.gradients_of or not gradients else ():
+            arguments = case.build(scope.dtype, "meta", None)
+            flops, moved = spec.flops(arguments), spec.bytes(arguments)
+            small = flops <= _QUICK_FLOPS and moved <= _QUICK_BYTES
+            if (small or not scope.quick) and (flops <= most or not gradients):
+                yield f"{op} {case}", functools.partial(_of_table, scope, op, case, gradients)
 
 
 # Call overhead: the public functions on almost no data. `benchmarks.gpu` times launches on GPUs.

@@ -33,8 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.cases import paragraphs, parameter_bytes
 
-from . import COSINE_OF_INT8, Directions, Maker, Scope, accelerated
-from .models import ACCELERATED, EAGER
+from . import ACCELERATED, COSINE_OF_INT8, EAGER, Directions, Maker, Scope, accelerated
 from .third_party import Model
 
 PRECISIONS = ("float32", "bfloat16", "int8")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import transformer_fast
 from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.cases import (
     PADDING,
@@ -34,22 +34,11 @@ from transformer_fast.measure.cases import (
     twins,
     with_fast_path,
 )
+from transformer_fast.models import SinusoidalPositions
 
 from ..peers import compiled_steps
-from . import Maker, Scope, accelerated, spread_biases, suite_of
-from .models import (
-    ACCELERATED,
-    EAGER,
-    LOSS_OF_LOGITS,
-    START,
-    Case,
-    Decoding,
-    Gradients,
-    GreedyJudge,
-    Layers,
-    Step,
-    flops_of,
-)
+from . import ACCELERATED, EAGER, Maker, Scope, accelerated, spread_biases, suite_of
+from .models import START, Case, Decoding, Gradients, GreedyJudge, Layers, Step, flops_of
 
 REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
@@ -62,8 +51,6 @@ def rewritten(model: nn.Module) -> Callable[..., Tensor]:
 
 # A Transformer written by hand in plain PyTorch: four Linears per attention, masks that are 0 where
 # masked out and filled with -1e9, a norm after each sub-layer.
-
-State = dict[str, Tensor]
 
 
 class Attention(nn.Module):
@@ -135,10 +122,11 @@ class Transformer(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, size: Size, positions: Tensor) -> None:
+    def __init__(self, size: Size, longest: int = 512) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.model)
-        self.register_buffer("positions", positions, persistent=False)
+        table = SinusoidalPositions(longest, size.model).table
+        self.register_buffer("positions", table, persistent=False)
         self.encoder, self.decoder = Stack(size), Stack(size, crossed=True)
         self.output = nn.Linear(size.model, size.vocabulary)
 
@@ -154,9 +142,9 @@ class Transformer(nn.Module):
         return self.output(self.decoder(self.embed(target), target_mask, memory, source_mask))
 
 
-def renamed(theirs: State) -> State:
+def renamed(theirs: dict[str, Any]) -> dict[str, Any]:
     """Converts a state_dict of ``torch.nn`` modules to the names of the hand-written modules."""
-    found: State = {}
+    found = {}
     for name, value in theirs.items():
         name = name.removeprefix("transformer.")
         head, is_packed, kind = name.partition("in_proj_")
@@ -175,8 +163,7 @@ def on_batches(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _step(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Step:
     """Returns the training step of a hand-written model; ``run``: the compiled model, if any."""
-    call = on_batches(model if run is None else run)
-    return Step(model, lambda _, *batches: LOSS_OF_LOGITS(call, *batches))
+    return Step(model, run=on_batches(model if run is None else run))
 
 
 Models = tuple[nn.Module, nn.Module, nn.Module]
@@ -204,17 +191,11 @@ def _forward(
     return scope.case(f"hand-written {name}", case, inputs, candidates, checker, cost, REWRITTEN)
 
 
-def _models(
-    scope: Scope, make: Callable[[Any], nn.Module], by_hand: Callable[[Any], nn.Module]
-) -> Models:
-    """Returns (our nn's, torch.nn's, the hand-written) model, with the same weights.
-
-    ``by_hand``: builds the hand-written model; its argument is that of torch.nn.
-    """
+def _models(scope: Scope, make: Callable[[Any], nn.Module], written: nn.Module) -> Models:
+    """Returns (our nn's, torch.nn's, the hand-written) model, with the same weights."""
     ours, theirs = twins(make, scope.dtype, scope.device)
-    written = by_hand(theirs).eval().to(scope.device, scope.dtype)
     written.load_state_dict(renamed(theirs.state_dict()))
-    return ours, theirs, written
+    return ours, theirs, written.eval().to(scope.device, scope.dtype)
 
 
 def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
@@ -229,17 +210,14 @@ def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
 
         return forward
 
-    models = _models(scope, make, lambda theirs: Layer(size))
+    models = _models(scope, make, Layer(size))
     work = encoder_work(size, parameter_bytes(models[1]))
     return _forward(scope, "encoder_layer", case, models, visible, real_places, work)
 
 
 def models_of(scope: Scope, size: Size, dropout: float) -> Models:
-    return _models(
-        scope,
-        lambda nn: spread_biases(Seq2Seq(nn, size, dropout)),
-        lambda theirs: Transformer(size, theirs.positions),
-    )
+    make = functools.partial(Seq2Seq, size=size, dropout=dropout)
+    return _models(scope, lambda nn: spread_biases(make(nn)), Transformer(size))
 
 
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
@@ -261,10 +239,9 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
     ]
     inputs = case.inputs(scope)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
-    names, their_names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
     return scope.case(
         "hand-written training step", case, inputs, candidates,
-        _GroupChecker(oracle, reference, names, _projections, their_names),
+        _GroupChecker(oracle, reference, _projections, written, theirs),
         case.work(scope, theirs)(*inputs[0][0]), REWRITTEN, TIMES_FORWARD,
     )  # fmt: skip
 
@@ -275,27 +252,28 @@ class _GroupChecker(StepChecker):
     The gradient of a key's bias is exactly 0, because softmax is invariant to a constant, so the
     computed one is rounding error only and has no relative accuracy of its own.
 
-    ``theirs``: names of ``torch.nn``'s parameters, if steps of it are checked, too.
+    ``models``: the model, and its equivalent of ``torch.nn`` if steps of it are checked, too.
     """
 
     def __init__(
-        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str],
-        theirs: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self, oracle: Any, reference: Any, group: Callable[[str], str], *models: nn.Module
+    ) -> None:
+        self.parameters = [[name for name, _ in one.named_parameters()] for one in models]
         self.groups: dict[str, list[str]] = {}
-        for name in names:
+        for name in self.parameters[0]:
             self.groups.setdefault(group(name), []).append(name)
-        self.names_by_hand, self.theirs = names, theirs
         super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
 
     def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
         loss, *gradients = result
-        if len(gradients) == len(self.theirs):
-            found = renamed(dict(zip(self.theirs, gradients, strict=True)))
-        else:
-            found = dict(zip(self.names_by_hand, gradients, strict=True))
-        groups = ([found[name].flatten() for name in group] for group in self.groups.values())
-        return (loss, *map(torch.cat, groups))
+        names = next(one for one in self.parameters if len(one) == len(gradients))
+        found = dict(zip(names, gradients, strict=True))
+        found = found if names is self.parameters[0] else renamed(found)
+        groups = (
+            [found[name].flatten() for name in group if found[name] is not None]
+            for group in self.groups.values()
+        )
+        return (loss, *(torch.cat(parts) if parts else None for parts in groups))
 
 
 def _projections(name: str) -> str:
@@ -434,38 +412,10 @@ def _built(scope: Scope, name: str, *given: Any, **changes: Any) -> Any:
     return model.to(scope.device, scope.dtype)
 
 
-def _model(scope: Scope, name: str) -> BenchmarkCase:
-    takes = MODELS[name].takes
-    model = _First(_built(scope, name), takes).eval().requires_grad_(False)
-    inputs = _inputs(scope, takes)
-    oracle = copy.deepcopy(model).double()
-    candidates = [
-        Candidate("compiled", rewritten(copy.deepcopy(model))),
-        Candidate(ACCELERATED, accelerated(model)),
-        Candidate(EAGER, model, ours=False),
-        *scope.offered("hand_written", copy.deepcopy(model), lambda run: run),
-    ]
-    flops = flops_of(model, *inputs[0][0])
-    return scope.case(
-        "third-party model", name, inputs, candidates, ModuleChecker(oracle, model, lambda x: ...),
-        (flops, flops, parameter_bytes(model)), "compiled",
-    )  # fmt: skip
-
-
-def _gradients(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Gradients:
-    def loss(model: Any, given: Tensor) -> Tensor:
-        found = (model if run is None else run)(given)
-        wanted = torch.linspace(-1.0, 1.0, found.shape[-1], dtype=found.dtype, device=found.device)
-        return ((found - wanted) ** 2).mean()
-
-    return Gradients(model, loss)
-
-
-def _trained(model: nn.Module, arguments: Arguments) -> list[str]:
-    """Returns the names of the parameters that receive gradients."""
-    named = dict(model.named_parameters())
-    found = torch.autograd.grad(model(*arguments).sum(), [*named.values()], allow_unused=True)
-    return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
+def _loss(run: Callable[..., Tensor], given: Tensor) -> Tensor:
+    found = run(given)
+    wanted = torch.linspace(-1.0, 1.0, found.shape[-1], dtype=found.dtype, device=found.device)
+    return ((found - wanted) ** 2).mean()
 
 
 def _side_by_side(name: str) -> str:
@@ -473,24 +423,30 @@ def _side_by_side(name: str) -> str:
     return f"{module.rpartition('.')[0]}.*.{parameter}"
 
 
-def _training(scope: Scope, name: str) -> BenchmarkCase:
+def _model(scope: Scope, name: str, trained: bool = False) -> BenchmarkCase:
     takes = MODELS[name].takes
-    model = _First(_built(scope, name), takes).eval()
+    model = _First(_built(scope, name), takes).eval().requires_grad_(trained)
     inputs = _inputs(scope, takes)
-    oracle = copy.deepcopy(model).double()
-    ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
-    reference = _gradients(model)
+    oracle, ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model), copy.deepcopy(model)
+
+    def work(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+        run = model if run is None else run
+        return Gradients(model, _loss, run) if trained else run
+
+    kind = "training" if trained else "hand_written"
     candidates = [
-        Candidate("compiled", _gradients(ours, rewritten(ours))),
-        Candidate(ACCELERATED, _gradients(accelerated(model))),
-        Candidate(EAGER, reference, ours=False),
-        *scope.offered("training", theirs, functools.partial(_gradients, theirs)),
+        Candidate("compiled", work(ours, rewritten(ours))),
+        Candidate(ACCELERATED, work(accelerated(model))),
+        Candidate(EAGER, work(model), ours=False),
+        *scope.offered(kind, theirs, functools.partial(work, theirs)),
     ]
-    flops, names = flops_of(model, *inputs[0][0]), _trained(model, inputs[0][0])
+    checker: Checker = ModuleChecker(oracle, model, lambda x: ...)
+    if trained:
+        checker = _GroupChecker(work(oracle), work(model), _side_by_side, model)
+    flops = flops_of(model, *inputs[0][0])
     return scope.case(
-        "third-party training", name, inputs, candidates,
-        _GroupChecker(_gradients(oracle), reference, names, _side_by_side),
-        (flops, flops, parameter_bytes(model)), "compiled", TIMES_FORWARD,
+        f"third-party {'training' if trained else 'model'}", name, inputs, candidates, checker,
+        (flops, flops, parameter_bytes(model)), "compiled", TIMES_FORWARD if trained else 1.0,
     )  # fmt: skip
 
 
@@ -513,12 +469,6 @@ class _Generate(nn.Module):
             given = {"input_ids": torch.cat((prompt, target[:, 1:]), 1), "logits_to_keep": self.new}
         found: Tensor = self.model(**given, use_cache=False).logits
         return found
-
-
-def _bytes_of_a_token(model: Any) -> int:
-    """Returns the bytes of weights read per token: the decoder's, without the input embedding."""
-    read = {*model.get_decoder().parameters()} - {model.get_input_embeddings().weight}
-    return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
 
 
 def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
@@ -549,7 +499,10 @@ def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
         candidates = [Candidate("compiled", ours), *candidates, *scope.offered("generate", adapt)]
     checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, case.new)
     start = torch.full((case.batch, case.new), START, device=scope.device)
-    flops, moved = flops_of(run.logits, inputs[0][0][0], start), case.new * _bytes_of_a_token(model)
+    flops = flops_of(run.logits, inputs[0][0][0], start)
+    # Each token reads the decoder's weights, without the input embedding.
+    read = {*model.get_decoder().parameters()} - {model.get_input_embeddings().weight}
+    moved = case.new * sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
     if model.config.is_encoder_decoder:
         moved += parameter_bytes(model.get_encoder())
     return scope.case(
@@ -565,7 +518,7 @@ def third_party(scope: Scope) -> Iterator[tuple[str, Maker]]:
     small = [Decoding(2, 8, 6, 1000, 2)]
     yield from suite_of(
         ("third-party", _model, [*MODELS], _QUICK),
-        ("third-party training", _training, _TRAINED, _QUICK),
+        ("third-party training", functools.partial(_model, trained=True), _TRAINED, _QUICK),
         *(
             (f"third-party {name}, generate", functools.partial(_generate, name), prompts, small)
             for name in _GENERATE
