@@ -573,7 +573,7 @@ def _cache_of(module: Any) -> str | None:
 
 def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
     """Returns the change of a decoder, or the reason why its steps run module by module."""
-    kind, cache = type(decoder), _cache_of(decoder)
+    kind, original, cache = type(decoder), original_class(decoder), _cache_of(decoder)
     parameters = [*inspect.signature(kind.forward).parameters][1:]
     if "forward" in decoder.__dict__:
         return "its forward was replaced on the instance"
@@ -598,7 +598,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
             return found
         call, steps = found
         made = subclass(
-            kind, (StepDecoder, kind), forward=_forward_of(kind), _theirs=kind, _stack=stack,  # type: ignore[arg-type]
+            kind, (StepDecoder, kind), forward=_forward_of(kind), _theirs=original, _stack=stack,  # type: ignore[arg-type]
             _steps=tuple(steps), _names=tuple(parameters), _cache=cache, _call=call,
         )  # fmt: skip
         if isinstance(made, str):
@@ -608,7 +608,8 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
         except Exception as error:
             reason = f"a trial of two steps failed ({type(error).__name__}: {error})"
         packed_memory.forget_packed(decoder)
-    return reason or ClassChange(name, decoder, kind, made)
+    earlier = None if original is kind else original  # `padded_places` has changed it, too
+    return reason or ClassChange(name, decoder, kind, made, original=earlier)
 
 
 class _Attention(packing.Rows):

@@ -177,7 +177,7 @@ def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
 
 
 def generation_plan(
-    model: torch.nn.Module, filter_fn: Filter | None, report: Report
+    model: torch.nn.Module, report: Report, filter_fn: Filter | None
 ) -> list[Change]:
     """Returns the changes of decoders whose steps become one call, after all changes of layers."""
     changes, notes = generation.make_plan(model, filter_fn or (lambda module, name: True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +121,8 @@ def accelerate(
     changes = make_plan(model, filter_fn, report, skip_padding)
     apply_all(changes)
     try:
-        for more in (padding_plan(model, report), generation_plan(model, filter_fn, report)):
+        for plan in (padding_plan, partial(generation_plan, filter_fn=filter_fn)):
+            more = plan(model, report)  # on the classes that the plan before it has assigned
             apply_all(more)
             changes += more
         if verify is not None and changes:
