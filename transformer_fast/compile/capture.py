@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
@@ -145,7 +146,8 @@ def capture(
     state = torch.get_rng_state()
     try:
         shapes = None if width is None else ShapeEnv()
-        with FakeTensorMode(shape_env=shapes) as fake:
+        # With the dispatcher in Python, matmul of PyTorch 2.10 keeps sizes that are symbols.
+        with FakeTensorMode(shape_env=shapes) as fake, enable_python_dispatcher():
             copied = shadow(module, lambda x: _faked(fake, x, dtype), class_of, training)
             for name, value in (attributes or {}).items():
                 parent, _, last = name.rpartition(".")
