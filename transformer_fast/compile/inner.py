@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
 from .._context import are_plain_on_cpu, dispatch_modes
+from .._native import TORCH_VERSION
 from . import run_time
 from .aliasing import AliasAnalysis
 from .constants import DerivedInputs, lift
@@ -97,7 +98,8 @@ def why_not(
     if with_gradients and any(x.requires_grad for x in tensors):
         return "inductor is not used in training"
     if _writes_parameters(module.graph, example_inputs):
-        return "inductor is not used in programs that write to parameters or through .data"
+        inputs = "parameters" if TORCH_VERSION >= (2, 13) else "their inputs"
+        return f"inductor is not used in programs that write to {inputs} or through .data"
     if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
     others = sum(node.op != "placeholder" for node in module.graph.nodes) - len(stacked)
@@ -120,14 +122,17 @@ def _writes_parameters(graph: Graph, inputs: Sequence[Any]) -> bool:
     """True if a call writes to the memory of a parameter, or through ``.data``.
 
     PyTorch records the write when an inductor program ends, too late for packed copies, or not at all.
+    Inductor of PyTorch 2.10 also reads other inputs that are written at the wrong time: true for these.
     """
     plain = are_plain_on_cpu(x for x in inputs if isinstance(x, Tensor))
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    parameters = [
-        node for node, x in zip(given, inputs, strict=False) if isinstance(x, torch.nn.Parameter)
+    watched = [
+        node
+        for node, x in zip(given, inputs, strict=False)
+        if isinstance(x, torch.nn.Parameter) or TORCH_VERSION < (2, 13)
     ]
     data = [node for node in graph.nodes if getattr(node.target, "__name__", "") == _DATA]
-    return AliasAnalysis(graph, inputs if plain else None).is_written([*parameters, *data])
+    return AliasAnalysis(graph, inputs if plain else None).is_written([*watched, *data])
 
 
 def _is_over_last(op: Op) -> bool:
