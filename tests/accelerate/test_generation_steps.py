@@ -565,6 +565,68 @@ def test_a_decoder_that_runs_fewer_layers_runs_module_by_module(steps: list[int]
     assert not steps
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_prompts_padded_at_the_right_continue_from_the_last_place(name: str) -> None:
+    theirs, ours = build(name), build(name)
+    accelerate(ours)
+    prompt = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, PAD, PAD]])
+    given = {"attention_mask": (prompt != PAD).long(), "max_new_tokens": 3, "do_sample": False}
+    made = [
+        torch.stack(
+            model.generate(prompt, output_logits=True, return_dict_in_generate=True, **given).logits
+        )
+        for model in (ours, theirs)
+    ]
+    torch.testing.assert_close(*made, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_others_write_to_a_cache_stays_when_beams_are_reordered(
+    mode: Any, steps: list[int]
+) -> None:
+    theirs, ours = build("gpt2"), build("gpt2")
+    accelerate(ours)
+    steps.clear()
+
+    def run(model: Any) -> Tensor:
+        cache = DynamicCache()
+        model(torch.tensor([[3, 4, 5, 6]] * 2), cache=cache)
+        for t in range(6):
+            logits = model(torch.tensor([[7 + t]] * 2), cache=cache).logits
+            cache.reorder_cache(torch.tensor([0, 0]))
+            if t == 3:
+                cache.layers[0].values[:, :, 1] = 1.0
+        return logits  # type: ignore[no-any-return]
+
+    with mode():
+        check_budget(run(ours), run(theirs), run(copy.deepcopy(theirs).double()))
+    assert len(steps) == 6
+
+
+def test_settings_that_layers_read_in_each_call_take_effect(steps: list[int]) -> None:
+    config = transformers.OlmoConfig(**{**_TOKENS, **_LLAMA, "clip_qkv": None})
+    theirs = transformers.OlmoForCausalLM(config).eval()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    prompt = torch.tensor([[3, 4, 5]])
+    steps.clear()
+    ours.generate(prompt, max_new_tokens=3)
+    assert steps
+    steps.clear()
+    for model in (ours, theirs):
+        model.config.clip_qkv = 0.02
+    made = [
+        torch.stack(
+            model.generate(
+                prompt, max_new_tokens=4, output_logits=True, return_dict_in_generate=True
+            ).logits
+        )
+        for model in (ours, theirs)
+    ]
+    torch.testing.assert_close(*made, rtol=1e-3, atol=1e-4)
+    assert not steps
+
+
 def test_caches_of_a_window_and_other_layers_are_reported() -> None:
     for name, settings, reason in (
         ("mistral", {"sliding_window": 16}, "supports its sizes, or its cache"),

@@ -67,6 +67,8 @@ class _Step(NamedTuple):
 
     recipe: Layer[Place]
     content: tuple[Any, ...]
+    #: `_settings` of the layer.
+    settings: tuple[tuple[str, Any], ...]
     #: Length of the tuple that the layer returns; 0: a tensor.
     returned: int
 
@@ -196,15 +198,34 @@ def _read(layers: Any, steps: Sequence[_Step], guard: Guard) -> list[Layer[Place
             guard.unhooked(module, f"{index}.{name}")
             config = vars(module).get("config")
             if config is not None:
-                guard.value(vars(config), NAME_OF_ATTENTION)
+                for key in (NAME_OF_ATTENTION, *dict(step.settings)):
+                    guard.value(vars(config), key)
                 if not is_ours(config):
                     raise Unreadable("attention is not ours")
+        if _settings(layer) != step.settings:
+            raise Unreadable("config was changed")
     guard.whole(layers)
 
     def within(index: int, place: Place) -> Place:
         return replace(place, module=f"{index}.{place.module}".rstrip("."))
 
     return [step.recipe.each(functools.partial(within, i)) for i, step in enumerate(steps)]
+
+
+def _settings(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the plain values in the config of a layer's modules: their code may read them in each call.
+
+    Private ones and the numbers of special tokens are not among them.
+    """
+    configs = (vars(module).get("config") for module in layer.modules())
+    found = {
+        key: value
+        for config in configs
+        if config is not None
+        for key, value in vars(config).items()
+        if classes.is_plain(value) and not key.startswith("_") and not key.endswith("token_id")
+    }
+    return (*found.items(),)
 
 
 class _Chain:
@@ -223,7 +244,7 @@ class _Chain:
         own_mask = None if call.is_crossed else given.get(MASK)
         rotation = given.get(ROTATION)
         tables = rotation or ()
-        if not are_plain_on_cpu((x, own_mask, *tables)):
+        if not are_plain_on_cpu((x, own_mask, *tables)) or x.shape[:-1] != (len(own[0].keys), 1):
             raise _NotAStepError
         # What the model computes for several tokens, or for parts of a head, is no rotation of a step.
         if any(t.dim() != 3 or t.shape[1] != 1 or t.shape[0] not in (1, len(x)) for t in tables):
@@ -349,7 +370,8 @@ class _Places:
     def _allocate(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         rows, heads, _, size = layers[0].keys.shape
         shape = (len(layers), 2, rows, heads, 2 * self.length + 32, size)
-        self.buffer = decoders.empty_cache(layers[0].keys, shape, dtype)
+        with torch.inference_mode(False):  # only such tensors count the writes to them
+            self.buffer = decoders.empty_cache(layers[0].keys, shape, dtype)
         for both, layer in zip(self._views(), layers, strict=True):
             both[0].copy_(layer.keys)
             both[1].copy_(layer.values)
@@ -365,6 +387,7 @@ class _Places:
         self.shown = self._views().flatten(0, 1).unbind(0)
         for layer, keys, values in zip(layers, self.shown[0::2], self.shown[1::2], strict=True):
             layer.keys, layer.values = keys, values
+        self.version = self.buffer._version
 
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> bool:
         """True if the layers have the tensors that the last step showed them.
@@ -375,8 +398,6 @@ class _Places:
         if buffer.dtype != dtype or len(layers) != len(buffer):
             return False
         if beams is not None and beams != self.beams:
-            return False
-        if buffer.is_inference() and not torch.is_inference_mode_enabled():
             return False
         tensors = [x for layer in layers for x in (layer.keys, layer.values)]
         return all(x is y for x, y in zip(tensors, self.shown, strict=True))
@@ -410,7 +431,13 @@ class _Places:
             self._bias = row.contiguous(), states
         return self._bias[0].narrow(3, most - self.length - 1, self.length + 1)
 
+    def _find_writes(self) -> None:
+        """Makes the next reordering a whole one if others wrote to the cache: to one of its buffers."""
+        if self.buffer._version != self.version:
+            self.reordering = decoders.Reordering(self.buffer, self.beams)
+
     def make_room(self) -> None:
+        self._find_writes()
         if self.length == self.buffer.shape[4]:
             self._allocate(self.layers, self.buffer.dtype)
 
@@ -426,6 +453,7 @@ class _Places:
             return False
         if not self.holds(layers, self.buffer.dtype, self.beams):
             return False
+        self._find_writes()
         if not _are_within_sources(rows, self.beams):
             self.reordering = decoders.Reordering(self.buffer, self.beams)
         self.buffer = self.reordering.apply(self.buffer, rows, self.length)
@@ -756,7 +784,7 @@ def _recognise(
         judged[key] = found.layer
     width = inputs["x"].shape[-1]
     recipe = decoders.without_memory(found.layer, width)
-    return _Step(recipe, formula.content(layer), returned)
+    return _Step(recipe, formula.content(layer), _settings(layer), returned)
 
 
 def _new_cache(is_crossed: bool, config: Any = None) -> Any:

@@ -71,6 +71,10 @@ class Call:
             return True
         if is_decoder and found.pools and not self._has_pad_tokens(real):
             return True
+        # `generate` asks for the logits of the last place.
+        last = self.arguments.get("logits_to_keep")
+        if isinstance(last, int) and last > 0 and not real[:, -last:].all():
+            return True
         return not _is_seq2seq(self.model) and any(
             _count_at_padding(value, real, is_decoder)
             for name, value in self.arguments.items()

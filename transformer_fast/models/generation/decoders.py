@@ -398,7 +398,8 @@ class Reordering:
     def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
         """Returns ``cache[:, :, rows]`` up to ``length``; the given buffer becomes the spare one."""
         if self.spare is None:
-            self.spare = torch.empty_like(cache)
+            with torch.inference_mode(cache.is_inference()):  # both count the writes to them, or none
+                self.spare = torch.empty_like(cache)
         select_rows(cache, rows, self.equal, length, self.spare)
         cache, self.spare = self.spare, cache
         if self.writers is not None:
