@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import _native, dispatch
+from transformer_fast._native import TORCH_VERSION
 from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
@@ -302,6 +303,11 @@ def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = 
         else:
             run(*called)
     check(kernel.op, seen[0], arguments)
+
+
+def since_torch(*version: int, why: str) -> pytest.MarkDecorator:
+    """Skips a test with an older PyTorch."""
+    return pytest.mark.skipif(version > TORCH_VERSION, reason=why)
 
 
 def same_bits(one: Any, other: Any) -> bool:

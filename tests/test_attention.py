@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_fast import _native, explain
 from transformer_fast import functional as F
+from transformer_fast._native import TORCH_VERSION
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
 from transformer_fast.ops.attention import TRAINING
@@ -1292,6 +1293,8 @@ def strides_of(x: Tensor) -> list[int]:
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_output_has_pytorchs_strides(backend, name):
     """With and without gradients, and for fake tensors, whose strides compiled programs rely on."""
+    if name == "no channels" and TORCH_VERSION < (2, 11):
+        pytest.skip("PyTorch 2.10 has other strides")
     for (query, key, value), given in laid_out_calls(name):
         for grad in (False, True):
             q, k, v = (x.detach().requires_grad_(grad) for x in (query, key, value))

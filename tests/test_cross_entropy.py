@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
-from harness import DTYPES, Operators, Watch, kernel_of
+from harness import DTYPES, Operators, Watch, kernel_of, since_torch
 from module_checks import assert_same_numbers, check_budget, error_of, tensors
 from module_checks import gradients as gradients_of
 from torch._dynamo.backends.common import aot_autograd
@@ -422,6 +422,7 @@ def test_memory_is_one_chunk_of_logits(in_parts, at_once, kernel, dtype):
     check_gradients(OP, run, arguments)
 
 
+@since_torch(2, 13, why="PyTorch 2.10 gives a program in float16 no gradient")
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

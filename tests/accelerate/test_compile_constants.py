@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import since_torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +91,7 @@ def _changes(model: Model) -> dict[str, Callable[[], Any]]:
     }
 
 
+@since_torch(2, 13, why="with PyTorch 2.10 these programs have no packed weights")
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_changed_parameters_are_detected(context: Any, lifted: list[tuple[Any, ...]]) -> None:
     model, x = Model().eval(), torch.randn(20, 5, 64)
@@ -113,6 +115,7 @@ def test_changed_parameters_are_detected(context: Any, lifted: list[tuple[Any, .
     assert len(lifted) == 1
 
 
+@since_torch(2, 13, why="with PyTorch 2.10 these programs have no packed weights")
 @torch.no_grad()
 def test_memory_packed_counts_values_and_forget_packed_drops_them(
     lifted: list[tuple[Any, ...]],
@@ -131,6 +134,7 @@ def test_memory_packed_counts_values_and_forget_packed_drops_them(
     assert memory.packed() > kept
 
 
+@since_torch(2, 13, why="with PyTorch 2.10 these programs have no packed weights")
 @torch.no_grad()
 def test_without_packing_memory_nothing_is_cached(
     lifted: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
@@ -234,6 +238,7 @@ class Step(nn.Module):
         return self.last(F.gelu(x @ self.weight)) + self.cache.sum()
 
 
+@since_torch(2, 13, why="with PyTorch 2.10 these programs have no packed weights")
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("shares", [False, True])
@@ -253,6 +258,7 @@ def test_weights_are_packed_beside_writes_to_other_memory(
     assert not any(name.startswith("transformer_fast.functional") for name in functions)
 
 
+@since_torch(2, 13, why="inductor of PyTorch 2.10 computes wrong values")
 @torch.no_grad()
 def test_a_module_whose_cache_is_its_weight_may_share_a_program() -> None:
     models, same = ([Step(), Step(shares=True)] for _ in range(2))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate_checks import TextModel, encoder, encoder_layer, form
-from harness import same_bits
+from harness import same_bits, since_torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
@@ -700,6 +700,7 @@ class TestFreedWeights:
         copied = copy.deepcopy(model)
         assert copied[1].weight is copied[0].weight is not model[0].weight
 
+    @since_torch(2, 13, why="with PyTorch 2.10 compiled programs multiply in floats")
     def test_compiled_and_exported(self):
         model, before = self.freed(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)))
         given = torch.randn(5, 64)
