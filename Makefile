@@ -1,7 +1,6 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
-#   make compare   parity and speed of every kernel against the reference, here; on a GPU, and on ARM,
-#                  the record that its kernels are selected by
+#   make compare   parity and speed of every kernel against the reference, here
 #   make test      the tests that show the kernels are correct here, some seven minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
