@@ -38,6 +38,9 @@ _FAILED = "inductor could not compile the remaining ops; they run in eager mode:
 #: The ops into which inductor decomposes a softmax.
 _SOFTMAX = ("softmax", "amax")
 
+#: Inductor of PyTorch 2.10 computes wrong values if a program writes to an input. That of 2.13 does not.
+_MAY_WRITE_INPUTS = TORCH_VERSION >= (2, 13)
+
 #: Name of the function that returns ``.data`` in captured graphs.
 _DATA = "_get_data_attr"
 
@@ -97,9 +100,9 @@ def why_not(
     with_gradients = GraphModes(module.graph).any(lambda modes: modes.grad)
     if with_gradients and any(x.requires_grad for x in tensors):
         return "inductor is not used in training"
-    if _writes_parameters(module.graph, example_inputs):
-        inputs = "parameters" if TORCH_VERSION >= (2, 13) else "their inputs"
-        return f"inductor is not used in programs that write to {inputs} or through .data"
+    if _writes_refused(module.graph, example_inputs):
+        what = "parameters" if _MAY_WRITE_INPUTS else "their inputs"
+        return f"inductor is not used in programs that write to {what} or through .data"
     if any(node.target in _READ_VALUES for node in module.graph.nodes):
         return "inductor is not used with attention masks, whose values are read at run time"
     others = sum(node.op != "placeholder" for node in module.graph.nodes) - len(stacked)
@@ -118,18 +121,17 @@ def why_not(
     return None
 
 
-def _writes_parameters(graph: Graph, inputs: Sequence[Any]) -> bool:
-    """True if a call writes to the memory of a parameter, or through ``.data``.
+def _writes_refused(graph: Graph, inputs: Sequence[Any]) -> bool:
+    """True if a call writes to a parameter, or through ``.data``; see also `_MAY_WRITE_INPUTS`.
 
     PyTorch records the write when an inductor program ends, too late for packed copies, or not at all.
-    Inductor of PyTorch 2.10 also reads other inputs that are written at the wrong time: true for these.
     """
     plain = are_plain_on_cpu(x for x in inputs if isinstance(x, Tensor))
     given = [node for node in graph.nodes if node.op == "placeholder"]
     watched = [
         node
         for node, x in zip(given, inputs, strict=False)
-        if isinstance(x, torch.nn.Parameter) or TORCH_VERSION < (2, 13)
+        if isinstance(x, torch.nn.Parameter) or not _MAY_WRITE_INPUTS
     ]
     data = [node for node in graph.nodes if getattr(node.target, "__name__", "") == _DATA]
     return AliasAnalysis(graph, inputs if plain else None).is_written([*watched, *data])

@@ -20,7 +20,7 @@ _LARGEST = 32
 
 
 class UnknownValueError(Exception):
-    """Raised with the node if a value depends on it, and it is neither known nor computed."""
+    """A value depends on a node, the argument, that is neither known nor may be computed."""
 
 
 def formula_of(node: Node, names: Collection[str]) -> list[Node]:
@@ -34,7 +34,7 @@ def formula_of(node: Node, names: Collection[str]) -> list[Node]:
 
 
 def evaluate(node: Node, known: dict[Node, Any], within: Collection[Node] | None = None) -> Any:
-    """Returns the node's value if other nodes have the ``known`` ones; casts keep float64.
+    """Computes the node's value from known values of other nodes, without casts to other floats.
 
     within: the nodes that may be computed; None: all. Raises `UnknownValueError`.
     """

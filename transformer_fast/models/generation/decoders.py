@@ -398,7 +398,8 @@ class Reordering:
     def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
         """Returns ``cache[:, :, rows]`` up to ``length``; the given buffer becomes the spare one."""
         if self.spare is None:
-            with torch.inference_mode(cache.is_inference()):  # both count the writes to them, or none
+            # Both buffers count the writes to them, or none does.
+            with torch.inference_mode(cache.is_inference()):
                 self.spare = torch.empty_like(cache)
         select_rows(cache, rows, self.equal, length, self.spare)
         cache, self.spare = self.spare, cache
