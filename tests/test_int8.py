@@ -358,14 +358,14 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     yield "must be Tensor", TypeError, lambda: call(x, weight, None)
     yield "floating-point", ValueError, lambda: call(weight, weight, scale)
     yield "at least one dim", ValueError, lambda: call(x[0, 0], weight, scale)
-    yield "restore", NotImplementedError, lambda: call(x.requires_grad_(), weight, scale)
-    plain = x.detach().clone()
+    plain = x.clone()
+    yield "restore", NotImplementedError, lambda: call(x.clone().requires_grad_(), weight, scale)
     yield (
         "restore",
         NotImplementedError,
         lambda: torch.func.jvp(lambda x: call(x, weight, scale), (plain,), (plain,)),
     )
-    yield "must be finite", ValueError, lambda: functional.quantize_weight(x.detach() / 0.0)
+    yield "must be finite", ValueError, lambda: functional.quantize_weight(x / 0.0)
     yield "must be a matrix", ValueError, lambda: functional.quantize_weight(bias)
     yield "floating-point", ValueError, lambda: functional.quantize_weight(weight)
     sparse, narrow = plain.to_sparse(), plain.to(torch.float8_e4m3fn)
@@ -379,7 +379,8 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], Callable[[], Any]]]:
     yield "input must be float32", ValueError, lambda: feed(narrow, *whole[1:])
     yield "the hidden block has 12", ValueError, lambda: feed(*whole[:4], weight, *whole[5:])
     yield "not None", ValueError, lambda: feed(*whole, activation=None)
-    yield "restore", NotImplementedError, lambda: feed(whole[0].requires_grad_(), *whole[1:])
+    learned = whole[0].clone().requires_grad_()
+    yield "restore", NotImplementedError, lambda: feed(learned, *whole[1:])
 
 
 @pytest.mark.parametrize(("message", "error", "call"), list(wrong_calls()))
