@@ -97,11 +97,23 @@ def count(call: Callable[[], Any]) -> Count:
     return Count(functions, len(files), turns)
 
 
+@pytest.fixture
+def without_further_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On Intel CPUs linear layers have further limits in float32, which calls with gradients check."""
+    limited = [op for op, dtypes in fast_path.LIMITED.items() if dtypes]
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_path, "LIMITED", {})
+        for op in limited:
+            fast_path.bind(op)
+        yield
+    for op in limited:
+        fast_path.bind(op)
+
+
+@pytest.mark.usefixtures("without_further_limits")
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_run_little_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_little_python(name: str) -> None:
     make, grad, most = CALLS[name]
-    # On Intel CPUs linear layers have further limits in float32, which calls with gradients check.
-    monkeypatch.setattr(fast_path, "LIMITED", dict.fromkeys(fast_path.LIMITED, frozenset()))
     call = make()
     with torch.set_grad_enabled(grad):
         for _ in range(3):
