@@ -180,7 +180,7 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
     ):
         mask = torch.rand(1, 1, queries, keys, generator=generator) < 0.5
         for k, place in enumerate((3, keys - 1)):
-            garbage = GARBAGE[(i + j + k) % 3]  # so that each value occurs beside each of the others
+            garbage = GARBAGE[(i + j + k) % 3]  # each value beside each other one
             query, key, value = tensors(queries, keys, 8, dtype=dtype, batch=1)
             if wild != "value":
                 key[:, :, place] = garbage
@@ -442,8 +442,7 @@ def test_fully_masked_rows_are_exactly_zero(target):
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("target", CPU_TARGETS)
 def test_any_distance_between_first_and_largest_scores(target, weights):
-    """Row sums, relative to the first keys' scores, have all magnitudes up to the dtype's limits.
-    """
+    """Row sums, relative to the first keys' scores, have all magnitudes up to the dtype's limits."""
     distance = torch.linspace(85.0, 92.0, 120)[:, None]
     below = torch.where(torch.arange(70) < 40, -distance, 0.0)[None, None]
     query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)

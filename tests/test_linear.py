@@ -386,7 +386,7 @@ DIRECT_ROWS: dict[str, dict[str, int]] = {
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8, "neon": 0},
     "float16": {"baseline": 0},
 }
-#: The same for weights larger than any cache, if not 8 (float32) or 4.
+#: `DIRECT_ROWS` of weights larger than any cache, if not 8 (float32) or 4.
 DISTANT_ROWS: dict[str, dict[str, int]] = {
     "float32": {"amx": 4},
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12, "neon": 0},

@@ -248,7 +248,7 @@ def test_compiled_programs_are_chosen_by_the_context() -> None:
         return run(X, WEIGHT)
 
     with dispatch.use_backend("reference"), ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(in_thread).result(), outside)  # computed by the first program
+        assert torch.equal(pool.submit(in_thread).result(), outside)  # by the first program
         run(X, WEIGHT)
     assert len(graphs) == 2
 

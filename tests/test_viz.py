@@ -91,7 +91,7 @@ def test_padding_and_future_keys_are_hidden() -> None:
     _, hidden = shown(maps(figure)[0])
     later = torch.ones(S, S, dtype=torch.bool).triu(1)
     assert torch.equal(hidden, padding | later)
-    assert labels(maps(figure)[0].xaxis) == KEYS  # in self-attention, keys get the labels of queries
+    assert labels(maps(figure)[0].xaxis) == KEYS  # self-attention: keys have queries' labels
     assert legend(figure) == ["hidden: padding or after the query (causal)"]
     figure = viz.attention_maps(square, query_padding=padding)
     assert torch.equal(shown(maps(figure)[0])[1], padding[:, None].expand(S, S))

@@ -76,8 +76,8 @@ Settings current_settings();
 // True if a `TorchFunctionMode` of a user is active, which must see PyTorch's functions.
 bool is_observed();
 
-// The keys and `Named`, which PyTorch 2.10 excludes in backward passes. Later versions have no such
-// key.
+// `keys`, and the key `Named`, which PyTorch 2.10 excludes in backward passes. Later versions do
+// not have it.
 template <class Key = c10::DispatchKey>
 c10::DispatchKeySet and_named(c10::DispatchKeySet keys) {
   if constexpr (requires { Key::Named; }) return keys | c10::DispatchKeySet(Key::Named);

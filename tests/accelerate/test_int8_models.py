@@ -577,7 +577,7 @@ class TestCalibration:
         assert report.int8.smoothed == []
         restore(model)
         with torch.no_grad():
-            model[0].weight[3], model[1].weight[:, 3] = 1e-3, 1e38  # 1e38 divided by a factor overflows
+            model[0].weight[3], model[1].weight[:, 3] = 1e-3, 1e38  # 1e38 / factor overflows
         report = accelerate(model, quantize="int8", calibration=torch.randn(50, 64))
         assert run(model, torch.randn(50, 64)).isfinite().all()
 

@@ -134,7 +134,7 @@ def _try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _NotAStepError(Exception):
-    """Raised if no kernel runs what the decoder passes to its layers."""
+    """Raised if no kernel supports the arguments that the decoder passes to its layers."""
 
 
 #: Arguments that `_chain` reads, and those that do not change what layers compute.
@@ -619,7 +619,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
     may_be_crossed = MEMORY in takes and MEMORY in parameters
     with undisturbed(decoder):
         found = _recognise_all(decoder, layers, _Call((*takes,)[2:], may_be_crossed))
-        if isinstance(found, str) and may_be_crossed:  # it takes the arguments, but may not use them
+        if isinstance(found, str) and may_be_crossed:  # it may not use the arguments
             other = _recognise_all(decoder, layers, _Call((*takes,)[2:], False))
             found = f"{found}; without an encoder: {other}" if isinstance(other, str) else other
         if isinstance(found, str):

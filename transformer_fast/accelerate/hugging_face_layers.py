@@ -657,7 +657,7 @@ def is_faster_transposed(module: Any, x: Any) -> bool:
     It is faster in inference, where a packed copy of the weight exists. In float32, PyTorch's own
     product was measured to be faster for small weights and for a single row.
     """
-    if x.dtype is torch.float32 and x.numel() <= x.shape[-1]:  # first, because it is cheap in decoding
+    if x.dtype is torch.float32 and x.numel() <= x.shape[-1]:  # first: cheap in decoding
         return False
     weight, bias = module.weight, module.bias
     if is_plain_eager(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):

@@ -116,8 +116,8 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: Class -> (class, name, method) of the methods that calls of its modules run, as first seen. Classes
-#: of PyTorch and of this package have only ``forward``; None: it had been replaced already.
+#: Class -> (class, name, method) of the methods that calls of its modules run, as they were first. For
+#: classes of PyTorch and of this package only ``forward``; None if that had already been replaced.
 _METHODS: dict[type, tuple[tuple[type, str, Any], ...]] = {}
 
 

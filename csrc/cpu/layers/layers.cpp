@@ -612,8 +612,8 @@ class LayerRunner {
     return layer.first.scale && type_ == Element::float32 ? Element::bfloat16 : type_;
   }
 
-  // Rows that pass through a gated network at a time, so that what lies between its linear layers
-  // is in the second-level cache, and the weights are read seldom.
+  // Rows that pass through a gated network at a time, so that the hidden values fit in the
+  // second-level cache, and the weights are read seldom.
   static constexpr int64_t kGatedRows = 1024;
 
   MaybeTensor cos_, sin_;

@@ -533,7 +533,7 @@ def attention_backward(
     grad_query, delta = _query_gradient(problem, given, output, extra)
     grad_key, grad_value = _key_gradients(problem, given, delta)
     if problem.sizes[3] == 1:
-        # With one key the weight is constant, so both gradients are 0. To multiply by 0 keeps NaN.
+        # With one key the weight is constant, so both gradients are 0. Multiplying by 0 keeps NaN.
         grad_query.mul_(0.0)
         grad_key.mul_(0.0)
     grad_mask = None

@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             if name is None and id(value) in self._views:
                 name = self._names[id(value)] = self._views[id(value)][1]()
             if name is None:
-                self.complete = False  # the tensor outlives the call, or its creation was not recorded
+                self.complete = False  # it outlives the call, or was created unrecorded
                 return "None"
             self._used.add(name)
             return name
