@@ -309,7 +309,7 @@ AFTER = "its result was right before the timing and is wrong after it"
         (lambda *a: _right(*a).bfloat16().float(), False, False, BUDGET),
         (_broken, False, None, "OSError in _broken: no licence found"),
         (_broken, True, False, "OSError in _broken: no licence found"),
-        # of another dtype, shape or number of results
+        # a wrong dtype, shape or number of results
         (lambda *a: _right(*a).double(), True, False, BUDGET),
         (lambda *a: _right(*a)[:-1], True, False, BUDGET),
         (lambda *a: (_right(*a), _right(*a)), True, False, BUDGET),

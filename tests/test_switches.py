@@ -292,7 +292,7 @@ def test_native_kernels_are_batch_invariant_in_the_context_only(count: int, thre
         entered, leave = asyncio.Event(), asyncio.Event()
         inside = asyncio.create_task(task(entered, leave))
         await entered.wait()
-        assert _rows_differ(x, weight)  # of this task
+        assert _rows_differ(x, weight)  # in this task
         assert await asyncio.to_thread(_rows_differ, x, weight)
         leave.set()
         assert not await inside

@@ -54,7 +54,7 @@ struct HeadParts {
   bool batch_first;
   std::array<Tensor, 3> tensors;
 };
-// Returns the joined heads, (B, T, M) or (T, B, M). op: of the layer.
+// Returns the joined heads, (B, T, M) or (T, B, M). op: the layer's.
 Tensor attend_parts(const Op& op, const HeadParts& parts, const Tensor* mask, bool causal,
                     const Drop& drop, bool grad);
 // True if a mask has two or four dimensions, broadcasts to (B, H, T, S), is bool, float32 or in the

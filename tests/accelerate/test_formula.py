@@ -467,7 +467,7 @@ def test_a_trial_judges_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(formula, "judge", counted)
     assert ONE_CALL in stack_of(accelerate(build("BertModel"))).reason
-    assert len(trials) == 1  # of three layers that differ in their weights only
+    assert len(trials) == 1  # one for three layers that differ only in weights
 
     def wrong(*given: Any) -> Any:
         found = layer_of(*given)

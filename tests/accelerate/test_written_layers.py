@@ -221,7 +221,7 @@ def test_dropout_of_small_layers_is_that_of_nn(
         run = functools.partial(ours, x, None, None, None)
         assert not torch.equal(run(), run())
     ours.dropout.p = 0.4
-    for _ in range(2):  # the first call sees the change, the next one is captured
+    for _ in range(2):  # the first call detects the change, the next one is captured
         run()
     assert entered[-1] == [0.1, 0.4, 0.2, 0.4]
     count = len(entered)

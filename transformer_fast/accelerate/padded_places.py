@@ -71,7 +71,7 @@ class Call:
             return True
         if is_decoder and found.pools and not self._has_pad_tokens(real):
             return True
-        # `generate` asks for the logits of the last place.
+        # `generate` requests the logits of the last place.
         last = self.arguments.get("logits_to_keep")
         if isinstance(last, int) and last > 0 and not real[:, -last:].all():
             return True

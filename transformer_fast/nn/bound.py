@@ -132,7 +132,7 @@ class Parameters:
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    """Returns what changes whenever PyTorch tracks a change of a tensor."""
+    """Returns properties of a tensor; every change that PyTorch tracks alters one of them."""
     return x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad
 
 

@@ -416,7 +416,7 @@ def _decode_flops(
     """Returns the FLOPs of ``decode_stack``: T tokens of each of R sequences."""
     rows = input.shape[0]
     tokens = rows // max(1, cache.shape[2])
-    width = rest[5] * cache.shape[5]  # of all heads
+    width = rest[5] * cache.shape[5]  # columns of all heads
     total = sum(
         2 * rows * weight.numel()
         for weight in parameters

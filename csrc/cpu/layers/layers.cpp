@@ -337,8 +337,8 @@ class LayerRunner {
         activation_(activation) {}
 
  protected:
-  // In order. attend(sub-layer, index, projected, attended) computes attention from what the first
-  // linear layer has projected, `attended` being the input of the second.
+  // In order. attend(sub-layer, index, projected, attended) computes attention: `projected` is the
+  // output of the first linear layer, `attended` the input of the second.
   template <class Attend>
   Tensor run_sublayers(const std::vector<Sublayer>& sublayers, const Attend& attend) {
     Tensor output = empty_tensor_like(x_);
