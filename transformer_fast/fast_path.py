@@ -169,7 +169,7 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
     classes = input.shape[0 if input.dim() == 1 else 1]
     counted, wrong = count_targets(target, classes, ignore_index)
     if wrong is not None or counted == target.numel():
-        return True  # PyTorch's op raises for the wrong one
+        return True  # for a wrong target PyTorch's op raises
     return values_are_known(input) and input.is_cpu and math.isfinite(input.detach().sum())
 
 

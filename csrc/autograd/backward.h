@@ -73,7 +73,7 @@ struct Function {
 };
 
 // The node of a function. Its edges are the inputs. Saved tensors are checked for changes in place,
-// seen by saved-tensor hooks, and released after a backward.
+// passed to saved-tensor hooks, and released after a backward.
 template <class F>
 struct Backward final : torch::autograd::Node, F {
   std::array<SavedVariable, F::saved> tensors;

@@ -187,7 +187,7 @@ inline c10::SmallVector<int64_t, 5> with_columns(const Tensor& input, int64_t co
   return sizes;
 }
 
-// Code of an activation, as in transformer_fast/ops/linear.py; -1 if it is none of the kernels'.
+// Code of an activation, as in transformer_fast/ops/linear.py; -1 if no kernel supports it.
 int activation_code(PyObject* name);
 Tensor activate(const Tensor& input, int code);
 

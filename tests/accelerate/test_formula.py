@@ -291,7 +291,7 @@ def test_methods_replaced_on_classes(
         y = original(self, x, *args, **kwargs)
         return (2 * y[0], *y[1:]) if isinstance(y, tuple) else y + y.cumsum(1)
 
-    def replaced_chunk(self: Any, x: Tensor) -> Any:  # transformers counts its parameters
+    def replaced_chunk(self: Any, x: Tensor) -> Any:  # of two parameters: transformers counts them
         return replaced(self, x)
 
     theirs = Real(build("BertModel"))

@@ -643,7 +643,7 @@ def test_threads_and_exceptions_share_no_state(rows: list[int]) -> None:
             with torch.no_grad():
                 got[index] = model(**batches[index])[0]
 
-        # With the context's settings, which new threads do not have.
+        # Runs in copies of this context, because new threads do not have its settings.
         contexts = [contextvars.copy_context() for _ in range(8)]
         threads = [threading.Thread(target=c.run, args=(run, i)) for i, c in enumerate(contexts)]
         [thread.start() for thread in threads], [thread.join() for thread in threads]

@@ -122,7 +122,7 @@ def test_without_kernels_autocast_casts_parameters_once(
             first = call(x, *weights, **options)
             once = found.casts
             second = call(x, *weights, **options)
-        # The second call casts only non-parameters, each recorded by autograd.
+        # Parameters are cast once, in the first call.
         assert found.casts - once == once - len(weights)
         assert first.dtype == second.dtype == torch.bfloat16
         first.float().sum().backward()
