@@ -619,7 +619,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
     may_be_crossed = MEMORY in takes and MEMORY in parameters
     with undisturbed(decoder):
         found = _recognise_all(decoder, layers, _Call((*takes,)[2:], may_be_crossed))
-        if isinstance(found, str) and may_be_crossed:  # it may not use the arguments
+        if isinstance(found, str) and may_be_crossed:  # it may lack cross-attention
             other = _recognise_all(decoder, layers, _Call((*takes,)[2:], False))
             found = f"{found}; without an encoder: {other}" if isinstance(other, str) else other
         if isinstance(found, str):
