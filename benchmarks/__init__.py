@@ -16,7 +16,7 @@ _NAMES = (
     "MKL_ENABLE_INSTRUCTIONS",
     "CT2_FORCE_CPU_ISA",
 )
-#: Our instruction set -> values of `_NAMES`. amx is missing because it is the highest one.
+#: Our instruction set -> values of the variables `_NAMES`. amx, the highest set, limits nothing.
 _THEIRS = {
     "baseline": ("default", "SSE41", "SSE4_2", "GENERIC"),
     "avx2": ("avx2", "AVX2", "AVX2", "AVX2"),
@@ -33,10 +33,10 @@ def named_isa() -> str | None:
     return name if name in _THEIRS else None
 
 
-if (_isa := named_isa()) is not None and "torch" not in sys.modules:  # else it is too late
+if (_isa := named_isa()) is not None and "torch" not in sys.modules:  # not after their import
     for _name, _value in zip(_NAMES, _THEIRS[_isa], strict=True):
         os.environ.setdefault(_name, _value)
 
-# Last. An invalid TRANSFORMER_FAST_* variable is reported without a traceback if that happens while
-# the package of a command is imported (`transformer_fast._switches`).
+# The last import. An error in a TRANSFORMER_FAST_* variable has no traceback while the package of a
+# command is imported (`transformer_fast._switches`).
 import transformer_fast as transformer_fast  # noqa: E402

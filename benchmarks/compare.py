@@ -82,7 +82,7 @@ def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | N
 
 
 def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, str]]:
-    """Returns (changes, lost): the changes in all passes of each row of ours that both sides have.
+    """Returns (changes, lost). Changes: of each row of ours that both sides have, one per pass.
 
     ``lost``: key -> reason, for rows that were timed before and are not any more.
     """
@@ -112,7 +112,7 @@ def verdict(seen: Sequence[Change], tolerance: float) -> str:
 
 
 def other_machines(old: Suites, new: Suites) -> list[str]:
-    """Returns sentences on how the machines of the two differ; empty if it is the same machine."""
+    """Returns a sentence for each difference of the machines; empty if it is the same machine."""
     both = [(old[name]["machine"], new[name]["machine"]) for name in new if name in old]
     return list(dict.fromkeys(text for pair in both for text in machine.differences(*pair)))
 

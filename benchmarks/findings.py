@@ -114,7 +114,7 @@ class Finding(NamedTuple):
     rival: Row | None
     #: The speed-up of `chosen` over `rival`.
     against: Ratio | None
-    #: The suite's name; forward and backward suites have cases of the same names.
+    #: The suite's name, since suites with and without gradients have cases of the same names.
     suite: str = ""
 
 
@@ -133,8 +133,8 @@ def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-#: PyTorch's rows: what a user runs without this package and without tuning. A row of ours may have
-#: such a name, too, where the dispatcher's backend is PyTorch's op.
+#: Names of PyTorch's rows: what a user runs without this package and without tuning. A row of ours has
+#: such a name if the dispatcher selects PyTorch's op.
 PYTORCH = ("torch", "torch eager", "torch fast path", "torch.compile")
 
 
@@ -200,7 +200,7 @@ class Machine:
         }
 
     def over_torch(self, suite: str | None = None) -> list[float]:
-        """Returns the speed-ups over PyTorch's best, of one suite or of all tables but overhead.
+        """Returns the speed-ups over PyTorch's best: of one suite, or all but overhead and scaling.
 
         8-bit ops are left out: PyTorch has none, and its row is our formula in its operators.
         """

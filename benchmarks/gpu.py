@@ -144,7 +144,7 @@ def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
 
 
 def rank(case: GpuCase) -> int:
-    """Returns the priority of a case; lower runs first, so that a short run has what matters most."""
+    """Returns the rank of a case. Low ranks run first, so that a short run has the main cases."""
     if case.op != "attention":
         places = {"add_layer_norm": 2, "layer_norm": 2, "feed_forward": 4, "linear": 4}
         return places.get(case.op, 5)
@@ -381,7 +381,7 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
 
 
 def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
-    """Returns a sentence for each failure of ours; a wrong tile is not one, it is just not used."""
+    """Returns a sentence for each failure of ours. A wrong tile is none, because it is not used."""
     found = []
     for entry in entries:
         job = ", ".join(str(v) for k, v in entry.items() if k not in ("result", "problem", "tiles"))

@@ -283,7 +283,7 @@ class InductorTuned(Frozen):
         **_FROZEN,
         "max_autotune": True,
         "max_autotune_gemm_backends": "CPP,ATEN",
-        # Another run, which may have had another number of threads, must not determine the choice.
+        # A cached choice may come from a run with another number of threads.
         "autotune_local_cache": False,
         # No tables on stderr.
         "autotune_num_choices_displayed": 0,
@@ -445,7 +445,7 @@ class OneDnnPrepacked(Peer):
 
 @contextmanager
 def _converting() -> Iterator[None]:
-    """Context manager for converters: without torch.nn's fast path, whose ops they do not support."""
+    """Context manager for converters: disables torch.nn's fast path, whose ops they lack."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning: no torchvision
     with fast_path(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's warnings about its own code
@@ -844,7 +844,7 @@ class FlexAttention(Peer):
     name = "FlexAttention"
 
     def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
-        """``known``: the block mask of a mask is created once, and not in every call."""
+        """``known``: the block mask is created once, instead of in every call."""
         if op != "attention":
             return None
         if arguments[0].device.type != "cuda":

@@ -30,7 +30,7 @@ _MARKED = re.compile(r"(<!--= (\w+) -->)(\s?).*?\3(<!--/-->)", re.DOTALL)
 
 TEXT, RELEASED, HALF = "text encoders", "released text encoder", "half precision"
 OURS = "accelerated"
-#: PyTorch's rows in a precision that `PYTORCH` does not have.
+#: Precision -> names of PyTorch's rows, for precisions without a row in `PYTORCH`.
 _TORCH = {"int8": ("quantize_dynamic", "torchao")}
 _NAMES = {
     "torch": "PyTorch",
@@ -88,7 +88,7 @@ def shown_machine(found: Sequence[Machine]) -> Machine:
 
 
 def speed(row: Row) -> str:
-    """Formats sentences a second; in cases without sentences the time."""
+    """Formats sentences a second, or the time if the case has no sentences."""
     if row.items is None or row.time is None:
         return report.seconds(row)
     rate = float(f"{row.items / row.time.median:.3g}")
@@ -96,9 +96,9 @@ def speed(row: Row) -> str:
 
 
 def cells(rows: Sequence[Row], precision: str) -> tuple[str, str, str, str]:
-    """Returns the cells PyTorch, ours, speed-up, fastest alternative of a case.
+    """Returns a case's cells: PyTorch, ours, speed-up, fastest alternative.
 
-    PyTorch's row is in the same precision; StopIteration if there is none.
+    PyTorch's row has the same precision; raises StopIteration if there is none.
     """
     ours = next(row for row in rows if row.chosen)
     others = findings.alternatives(rows, foreign=True)
@@ -129,13 +129,13 @@ def worst(one: Machine) -> list[Finding]:
             if name == "overhead" and rows[0].case != "call":
                 continue
             timed = sorted(filter(attrgetter("time"), rows), key=attrgetter("time.median"))
-            if timed and not timed[0].chosen:  # else no loss, and no need for the slow bootstrap
+            if timed and not timed[0].chosen:  # else no loss: skip the slow bootstrap
                 found += findings.findings(rows, name, foreign=True)
     return losses(found)
 
 
 def table(one: Machine, half: Machine | None) -> str:
-    """Returns README's table: the same precision in a row, the worst case of all in the last."""
+    """Returns README's table: one precision per row; the last row is the worst case of all."""
     lines = [(text, *cells(_rows(one, *case), precision_of(text))) for text, *case in LINES]
     if half:
         text = "3 BERT-base-size layers, bfloat16, AVX2 only ¹"
@@ -206,7 +206,7 @@ def plot(one: Machine) -> tuple[str, str]:
 
 
 def quality(found: Sequence[Machine]) -> str:
-    """Returns how each precision changes the ranking by a released model's vectors."""
+    """Returns a sentence on how each precision changes a released model's search results."""
     rows = [row for one in found for row in one.suites.get(RELEASED, {"rows": ()})["rows"]]
     every = {(precision_of(row.case), row.candidate): row.scores for row in rows if row.scores}
     words = {

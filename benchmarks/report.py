@@ -43,7 +43,7 @@ LEGEND = (
     "before. *error in refs*: largest error against fp64 in units of "
     "the reference's own."
 )
-#: Below every table of sentence encoders.
+#: Text below every table of sentence encoders.
 RANDOM = (
     "Sentences a second; in parentheses the cosine of the worst sentence to fp64's. **The weights "
     "are random**: speeds are those of released models of these sizes, errors in 8 bits are not."

@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Exempts what exists after the collection, millions of objects, from garbage collections."""
+    """Exempts the millions of objects that exist after the collection from garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -44,7 +44,7 @@ _DOTS = (
     else {}
 )
 INT8_ISAS: tuple[str, ...] = tuple(_DOTS)
-#: Those that add more than 8-bit products: other kernels have no builds for the rest.
+#: The sets that add more than 8-bit products; the others have builds of 8-bit kernels only.
 ISAS = tuple(isa for isa, dots in _DOTS.items() if dots != {"int8"})
 #: All pairs (instruction set, int8) that select different builds.
 ISAS_AND_INT8 = [(isa, int8) for int8 in (False, True) for isa in (INT8_ISAS if int8 else ISAS)]
@@ -158,7 +158,7 @@ EVERY_KERNEL = each_op((CPU, TRITON, CUDA))
 
 
 def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
-    """Returns parameters for `parametrize`; a kernel that cannot run here is one skip with its
+    """Returns parameters for `parametrize`; a kernel that cannot run here gets one skip with the
     reason.
     """
     found = []

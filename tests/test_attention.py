@@ -180,7 +180,7 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
     ):
         mask = torch.rand(1, 1, queries, keys, generator=generator) < 0.5
         for k, place in enumerate((3, keys - 1)):
-            garbage = GARBAGE[(i + j + k) % 3]  # each value beside each of the others
+            garbage = GARBAGE[(i + j + k) % 3]  # each value beside each other one
             query, key, value = tensors(queries, keys, 8, dtype=dtype, batch=1)
             if wild != "value":
                 key[:, :, place] = garbage
@@ -193,7 +193,7 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
 
 
 def few_queries(dtype: torch.dtype) -> list[Call]:
-    """Numbers of queries around the limit between the decode kernels and the others."""
+    """Numbers of queries around the limit up to which the decode kernels run."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -205,7 +205,7 @@ def few_queries(dtype: torch.dtype) -> list[Call]:
             q, k = normal(2, 3, queries, size), normal(2, 3, keys, size)
             v = normal(2, 3, keys, value_size)
             noise = torch.rand(2, 1, queries, keys, generator=generator)
-            # Mask whole tiles and single keys, and for one batch element everything.
+            # Masks whole tiles and single keys; for the only query of one batch element everything.
             seen = (noise > 0.3) & (torch.arange(keys) % 256 < 130)
             seen[1] &= queries > 1
             added = torch.where(seen, noise - 0.5, -math.inf)
@@ -405,7 +405,7 @@ def test_masked_garbage_has_no_effect(target):
 
 @pytest.mark.parametrize("target", CPU_TARGETS)
 def test_a_mask_of_keys_gives_the_bits_of_a_call_without_them(target):
-    """Where the mask is the same for all queries, hidden keys are left out of the products."""
+    """If the mask is the same for all queries, the kernels omit hidden keys from the products."""
     query, key, value = tensors(QUERIES, 530, 8, heads=3, dtype=target.dtype, batch=1)
     mask = draw().bools(1, 1, 1, 530, true=0.6)
     seen = mask.flatten()
@@ -442,9 +442,7 @@ def test_fully_masked_rows_are_exactly_zero(target):
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("target", CPU_TARGETS)
 def test_any_distance_between_first_and_largest_scores(target, weights):
-    """The row sum, relative to the first keys' scores, takes all magnitudes near the dtype's
-    limits.
-    """
+    """Row sums, relative to the first keys' scores, have all magnitudes up to the dtype's limits."""
     distance = torch.linspace(85.0, 92.0, 120)[:, None]
     below = torch.where(torch.arange(70) < 40, -distance, 0.0)[None, None]
     query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)
@@ -503,7 +501,7 @@ def test_huge_values_masked_by_finfo_min_have_no_effect(target, queries, generat
     query, key = (torch.randn(1, 1, n, 16, generator=generator) for n in (queries, 300))
     for weights in (False, True):
         arguments = arrange(query, key, value, mask=mask, weights=weights)
-        # The error unit comes from a call without the huge values, which would make the budget
+        # The unit of error is that of a call without the huge values: they would make the budget
         # huge.
         seen = arrange(query, key[:, :, 270:], value[:, :, 270:], weights=weights)
         result = run(target, accepted(target, arguments))
@@ -529,8 +527,8 @@ def test_denormal_queries(target, generator):
 )
 @pytest.mark.parametrize("keys", [40, 300])
 def test_gradients_if_one_key_has_almost_all_of_a_row(keys, options, float_isa, generator):
-    """Each query meets its own key with a score up to 200: dP - delta is a difference of equal
-    terms.
+    """Each query has one key with a score of up to 200, so that dP - delta is a difference of nearly
+    equal terms.
     """
     key, value = (torch.randn(1, 2, keys, 16, generator=generator) for _ in range(2))
     if "dropout_p" in options:
@@ -643,7 +641,7 @@ def test_mask_gradient_of_every_broadcast(full, dtype, backend):
         pytest.skip("for the CPU's units of bfloat16")
     sizes = (2, 2, 131, 530) if backend.name == "cpu" else (2, 2, 20, 35)
     shape = tuple(n if f else 1 for n, f in zip(sizes, full, strict=True))
-    if backend.name != "cpu":  # the others also support fewer dimensions
+    if backend.name != "cpu":  # the other backends also support masks of fewer dimensions
         shape = shape[full.index(True) if any(full) else 3 :]
     mask = draw(dtype).normal(*shape)
     given: dict[str, Any] = {"dropout_p": 0.1, "seed": torch.tensor(5)}
@@ -667,7 +665,7 @@ def test_gradients_of_head_sizes_and_lengths(size, length, isa):
 
 
 def test_gradients_with_keys_in_several_splits(isa):
-    """Few heads and many keys: each split of the keys has its own sum for the queries' gradients."""
+    """With few heads and many keys, each split of the keys has its own sum of query gradients."""
     q, k, v = tensors(40, 1100, 16, batch=1, key_heads=1)
     check_gradients_of(q, k, v, lengths=torch.tensor([900]), gqa=True)
 
@@ -771,7 +769,7 @@ def test_decoding_one_query(sizes, keys, dtype, backend, monkeypatch):
         monkeypatch.setattr(config, "attention_decode", lambda *sizes: tile)
     q, k, v = tensors(1, keys, sizes[0], batch=3, heads=4, key_heads=2, dtype=dtype)
     v = v.repeat(1, 1, 1, 2)[..., : sizes[1]]
-    k[-1, :, -1], v[-1, :, -1] = math.nan, math.inf  # beyond the length
+    k[-1, :, -1], v[-1, :, -1] = math.nan, math.inf  # beyond the sequence's length
     lengths = torch.tensor([keys, 0, min(keys - 1, keys // 2 + 1)])
     mask = torch.randn(3, 1, 1, keys, generator=torch.Generator().manual_seed(4)) > -1
     if keys > 7:
@@ -820,7 +818,7 @@ def test_gradients_of_values_that_matrix_units_cannot_multiply(target, tensor, v
         pytest.skip("whether scores overflow depends on the order of sums")
     if value == 3e38 and dtype == torch.bfloat16:
         pytest.skip("whether dP overflows depends on where the division by row_sum is")
-    # In the second batch element, so that the mask's gradient has to restart.
+    # The value is in the second batch element, so that the mask's gradient has to restart.
     masked = {"mask": draw(dtype).normal(1, 2, 200, 600).requires_grad_()}
     calls = [(60, 150, (0, 1, 7, 5), {"causal": True}), (200, 600, (1, 1, 150, 5), masked)]
     for queries, keys, place, given in calls[:1] if tensor == "upstream" else calls:
@@ -903,7 +901,7 @@ def test_tiny_values_have_errors_below_the_smallest_normal(target, name, size):
         true = oracle("attention", arguments)[0]
         parity = compare("output", got, expected, true, OUTPUT_FACTOR, least_size=least)
         assert parity.ok, parity
-    # A tiny row and channel among others.
+    # A tiny row and a tiny channel among normal ones.
     query, key, value = tensors(40, 150, 16)
     value[:, :, 33] *= size
     value[:, :, :, 3] *= size
@@ -913,7 +911,7 @@ def test_tiny_values_have_errors_below_the_smallest_normal(target, name, size):
 @pytest.mark.parametrize("size", [1e-20, 1e-33, 1e-37])
 @pytest.mark.parametrize("target", BF16X3)
 def test_tiny_gradients_do_not_vanish(target, size):
-    """They do not vanish where their bfloat16 components would."""
+    """Gradients stay nonzero where their bfloat16 components would underflow."""
     qkv, up = tensors(60, 150, 16), draw().normal(2, 2, 60, 16)
     ours, plain = (trained(target, qkv, up * s)[1:] for s in (size, 1.0))
     for one, two in zip(ours, plain, strict=True):
@@ -943,7 +941,7 @@ def rows_of_others(given: dict[str, Any], begin: int, end: int) -> dict[str, Any
 @pytest.mark.parametrize("name", [n for n in options(1, 1) if "dropout" not in n])
 @pytest.mark.parametrize("target", BF16X3)
 def test_a_row_does_not_depend_on_the_others(target, name):
-    """Independent of the number, content, score range and mask of the other rows."""
+    """A row is independent of the number, content, score range and mask of the other rows."""
     query, key, value = tensors(200, 300)
     given = options(200, 300)[name]
     whole = run(target, arrange(query, key, value, **given))
@@ -1136,7 +1134,7 @@ def test_packed_sequences_are_not_padded_on_the_cpu(monkeypatch):
     leaves = [x.requires_grad_() for x in packed()]
     starts = starts_of(ROWS), starts_of(KEY_ROWS)
     F.varlen_attn(*leaves, *starts, 17, 20, backend="cpu").sum().backward()
-    with pytest.raises(ZeroDivisionError):  # more of a sequence is ignored
+    with pytest.raises(ZeroDivisionError):  # sequences longer than that take the padded path
         F.varlen_attn(*leaves, *starts, 3, 20, backend="cpu")
 
 
@@ -1364,7 +1362,7 @@ def test_scores_near_the_cap_keep_their_precision(target):
             for output, _ in (run(target, given), OPS["attention"].reference(*given))
         )
         ratios.append(ours / theirs)
-    assert statistics.median(ratios) < 1.4  # 2.1 with an error of 2 units
+    assert statistics.median(ratios) < 1.4  # it would be 2.1 with an error of 2 units
 
 
 def test_packed_results_are_contiguous():
@@ -1381,6 +1379,6 @@ def test_lengths_beyond_the_padded_one(name, values):
     x = torch.randn(2, 1, 7, 8)
     with pytest.raises(ValueError, match=rf"{name} must be between 0 and the padded length, 7"):
         F.scaled_dot_product_attention(x, x, x, **{name: torch.tensor(values)})
-    with torch.device("meta"):  # values of other devices are not waited for
+    with torch.device("meta"):  # no values are read on other devices
         x, lengths = torch.empty(2, 1, 7, 8), torch.tensor(values)
         assert F.scaled_dot_product_attention(x, x, x, **{name: lengths}).shape == x.shape

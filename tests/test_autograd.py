@@ -58,7 +58,7 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("op", ["layer_norm", "linear", "feed_forward", "attention"])
 def test_compiled_calls_support_any_number_of_rows(op):
-    """Or of queries and keys, for attention."""
+    """The same for any number of queries and keys of attention."""
     compiled = torch.compile(run_of(op), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (5, 8, 13):
         input, *rest = arguments_of(op, "causal" if op == "attention" else None)
@@ -285,7 +285,7 @@ def test_gradients_do_not_depend_on_which_are_requested(op, dtype):
 
 @pytest.mark.parametrize("op", CASES)
 def test_gradients_of_matrices_left_out_of_a_call_are_not_computed(op, monkeypatch):
-    """`torch.autograd.grad` with the input alone, as for attributions: the weights keep theirs."""
+    """Calls `torch.autograd.grad` with the input alone, as attribution methods do."""
     monkeypatch.setattr("transformer_fast.ops.autograd._WORTH_ASKING", 0)
     arguments = arguments_of(op)
     named = OPS[op].named(arguments)

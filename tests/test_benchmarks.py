@@ -139,7 +139,7 @@ def test_sentence_encoders_are_right_in_every_precision(precision):
     for one in rows:
         assert one.ok, one
         assert one.items == 12
-    # float32 of PyTorch is beside every other precision: it may be the faster.
+    # Other precisions also have a row of PyTorch's float32, which may be faster.
     assert ("torch eager, float32" in [one.candidate for one in rows]) == (precision != "float32")
 
 
@@ -374,7 +374,7 @@ def readme_results(folder: Path, worst: float | None = None) -> Path:
 
 
 def test_a_row_of_readme_has_one_precision(tmp_path):
-    """Float32 of PyTorch is faster than int8 and bfloat16 here, and is an alternative only."""
+    """PyTorch's float32 is faster than our int8 and bfloat16 here, but is an alternative only."""
     text = readme.figures(readme_results(tmp_path))["table"]
     assert "| MiniLM-size encoder, float32 | 750 /s | 3,000 /s | 4x | OpenVINO 1,000 /s |" in text
     assert (
@@ -430,7 +430,7 @@ def test_the_weights_of_sentence_encoders_are_named(tmp_path):
 
 
 def test_half_precision_is_never_slower_than_float32():
-    """README says so of CPUs without instructions for it, from the results that are committed."""
+    """README states this for CPUs without such instructions; checks the committed results."""
     able = [one for one in findings.machines() if readme.HALF in one.suites]
     assert able
     for rows in findings.by_case(able[0].suites[readme.HALF]["rows"]).values():

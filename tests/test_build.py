@@ -253,8 +253,8 @@ def test_kernels_share_no_symbols():
 
 
 def test_builds_of_a_kernel_define_the_same_functions():
-    """For instruction sets up to AVX-512, whose fp32 build also serves higher ones; symbols that
-    are called.
+    """Compares the symbols that are called, for instruction sets up to AVX-512, whose fp32 build also
+    serves higher ones.
     """
     names = {}
     for (kernel, isa), path in kernel_objects().items():

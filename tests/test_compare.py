@@ -194,7 +194,7 @@ def test_missing_and_failed_rows_are_listed():
 
 
 def test_fallbacks_give_the_reason_of_the_devices_backend(monkeypatch):
-    """For an op that runs on PyTorch, and for the ops inside a module."""
+    """Covers an op that runs on PyTorch, and the ops inside a module."""
     for op in ("layer_norm", "linear"):
         monkeypatch.setitem(dispatch.registry.kernels, op, dispatch.kernels(op))
         for backend, devices in (("cpu", ("cpu",)), ("triton", ("cuda",))):

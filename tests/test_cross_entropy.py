@@ -489,7 +489,7 @@ def test_gradients_of_summed_losses_match(in_parts, kernel, dtype, isa):
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_chunks_of_ignored_rows_have_zero_gradients(monkeypatch, backend, dtype):
-    """As in PyTorch, although the mean of no losses is NaN; also for infinite incoming gradients."""
+    """Zero as in PyTorch, although the mean loss is NaN, and also for infinite incoming gradients."""
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
     weight.requires_grad_()
@@ -598,7 +598,7 @@ def batched(loss, x, w, b):
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", all_derivatives())
 def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
-    """Derivatives of any order and mode, and under transforms of torch.func."""
+    """Covers derivatives of any order and mode, also under transforms of torch.func."""
     draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
     shapes = (1280, 3), (70, 3), (70,)
     arguments = *(draw.normal(*s) for s in shapes), tuple(draw.normal(*s) for s in shapes)

@@ -250,10 +250,10 @@ def test_changed_weights_take_effect(parameters: list[list[Any]]) -> None:
     check_step(step, parameters)
     for parameter in (parameters[0][0], parameters[1][2]):
         for change in (
-            # Single elements, which a comparison of samples would miss.
+            # A single element, which a comparison of samples would miss.
             lambda p: p[3, 7].add_(9.0),
             lambda p: setattr(p, "data", p.detach().clone().index_fill_(0, torch.tensor(5), 2.0)),
-            lambda p: p.data.neg_(),  # does not increment the version counter
+            lambda p: p.data.neg_(),  # a write that does not increment the version counter
         ):
             with torch.no_grad():
                 change(parameter)
@@ -270,7 +270,7 @@ def test_writes_during_packing_take_effect(
     def written_to(weight: Tensor, rows: int) -> Tensor | None:
         packed = pack(weight, rows)
         if weight is parameters[1][0]:
-            parameters[0][0][3, 7] += 9.0  # the first weight, which is already packed
+            parameters[0][0][3, 7] += 9.0  # writes to the first weight, which is already packed
         return packed
 
     with monkeypatch.context() as patch:

@@ -143,7 +143,7 @@ CALLS = list(_calls())
 @pytest.mark.parametrize("one", LIMITS)
 def test_selection_and_explanation_agree(table, monkeypatch, one):
     """Compares the fast checks of selection with those that build sentences."""
-    # The calls are of no class that a record could have.
+    # No validation record covers these calls.
     monkeypatch.setattr(dispatch.proof, "why_not", lambda *_: "not validated here")
     for other in LIMITS:
         limits = {"devices": ("cpu",), "gradients": True, **one, **other}
@@ -530,7 +530,7 @@ KERNELS = [
 
 
 def calls_of(kernel: Kernel, requires_grad: bool = False) -> list[tuple[str, Call]]:
-    """Returns the op table's calls as they would be on the kernel's own device."""
+    """Returns the op table's calls, with tensors on a device that the kernel supports."""
     found = []
     for dtype in DTYPES:
         if kernel.dtypes and dtype not in kernel.dtypes:
@@ -576,7 +576,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def with_tensors(call: Call, change: Callable[[Tensor], Tensor], count: int = 99) -> Call:
-    """Returns the call with the first ``count`` of the tensors that kernels compute with changed."""
+    """Returns the call with ``change`` applied to its first ``count`` tensors."""
     before = [tensor for tensor in call.tensors[:count] if tensor is not None]
     changed = {id(tensor): change(tensor) for tensor in before}
     return with_arguments(call, [changed.get(id(value), value) for value in call.arguments])

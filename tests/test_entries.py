@@ -118,7 +118,7 @@ def test_entries_have_the_bits_of_the_kernels(name: str) -> None:
     case = CASES[name]()
     assert enters(case, name)
     named = case._replace(options={**case.options, "backend": "cpu"})
-    if name != "linear gelu":  # an activation is an operator of its own in training
+    if name != "linear gelu":  # in training the activation is a separate operator
         assert same_bits(case(), named())
         assert same_bits(case.gradients(), named.gradients())
     with torch.no_grad():
@@ -191,14 +191,14 @@ def test_gradients_of_a_part_are_those_of_all(name: str) -> None:
 
 @cases
 def test_saved_tensors_are_autograds(name: str) -> None:
-    """Changes in place raise, hooks see them, and they are released."""
+    """Saved tensors are checked for in-place changes, passed to hooks, and released."""
     case = CASES[name]()
     result = as_results(case())[0]
     with torch.no_grad():
         case.leaves[1 if op_of(name) == "linear" else 0].mul_(1.0)
         for one in as_results(result):
             one.mul_(1.0)
-    saved = not ("norm" in name and name.startswith("add"))  # that saves its sum
+    saved = not ("norm" in name and name.startswith("add"))  # these ops save the sum instead
     if saved and name != "linear gelu":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.sum().backward()
@@ -279,7 +279,7 @@ def test_calls_that_the_guard_refuses_are_dispatched(
 
     with torch.no_grad():
         run(x, *rest)
-        with torch.device("cpu"):  # a mode of PyTorch's own, which only creates tensors
+        with torch.device("cpu"):  # PyTorch's own mode, which only affects new tensors
             run(x, *rest)
     assert entered == [True, True]
     refused: list[Callable[[], Any]] = [
@@ -401,7 +401,7 @@ def test_compiled_autograd_runs_the_nodes(name: str, backend: str) -> None:
     torch._dynamo.reset()
     case = CASES[name]()
     dropped = "dropout_p" in inspect.signature(case.function).parameters
-    if dropped and backend == "eager":  # traced, random numbers are thousands of operators
+    if dropped and backend == "eager":  # traced, random numbers would be thousands of operators
         case = case._replace(options={**case.options, "dropout_p": 0.3})
     assert enters(case, name)
 
@@ -428,7 +428,7 @@ def test_compiled_autograd_runs_the_nodes(name: str, backend: str) -> None:
                 assert close.ok, close
         with torch.no_grad():
             case.leaves[0].mul_(0.9)
-    captures = 1 if len(case.leaves) == 1 else 2  # the second call runs the first one's program
+    captures = 1 if len(case.leaves) == 1 else 2  # the second call reuses the first program
     assert counters["compiled_autograd"]["captures"] == captures
     result = as_results(case())[0].sum()
     result.backward()

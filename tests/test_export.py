@@ -228,7 +228,7 @@ def test_exported_programs_have_only_pytorchs_operators(name: str, strict: bool)
     module, given, other = _made(name)
     axes = _dynamic(given, other)
     shapes: Any = (axes,) if isinstance(module, Call) else axes
-    # Without gradients, as at run time: an encoder's outputs at padded positions depend on that.
+    # No gradients, as at run time: outputs of encoders at padded positions depend on the grad mode.
     with torch.no_grad():
         program = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
     assert _foreign(program) == []
@@ -256,7 +256,7 @@ def test_torch_jit_trace_matches(name: str) -> None:
 def _by_onnx_runtime(file: Path, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     runtime = pytest.importorskip("onnxruntime")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    # An input that the program does not use is no input of the ONNX model.
+    # The ONNX model lacks inputs that the program does not use.
     names = [one.name for one in session.get_inputs()]
     given = {f"input{place}": x.numpy() for place, x in enumerate(inputs)}
     results = session.run(None, {name: given[name] for name in names})
@@ -321,7 +321,7 @@ def test_strict_mode_allows_exports(small_calls: None) -> None:
 @pytest.mark.exhaustive  # half a minute of compilation
 @pytest.mark.filterwarnings("ignore")
 def test_aot_inductor_matches(tmp_path: Path) -> None:
-    """A shared library with the program, loaded without the module."""
+    """Loads the program from a shared library, without the module."""
     module, given, other = _made("encoder layer, mask and padding")
     with torch.no_grad():
         program = torch.export.export(module, given, dynamic_shapes=(_dynamic(given, other),))

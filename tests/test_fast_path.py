@@ -142,7 +142,7 @@ def test_unusual_arguments_go_through_the_dispatcher(
     arguments = _norm()
     arguments[place] = value()
     chosen = []
-    # The first function that only the dispatcher's path calls.
+    # `defers_to_torch` is the first function that only calls through the dispatcher reach.
     known = functional.layer_norm.__globals__
     monkeypatch.setitem(known, "defers_to_torch", lambda *_, **__: chosen.append(True) or False)
     with fast_path.small_size_fallback(on=False), contextlib.suppress(Exception):
@@ -202,7 +202,7 @@ def test_small_losses_read_values_unless_they_are_traced(
     arguments = _calls(True)[op](20)
     call = _call(op, arguments)
     monkeypatch.delitem(functional.cross_entropy.__globals__, "defers_to_torch")
-    assert _ours(call) == []  # a dispatch mode sees PyTorch's operators
+    assert _ours(call) == []  # under a dispatch mode, too, PyTorch's operators run
     with pytest.raises(NameError, match="defers_to_torch"):
         make_fx(lambda target: call())(arguments[-1])
 

@@ -178,7 +178,7 @@ def triton(monkeypatch):
     return kernels_of("linear", monkeypatch)
 
 
-#: Arguments on which no limit or class depends.
+#: Arguments for tests in which only the tensors matter.
 PLAIN = LinearArguments(None, None)
 
 
@@ -242,7 +242,7 @@ def test_cpu_kernels_of_a_set_never_timed_are_selected_by_the_record(monkeypatch
     assert select(call(device="cpu", dtype=torch.bfloat16)).backend == "torch"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     monkeypatch.setattr(proof, "machine_of", lambda device: MACHINE._replace(target="other"))
-    assert select(one).backend == "torch"  # the record is one of another number of threads
+    assert select(one).backend == "torch"  # the record is for another number of threads
     assert dispatch.find(of_layer) is None
     with dispatch.use_backend("cpu"):
         assert dispatch.find(of_layer) is layer
@@ -667,7 +667,7 @@ def test_results_are_kept_after_a_crash(proving, capsys):
 
 
 def test_earlier_verdicts_are_kept_or_replaced():
-    """All but those of the same class and kernel, and those of ops whose process crashed."""
+    """Replaces verdicts on the same class and kernel; drops those of ops whose process crashed."""
     of_attention, slower = verdict(op="attention"), verdict(time=9.0)
     before, found = (Proof(MACHINE, "", 1.0, one) for one in ((of_attention, slower), (verdict(),)))
     assert set(proof.merged(None, found).verdicts) == {verdict()}
@@ -676,7 +676,7 @@ def test_earlier_verdicts_are_kept_or_replaced():
 
 
 def test_results_are_kept_after_ctrl_c(proving, monkeypatch, capsys):
-    """Ctrl-C after the first trial of linear: its class was not finished in float32."""
+    """Simulates Ctrl-C after the first trial of linear, before its class is finished in float32."""
     lines_of = prove.lines_of
     [(case, *_), *_] = on_device.trials("linear")
     unfinished = verdict(dtype="float32", shape=on_device.class_of(case))

@@ -310,7 +310,7 @@ def _install_an_old_torch(checkout):
     return {"PYTHONPATH": str(torch.parent)}
 
 
-#: What goes wrong in a build -> a pattern of the reason that is recorded.
+#: Function that makes a build fail -> a pattern of the reason that is recorded.
 FAILURES = {
     lambda checkout: {"PATH": str(checkout.parent)}: "no C\\+\\+ compiler was found",
     lambda checkout: {"CXX": "false"}: (

@@ -72,7 +72,7 @@ def int8_feed_forward(*arguments: Any) -> Tensor:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_feed_forward_differs_from_the_reference_by_single_steps(int8_isa, activation):
-    """An activation's error, 2e-4 of it, may move a hidden unit to the next of its row's 254 steps."""
+    """An activation's relative error, 2e-4, may move a hidden unit by one of its row's 254 steps."""
     arguments = (*network(40, 48, 96, 24), activation)
     x, weight1, scale1, bias1, weight2, scale2, _, _ = arguments
     hidden = reference.int8_linear(x, weight1, scale1, bias1, activation, None)
@@ -80,7 +80,7 @@ def test_feed_forward_differs_from_the_reference_by_single_steps(int8_isa, activ
     difference = int8_feed_forward(*arguments) - reference.int8_feed_forward(*arguments)
     one = steps[:, None] * weight2.abs().amax(-1) * scale2
     assert (difference.abs() <= 2.0 * one).all()
-    # Most units keep their step: the difference is small compared to that of rounding to steps.
+    # Most units keep their step, so the difference is small compared with the rounding to steps.
     rounding = steps[:, None] * weight2.float().norm(dim=-1) * scale2 / math.sqrt(12.0)
     assert difference.norm() <= 0.1 * rounding.norm()
 
@@ -106,7 +106,7 @@ def test_special_rows(int8_isa, dtype):
     x[0, 69], x[1, 3], x[2, 20] = math.nan, math.inf, -math.inf
     x[3] = 0.0
     if dtype != torch.float16:
-        x[4, :2] = torch.tensor([3e38, -3e38])  # their distance overflows
+        x[4, :2] = torch.tensor([3e38, -3e38])  # their difference overflows
         x[7, :2] = torch.tensor([-2e38, 2e38])
     if dtype == torch.float32:
         x[5], x[6] = x[5] * 2.0**-110, x[6] * 2.0**-140
@@ -142,7 +142,7 @@ def test_rows_whose_range_exceeds_float32_have_the_error_of_their_steps(int8_isa
 
 
 def test_sums_are_exact_at_the_limits_of_8_bits(int8_isa):
-    """Where instructions for two products saturate at 16 bits, and where sums need 31 bits."""
+    """Values for which instructions that add two products in 16 bits saturate; sums of 31 bits."""
     for columns, value in ((256, 127), (256, -127), (65536, 127), (65536, -128)):
         weight = torch.full((3, columns), value, dtype=torch.int8)
         x = torch.full((5, columns), 254.0)
@@ -156,7 +156,7 @@ def test_sums_are_exact_at_the_limits_of_8_bits(int8_isa):
 
 @needs_native
 def test_a_packed_weight_is_read_by_its_own_instruction_set_only():
-    """Layouts differ in the width of a panel, and have the same size."""
+    """Packed copies for other instruction sets differ in the panels' width, but not in size."""
     x, weight, scale, bias = drawn(40, 64, 64)
     arguments = x, torch.nn.Parameter(weight, requires_grad=False), scale, bias, None, None
     expected = reference.int8_linear(*arguments)
@@ -166,7 +166,7 @@ def test_a_packed_weight_is_read_by_its_own_instruction_set_only():
 
 
 def test_a_sum_of_zero_is_not_negative(int8_isa):
-    """Products of 0 and a negative value, in rows and columns of zeros: integers have no -0."""
+    """Integers have no -0: covers products of 0 and negative values, in rows and columns of zeros."""
     x = torch.tensor([[0.0], [-0.0], [1.0], [-1.0]])
     weight = torch.tensor([[-3], [0]], dtype=torch.int8)
     arguments = x, weight, torch.ones(2), None, None, None
@@ -193,13 +193,13 @@ def _kinds_of_data() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", _kinds_of_data())
 def test_the_error_is_that_of_rounding_to_the_steps(kind):
-    """Against float64: that of uniform errors of a step of each row, and of each column of the weight."""
+    """The error against float64 is that of uniform errors of a step, in rows and weight columns."""
     x, weight = _kinds_of_data()[kind], torch.randn(200, 300)
     values, scale = functional.quantize_weight(weight)
     found = functional.int8_linear(x, values, scale).double()
     expected = x.double() @ weight.double().T
     steps = (x.amax(-1).clamp(min=0) - x.amin(-1).clamp(max=0)) / 254
-    # Zeros are exact.
+    # Zeros are quantised exactly, so they do not count.
     of_rows = steps.square().outer(weight.square().sum(-1)) * (x != 0).float().mean()
     of_columns = x.square().sum(-1).outer(scale.square())
     predicted = ((of_rows + of_columns).sum() / 12).sqrt()
@@ -280,7 +280,7 @@ def fused(
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kinds", [[0, 2], [0, 1, 2]], ids=str)
 def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, kinds):
-    """In few rows, whose products the threads share, and in blocks of rows that threads take."""
+    """With few rows threads share each product; with more each thread takes blocks of rows."""
     parameters, scales = sublayers(kinds)
     plain = [p if p is None else p.detach() for p in parameters]  # no Parameters: no packed copies
     lowp = torch.bfloat16 if "bf16" in _native.module.dot_types() else torch.float32
@@ -299,7 +299,7 @@ def test_fused_layers_have_the_bits_of_their_ops(int8_isa, threads, norm_first, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", ["", "self_attn", "linear"])
 def test_fused_layers_keep_the_error_budget(int8_isa, dtype, left):
-    """The error of the reference, composed, against the floating-point weights in fp64.
+    """The unit is the error of the composed reference against float weights in fp64.
 
     ``left``: modules that are not quantised.
     """
@@ -319,7 +319,7 @@ def test_fused_layers_keep_the_error_budget(int8_isa, dtype, left):
 
 
 def test_weights_without_known_values_are_quantized():
-    """While compiling, of FakeTensors and on meta no value can be checked."""
+    """Values cannot be checked while compiling, and those of fake and meta tensors never."""
     weight = torch.randn(6, 5)
     compiled = torch.compile(functional.quantize_weight, fullgraph=True, backend="eager")
     values, scale = functional.quantize_weight(weight)

@@ -183,7 +183,7 @@ ALL = [
     for op, row in ROWS.items()
     for what in row.sweeps
     for param in targets(op)
-    if param.values[0].kernel.backend != "torch"  # PyTorch's own ops are not swept
+    if param.values[0].kernel.backend != "torch"  # no sweeps of PyTorch's own ops
 ]
 
 
@@ -246,8 +246,8 @@ def trained() -> Iterator[Any]:
 
 
 def arguments_for(target: Target, case: str, logits: int = 2**12) -> tuple[Any, ...]:
-    """Returns the arguments of a case, with at most ``logits`` of them in Triton's interpreter,
-    which takes 0.1 s per row of many classes.
+    """Returns the arguments of a case, limited to ``logits`` logits in Triton's interpreter, which
+    takes 0.1 s per row of many classes.
     """
     spec, arguments = OPS[target.op], drawn(target.op, case, target.dtype)
     interpreted = target.kernel.backend == "triton" and target.device == "cpu"
@@ -268,8 +268,8 @@ def test_training_is_within_the_budget(op, case, dtype, backend):
     if few and dtype == torch.float16 and backend.name == "cpu":
         pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")
     saturated = backend.name == "triton" and case in SATURATED and dtype != torch.float32
-    # In float32 the exponents of the backward are differences of numbers around 1000, with errors
-    # of 1e-4.
+    # In float32 the backward's exponents are differences of numbers around 1000, so their errors are
+    # 1e-4.
     saturated |= backend.name == "triton" and case == "scores of deviation 300"
     arguments = in_nan(target, arguments, int(backend != CUDA))
     check_trained(target.kernel, arguments, gradients=not saturated)
@@ -336,7 +336,7 @@ def test_large_gradients_do_not_depend_on_which_are_requested(op: str, dtype: to
 def test_second_derivatives_are_within_the_budget(
     op: str, case: str, backend: Backend, dtype: torch.dtype
 ) -> None:
-    """Computed by the reference's formula from the tensors that the kernel's forward saved."""
+    """The reference's formula computes them from the tensors that the kernel's forward saved."""
     target = backend.of(op, dtype)
     check_gradients(op, target.kernel.run, on(target, drawn(op, case, dtype)), twice=True)
 
@@ -350,7 +350,7 @@ def test_opcheck(op: str, backend: Backend, dtype: torch.dtype) -> None:
     calls = operator_calls(target.kernel, [on(target, arguments) for arguments in cases])
     backward = any("_backward" in operator.__name__ for operator, _ in calls)
     assert backward or backend == TRITON or op not in DIFFERENTIABLE
-    # The others, which compile, do not depend on the dtype, and run once per operator.
+    # The other tests compile. They do not depend on the dtype, so they run once per operator.
     few = {"test_utils": ("test_schema", "test_faketensor")}
     compiled = set() if backend == CPU and dtype == torch.float32 else {one for one, _ in calls}
     for operator, arguments in calls:

@@ -94,8 +94,8 @@ def replaced(arguments: tuple[Any, ...], **places: Any) -> tuple[Any, ...]:
 
 
 def packed(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Turns weights into parameters, for which packed copies are cached; few rows read other
-    weights in place.
+    """Turns weights into parameters, for which packed copies are cached. Other weights are read in
+    place if there are few rows.
     """
     weights = {"a1": arguments[1]} | ({"a3": arguments[3]} if op == "feed_forward" else {})
     return replaced(arguments, **{name: torch.nn.Parameter(w) for name, w in weights.items()})
@@ -176,7 +176,7 @@ ROWS = {
 
 def trained_linear(dtype: torch.dtype) -> Iterator[Call]:
     sizes = ((64, 96), (70, 300), (129, 1), (1, 65), (33, 90), (75, 31))
-    # Each number of rows with every other size.
+    # Combines each number of rows with half of the sizes.
     every = ((rows, size) for i, rows in enumerate(ROWS[dtype]) for size in sizes[i % 2 :: 2])
     for rows, (inputs, outputs) in every:
         name, d = f"{rows}, {inputs}, {outputs}", drawing(dtype)
@@ -294,7 +294,7 @@ def test_extreme_values_are_within_the_budget(target, value):
             x[3, 5], weight[7, 5] = value, 0.5
         if place == "row":
             x[rows - 1] = value * 0.01
-        if place == "rest" and abs(value) < 1.0:  # tiny inputs only
+        if place == "rest" and abs(value) < 1.0:  # only tiny inputs in the whole call
             arguments = replaced(arguments, a2=None, **({"a4": None} if network else {}))
             x.mul_(1e-36)
         elif place == "rest":
@@ -346,7 +346,7 @@ def test_gradients_of_extreme_values(target, value):
 @pytest.mark.parametrize("columns", [512, 516])
 @pytest.mark.parametrize("target", [p for p in FLOAT32 if p.values[0].op == "linear"])
 def test_large_gradients_of_few_rows(target: Target, columns: int) -> None:
-    """Those of 16 MiB and more are stored past the caches if their rows are whole cache lines."""
+    """Gradients of 16 MiB and more bypass the caches if their rows are whole cache lines."""
     x, weight = torch.randn(7, columns), torch.randn(8200, columns).requires_grad_()
     grad = torch.randn(7, 8200)
     with in_use(target.isa):
@@ -380,13 +380,13 @@ def test_weights_of_negative_zero_give_the_bias(target):
 # Code paths
 # -----------------------------------------------------------------------------------------
 
-#: Maximum rows that read a weight in place, if not 4: some instruction sets lack the instructions.
+#: Largest number of rows that read a weight in place, if not 4; 0: there are no instructions for it.
 DIRECT_ROWS: dict[str, dict[str, int]] = {
     "float32": {},
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8, "neon": 0},
     "float16": {"baseline": 0},
 }
-#: The same for weights larger than any cache, if not 8 (float32) or 4.
+#: `DIRECT_ROWS` of weights larger than any cache, if not 8 (float32) or 4.
 DISTANT_ROWS: dict[str, dict[str, int]] = {
     "float32": {"amx": 4},
     "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12, "neon": 0},
@@ -564,7 +564,7 @@ def test_errors_are_smaller_than_pytorchs():
     assert statistics.median(shares) < 0.75, shares
 
 
-#: In float64, without the cancellation of PyTorch's formulas where x is far below 0.
+#: Formulas in float64, without the cancellation of PyTorch's for x far below 0.
 EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * torch.erfc(-x / math.sqrt(2.0)) / 2,
     "gelu_tanh": lambda x: x * torch.sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x**3)),
@@ -577,7 +577,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activations_in_low_precision_err_by_their_rounding(
     isa: str, activation: str, dtype: torch.dtype
 ) -> None:
-    """In bfloat16 they have a relative error of 2e-4 before they are rounded, also where they vanish."""
+    """In bfloat16 their relative error before rounding is 2e-4, even where they are nearly 0."""
     tiny = torch.logspace(-30, 0, 95)
     x = torch.cat([torch.linspace(-12.0, 12.0, 4001), tiny, -tiny]).to(dtype)[:, None]
     one, bias = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)

@@ -177,7 +177,7 @@ def test_masks_of_plain_calls_bypass_the_dispatcher(
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 6), (4, 3, 5, 6), (1, 2, 3, 5, 6)], ids=str)
 def test_other_masks_get_the_general_checks(shape: tuple[int, ...]) -> None:
-    """These have the wrong size, or another number of dimensions."""
+    """These masks have a wrong size, or another number of dimensions."""
     query, key, value = (torch.randn(2, 3, n, 8) for n in (5, 6, 6))
     for mask in (torch.ones(shape, dtype=torch.bool), torch.randn(shape)):
         results = []

@@ -244,7 +244,7 @@ def test_a_forced_instruction_set_is_another_machine():
     assert machine.forced_isa(whole) is None
     assert "held to avx2, PyTorch to avx2 (the CPU has amx)" in machine.line(held)
     assert machine.differences(whole, held) == ["isa is 'amx' in one and 'avx2' in the other"]
-    # results from before this was recorded
+    # older results lack these fields
     before = {k: v for k, v in whole.items() if k not in ("cpu_isa", "torch_isa")}
     assert machine.slug(before) == machine.slug(whole)
     assert " · amx · " in machine.line(before)
@@ -309,7 +309,7 @@ AFTER = "its result was right before the timing and is wrong after it"
         (lambda *a: _right(*a).bfloat16().float(), False, False, BUDGET),
         (_broken, False, None, "OSError in _broken: no licence found"),
         (_broken, True, False, "OSError in _broken: no licence found"),
-        # of another dtype, shape or number of results
+        # a wrong dtype, shape or number of results
         (lambda *a: _right(*a).double(), True, False, BUDGET),
         (lambda *a: _right(*a)[:-1], True, False, BUDGET),
         (lambda *a: (_right(*a), _right(*a)), True, False, BUDGET),

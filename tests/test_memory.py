@@ -143,7 +143,7 @@ def test_forked_processes_can_use_the_cache() -> None:
     y = result(4, 1.0)
     child = os.fork()
     if child == 0:
-        # Without PyTorch's threads, which a forked child does not have.
+        # Nothing here uses PyTorch's threads, which a forked child lacks.
         memory.release()
         del y
         os._exit(0 if memory.kept() == 4 * MIB else 1)

@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_copies() -> Iterator[None]:
     gc.collect()
-    memory.forget_packed()  # values of programs that earlier tests compiled, too
+    memory.forget_packed()  # includes values of programs that earlier tests compiled
     cpu_packing._refused.clear()
     yield
     cpu_packing.forget()
@@ -121,14 +121,14 @@ def test_written_elements_are_detected_within_32_calls(rows: int) -> None:
         choose = random.Random(seed)
         row, column = choose.randrange(512), choose.randrange(512)
         weight.data[row, column] += 1.0
-        # Each call checks everything, or one in 32 groups of 16 elements per row.
+        # A call with many rows checks all elements, others one of 32 groups of 16 elements per row.
         for _ in range(0 if rows >= 1024 else 31):
             call(weight, x)
         check(weight, x)
 
 
 def test_permuted_rows_and_changed_signs_are_detected(isa: str) -> None:
-    """Sums that do not depend on the position would not change."""
+    """A fingerprint by plain sums, without positions, would not detect these."""
     weight = torch.randn(96, 96)
     taken = fingerprint(weight)
     lines = weight.view(96, 6, 16).transpose(0, 1)  # groups of 64 bytes

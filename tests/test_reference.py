@@ -213,10 +213,10 @@ def _int8_map(rows, outputs, inputs, seed=0):
 def test_int8_products_match_hand_computed_examples():
     weight = torch.tensor([[127, -1.5, 0.5], [0, 0, 0], [-(2.0**-101), 0, 0]]) / 8
     values, scale = quantize_weight(weight)
-    # Halves are rounded to even.
+    # -1.5 is rounded to even.
     assert values.tolist() == [[127, -2, 0], [0, 0, 0], [0, 0, 0]]
     assert scale.tolist() == [0.125, 0.0, 0.0]
-    # 254 steps of 1/2 from the least to the largest value, rounded to 64, -190 and 0.
+    # From the least to the largest value there are 254 steps of 1/2; x is rounded to 64, -190, 0 steps.
     x = torch.tensor([32, -95, 0.25])
     given = x, values, scale, torch.tensor([1.0, 2, 3])
     first = (127 * 64 + 2 * 190) / 8 / 2 + 1
@@ -229,7 +229,7 @@ def test_int8_products_match_hand_computed_examples():
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-25])
 def test_int8_values_differ_by_half_a_step_at_most(scale):
-    """The bound of each result from the steps of its row and of its column."""
+    """Compares each result with the bound that follows from the steps of its row and column."""
     x, weight, scales, _ = _int8_map(37, 29, 61)
     exact = torch.randn(29, 61, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     weight, scales = quantize_weight(exact)

@@ -384,7 +384,7 @@ def test_batch_invariant_rows_do_not_depend_on_their_number(
 
 @torch.no_grad()
 def test_without_batch_invariant_few_rows_differ() -> None:
-    """The control: otherwise the test above would prove nothing."""
+    """The negative control of the test above: without the setting, rows do differ."""
     calls = Calls(torch.float32, 512, 512)
     x = calls.rows(64)
     linear = calls.of_rows["linear"]

@@ -64,7 +64,7 @@ def test_blocks_end_after_an_error(name: str) -> None:
 
 @every_block
 def test_overlapping_threads_leave_nothing_set(name: str) -> None:
-    """The first thread enters before and leaves before the second."""
+    """The first thread enters the block first, and leaves it while the second is inside."""
     block, value = BLOCKS[name]
     before = now(name)
     first_entered, second_entered, first_left = (threading.Event() for _ in range(3))
@@ -160,7 +160,7 @@ def test_defaults_hold_in_every_thread_and_blocks_override_them(defaults: None) 
         assert here_and_in_a_thread() == ["torch", "reference"]
         dispatch.set_defaults(backend=None, strict=True)
         assert dispatch.named_backend() == "torch"
-        assert dispatch.is_strict()  # also here, since the block does not change it
+        assert dispatch.is_strict()  # the block does not set it, so the default applies here, too
     assert dispatch.is_strict()
     assert dispatch.named_backend() is None
     with pytest.raises(ValueError, match="backend must be one of"):
@@ -195,7 +195,7 @@ def test_environment_variables_are_the_first_defaults(
 @needs_native
 @pytest.mark.parametrize("leave", [True, False])
 def test_a_backward_runs_on_the_backend_of_its_forward(leave: bool) -> None:
-    """In the block, in another block, and on another thread."""
+    """The backward runs in the same block, in another block, and on another thread."""
     norm = nn.LayerNorm(8)
     x = X.clone().requires_grad_()
     with dispatch.use_backend("cpu"):
@@ -248,7 +248,7 @@ def test_compiled_programs_are_chosen_by_the_context() -> None:
         return run(X, WEIGHT)
 
     with dispatch.use_backend("reference"), ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(in_thread).result(), outside)  # of the first program
+        assert torch.equal(pool.submit(in_thread).result(), outside)  # by the first program
         run(X, WEIGHT)
     assert len(graphs) == 2
 
@@ -277,7 +277,7 @@ def _rows_differ(x: Tensor, weight: Tensor) -> bool:
 @needs_native
 @pytest.mark.parametrize("count", [1, 2])
 def test_native_kernels_are_batch_invariant_in_the_context_only(count: int, threads: None) -> None:
-    """Blocks of overlapping tasks and threads; ``count``: of torch's threads."""
+    """Blocks overlap in tasks and threads; ``count``: number of PyTorch's threads."""
     torch.set_num_threads(count)
     x, weight = torch.randn(64, 512), torch.randn(512, 512)
     assert _rows_differ(x, weight)
@@ -292,7 +292,7 @@ def test_native_kernels_are_batch_invariant_in_the_context_only(count: int, thre
         entered, leave = asyncio.Event(), asyncio.Event()
         inside = asyncio.create_task(task(entered, leave))
         await entered.wait()
-        assert _rows_differ(x, weight)  # of this task
+        assert _rows_differ(x, weight)  # in this task
         assert await asyncio.to_thread(_rows_differ, x, weight)
         leave.set()
         assert not await inside

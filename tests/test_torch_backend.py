@@ -32,8 +32,8 @@ def attention_cases() -> list[Any]:
     found = []
     for case, dtype in itertools.product(ATTENTION.cases, DTYPES):
         named = ATTENTION.named(drawn("attention", case.name, dtype))
-        # On CPU tensors dropout draws other elements; low-precision weights have PyTorch's
-        # rounding.
+        # On CPU tensors dropout draws other elements than the reference; low-precision weights have
+        # PyTorch's rounding.
         weights = named["need_weights"] and dtype != torch.float32
         supported = named["dropout_p"] == 0.0 and named["softcap"] is None
         if supported and not weights and case.name != _VISIBLE_GARBAGE:
@@ -56,7 +56,7 @@ def no_fully_masked_rows(monkeypatch):
 
 @pytest.mark.parametrize(("case", "dtype"), attention_cases())
 def test_attention_is_within_the_budget(no_fully_masked_rows, case, dtype):
-    """With every mask: fully masked rows are zero, and NaN in masked keys has no effect."""
+    """For every mask, fully masked rows are zero, and NaN in masked keys has no effect."""
     arguments = drawn("attention", case, dtype)
     check("attention", kernel_of("attention", "torch").run(*arguments), arguments)
     if case not in SATURATED:
@@ -239,7 +239,7 @@ def test_seeds_are_drawn_only_for_kernels_that_need_them():
 
 
 def test_every_op_runs_on_pytorch_by_default():
-    """For all options that PyTorch's own ops support."""
+    """Covers all options that PyTorch's own ops support."""
     with torch.device("meta"):
         x, w, b = torch.randn(5, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8)
         q = torch.randn(2, 4, 5, 8, requires_grad=True)

@@ -91,7 +91,7 @@ def test_padding_and_future_keys_are_hidden() -> None:
     _, hidden = shown(maps(figure)[0])
     later = torch.ones(S, S, dtype=torch.bool).triu(1)
     assert torch.equal(hidden, padding | later)
-    assert labels(maps(figure)[0].xaxis) == KEYS  # the query's tokens, in self-attention
+    assert labels(maps(figure)[0].xaxis) == KEYS  # self-attention: keys have queries' labels
     assert legend(figure) == ["hidden: padding or after the query (causal)"]
     figure = viz.attention_maps(square, query_padding=padding)
     assert torch.equal(shown(maps(figure)[0])[1], padding[:, None].expand(S, S))
@@ -192,7 +192,7 @@ def test_masks_show_both_polarities() -> None:
     assert torch.equal(visible(maps(theirs)[0]), ~mask)
     assert maps(here)[0].get_title() == "attn_mask\nbool: True = may attend"
     assert maps(theirs)[0].get_title() == "attn_mask\nbool: True = hidden (torch.nn)"
-    assert len(maps(here)) == 1  # a single mask has no panel for the combination
+    assert len(maps(here)) == 1  # with a single mask there is no combination panel
 
 
 POSITIONS = models.SinusoidalPositions(60, 32)

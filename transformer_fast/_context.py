@@ -42,7 +42,7 @@ class Settings:
     small_size_fallback: bool = True
     #: True if plain eager calls may bypass the dispatcher.
     bypass: bool = True
-    #: Hashable parts of the call cache's keys, on which kernels of tools and tests depend.
+    #: Hashable values in every key of the call cache, for tests and commands; see `key_scope`.
     key_scope: tuple[Any, ...] = ()
     #: The GPU architecture whose tables are read, instead of the device's.
     architecture: int | None = None
@@ -152,7 +152,7 @@ _SUPPORT_OPERATORS = frozenset(
     }
 )
 
-# Tracers, modes and transforms. Each name is one call; those of `torch._C` take about 70 ns.
+# Checks for tracers, modes and transforms, one call each; those of `torch._C` take about 70 ns.
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing = torch._C._is_tracing
 #: Length of the stack of function modes, nearly always 0: hot paths evaluate it before `is_observed`.

@@ -91,7 +91,7 @@ module, why_not = _load()
 
 
 def _load_autograd() -> tuple[ModuleType | None, str | None]:
-    """Loads the entries of small calls (``csrc/autograd``), which serve one PyTorch only."""
+    """Loads the entries of small calls (``csrc/autograd``), for one version of PyTorch only."""
     if module is None:
         return None, why_not
     record = _build_record()
@@ -180,7 +180,7 @@ def cpu_model() -> str:
 
 
 def why_unproven() -> str | None:
-    """Returns why the CPU kernels are selected by a validation record only (`proof`), or None.
+    """Returns why only a validation record (`proof`) may select the CPU kernels, or None.
 
     The kernels of the instruction set in use were never timed on hardware, and it is not named by
     ``TRANSFORMER_FAST_CPU_ISA``.

@@ -103,7 +103,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the output, and the log-sum-exp (B, H, T) in fp32; 0 in fully masked rows.
 
-    Of these rows the backward computes the weights as exp(-inf - 0).
+    For these rows the backward computes the weights as exp(-inf - 0).
     """
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0

@@ -139,7 +139,7 @@ class Kernel:
     proven: frozenset[int] | None = None
     #: Extra check: returns the reason why the call is unsupported, or None.
     refuses: Callable[[Call], str | None] | None = None
-    #: The same for what no argument changes, such as autocast.
+    #: The same for conditions that do not depend on the arguments, such as autocast.
     refuses_context: Callable[[], str | None] | None = None
     #: True if dropout uses PyTorch's generator for this call, so that no seed is drawn.
     drops_as_torch: Callable[[Call], bool] | None = None
@@ -147,8 +147,8 @@ class Kernel:
     prefers_later: tuple[PreferLater, ...] = ()
     #: Returns a note for `explain` if the call does not run as the backend's name suggests, or None.
     remark: Callable[[Call], str | None] | None = None
-    #: Converts a function of tensors, which calls ``function`` without gradients and with fixed other
-    #: arguments, into one with a shorter launch path; see `call_cache`.
+    #: Takes a function of tensors that calls ``function`` without gradients, all other arguments fixed.
+    #: Returns an equivalent with a shorter launch path; see `call_cache`.
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     #: The features of `_FEATURES` that calls of the op may need and that the kernel lacks.
     limited: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -166,7 +166,7 @@ class Kernel:
         return not self.devices or kind in self.devices
 
     def run(self, *arguments: Any) -> Any:
-        """Runs the kernel on arguments of ``reference.<op>``; `FUSED` ops have their own."""
+        """Runs the kernel on arguments of ``reference.<op>``; `FUSED` ops have other arguments."""
         kind = RECORDS.get(self.op)
         return self.function(*arguments if kind is None else (kind(*arguments),))
 
@@ -178,8 +178,7 @@ def mixes_dtypes(kernel: Kernel, tensors: Sequence[Tensor | None]) -> bool:
     if same is None:
         return any(tensor is not None and tensor.dtype != dtype for tensor in tensors)
     others = {tensor.dtype for tensor in tensors[same:] if tensor is not None}
-    # A bias without a weight has the rows' dtype: the dtype of the gradients follows from the
-    # weight.
+    # Without a weight, the bias must have the rows' dtype: the weight determines the gradients' dtype.
     if tensors[same] is None:
         return bool(others - {dtype})
     return (
@@ -713,7 +712,7 @@ def set_defaults(
     export_operators: bool = _UNCHANGED,
     batch_invariant: bool = _UNCHANGED,
 ) -> None:
-    """Sets what holds in all threads and tasks of the process outside the blocks of context managers.
+    """Sets the defaults of the process, for all threads and tasks outside of context managers.
 
     Arguments that are not given stay as they are. The environment variables ``TRANSFORMER_FAST_BACKEND``,
     ``_STRICT``, ``_EXPORT_OPERATORS`` and ``_BATCH_INVARIANT`` are the defaults at the start.

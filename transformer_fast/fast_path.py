@@ -137,8 +137,7 @@ def direct_kernel(op: str, tensors: tuple[Any, ...]) -> Callable[[Any], Any] | N
 
 
 def count_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[int | None, int | None]:
-    """Returns how many targets are classes and not ignored, and the first that is neither a class nor
-    ignored.
+    """Returns the number of valid targets and the first invalid one; ignored targets are neither.
 
     (None, None) if the values are not read: on other devices, and where `values_are_known` is False.
     """
@@ -170,7 +169,7 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
     classes = input.shape[0 if input.dim() == 1 else 1]
     counted, wrong = count_targets(target, classes, ignore_index)
     if wrong is not None or counted == target.numel():
-        return True  # PyTorch's op raises for the wrong one
+        return True  # for a wrong target PyTorch's op raises
     return values_are_known(input) and input.is_cpu and math.isfinite(input.detach().sum())
 
 
@@ -257,9 +256,9 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     )
 
 
-#: Op -> size below which its entry runs the kernels itself, without the cache of packed weights and
-#: without memory kept for large results: elements of norms, else multiply-adds. Then its limit, if it may
-#: run PyTorch's op, and its formula for second derivatives.
+#: Op -> (size limit of its entry, limit of PyTorch's op or None, formula of second derivatives). Below
+#: the size limit the entry runs the kernels itself, without cached packed weights or memory kept for
+#: large results. Sizes are elements of norms, else multiply-adds.
 _ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
     "layer_norm": (1 << 18, None, layer_norm.gradients_again),
     "add_layer_norm": (1 << 18, None, layer_norm.gradients_again),

@@ -29,7 +29,7 @@ from .reference import ANNOTATED, OPS
 COMMAND = "python -m transformer_fast prove"
 #: Duration of the command in messages: an estimate from the number of cases, not measured on a GPU.
 DURATION = "a quarter of an hour to half an hour"
-#: Version of the file format. 5: CPUs; one time for a call.
+#: Version of the file format. Version 5 added CPUs, and has one time for each call.
 _FORMAT = 5
 #: Least speed-up over PyTorch for which a kernel is selected; smaller ones are noise.
 MARGIN = 1.04
@@ -60,8 +60,8 @@ class Verdict(NamedTuple):
     gradients: bool
     #: True if all errors against fp64 are within the error budget.
     right: bool
-    #: Seconds of one call (with gradients: forward and backward), and of PyTorch's fastest candidate;
-    #: on a GPU the longer of the device's time and the host's until it is launched. None if not timed.
+    #: Seconds of one call, forward and backward if there are gradients; and PyTorch's fastest time. On
+    #: a GPU it is the device's time or the host's launch time, the longer one. None if not timed.
     time: float | None = None
     torch_time: float | None = None
     #: Why it is wrong or was not timed, as a sentence.
@@ -220,9 +220,9 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 def merged(before: Proof | None, found: Proof, crashed: Collection[str] = ()) -> Proof:
-    """Returns the results ``found`` of a run, plus earlier verdicts on what it did not measure.
+    """Returns the results ``found`` of a run, plus earlier verdicts that the run did not renew.
 
-    Earlier verdicts on ops in ``crashed`` are dropped: a kernel of theirs ended its process.
+    Earlier verdicts on ops in ``crashed`` are dropped, because one of their kernels ended its process.
     """
     new = {verdict[:5] for verdict in found.verdicts}
     old = before.verdicts if before else ()

@@ -25,12 +25,11 @@ class Kind(IntEnum):
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1
     FEED_FORWARD = 2
-    #: The maps of queries and of keys. The first map of the attention that follows is the one of
-    #: values.
+    #: The maps of queries and of keys. The first map of the attention after it is that of values.
     QUERIES_AND_KEYS = 3
     #: ``second(activation(gate(x)) * up(x))``
     GATED_FEED_FORWARD = 4
-    #: The gate, twice. The first map of the network that follows is ``up``.
+    #: Both maps are the gate. The first map of the network after it is ``up``.
     GATE = 5
 
     @property
@@ -66,7 +65,7 @@ class Place:
     module: str
     #: Its name in the module.
     name: str
-    #: The first row and the one after the last, if it is a part of a parameter; None: all rows.
+    #: First row, and last row + 1, if the place is a part of a parameter; None: all rows.
     rows: tuple[int, int] | None = None
     #: True if the parameter is (in_features, out_features), as in transformers' Conv1D. ``rows`` then
     #: are those of the transposed parameter.
@@ -101,7 +100,7 @@ class Norm(Generic[Of]):
         return Norm(self.kind, weight, bias, self.eps, _of(function, self.module))
 
 
-#: A sub-layer's norm if it has none, as the attention of a first layer whose input is already normalised.
+#: Placeholder for a missing norm, such as that of a first layer whose input is already normalised.
 NO_NORM: Norm[Any] = Norm(NormKind.NONE, None, None, 0.0)
 
 
@@ -163,10 +162,10 @@ class Layer(Generic[Of]):
     sublayers: tuple[Sublayer[Of], ...]
     #: Pre-norm; see `Sublayer`.
     norm_first: bool
-    #: Of the networks: a name that the kernels support, else the callable; None: there is no network.
+    #: Activation of the networks: a name that the kernels support, or a callable; None: no network.
     activation: Any
-    #: Paths of the modules with dropout, which the formula leaves out: the probability is ``p`` or
-    #: ``dropout``, of attention.
+    #: Paths of the modules with dropout, which the formula omits. The probability is the module's
+    #: ``p``, or ``dropout`` of attention.
     dropouts: tuple[str, ...] = ()
 
     def each(self, function: Callable[[Of], Other]) -> Layer[Other]:

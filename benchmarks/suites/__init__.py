@@ -65,7 +65,7 @@ class Scope:
         """Draws inputs of a case: weights are shared parameters, other arguments differ."""
         drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
         kept = {
-            # As in modules: packed weights are cached for parameters only.
+            # Parameters, as in modules: for other tensors no packed weight is cached.
             i: nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value
             for i, (name, value) in enumerate(zip(OPS[op].arguments, drawn[0], strict=False))
             if name in _KEPT

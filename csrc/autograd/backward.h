@@ -28,7 +28,7 @@ struct Function {
   struct Given {
     variable_list grads;
     std::array<Tensor, saved> tensors;
-    std::array<bool, inputs> wants;  // of which inputs: `autograd.grad` may leave some out
+    std::array<bool, inputs> wants;  // wanted gradients; `autograd.grad` may omit some
   };
   const Op* op;
 
@@ -73,7 +73,7 @@ struct Function {
 };
 
 // The node of a function. Its edges are the inputs. Saved tensors are checked for changes in place,
-// seen by saved-tensor hooks, and released after a backward.
+// passed to saved-tensor hooks, and released after a backward.
 template <class F>
 struct Backward final : torch::autograd::Node, F {
   std::array<SavedVariable, F::saved> tensors;
@@ -140,7 +140,7 @@ struct Backward final : torch::autograd::Node, F {
   }
 
  private:
-  // Of `torch.autograd.grad(is_grads_batched=True)`: the gradients of one vector after the other.
+  // For `torch.autograd.grad(is_grads_batched=True)`: computes the gradients vector by vector.
   // Neither kernels nor the formulas, which call autograd, accept PyTorch's batched tensors.
   variable_list one_by_one(const typename F::Given& given, const Tensor& batched) const {
     const auto* first = at::maybeGetBatchedImpl(batched);

@@ -40,7 +40,7 @@ struct Reference {
   throw error;
 }
 
-// True if a new reference is to True; null is a Python error.
+// True if `result`, a new reference, is Python's True; throws if it is null, a Python error.
 inline bool is_true(PyObject* result) {
   const Reference value(result);
   if (!value.object) raise_python_error();
@@ -49,13 +49,13 @@ inline bool is_true(PyObject* result) {
 
 // An op: what `bind` sets, from transformer_fast/fast_path.py.
 struct Op {
-  const char* name;            // in profiles
+  const char* name;            // as profiles show it
   PyObject* record = nullptr;  // class of the op's arguments
   // The dispatcher's kernel as a function of the record; nullptr: all calls are dispatched.
   PyObject* direct = nullptr;
   PyObject* formula = nullptr;  // see Backward::by_formula
-  // Calls below this size run here, those below torch[needs gradients] on PyTorch's op if they have
-  // at most `weights` weights or are below any_weights.
+  // Calls below `own` run in the entry. Calls below torch[needs gradients] run on PyTorch's op if
+  // they have at most `weights` weights or are below any_weights.
   int64_t own = 0, torch[2] = {0, 0}, weights = 0, any_weights = 0;
   unsigned limited = 0;  // dtypes whose training calls are dispatched, as bits of Element
 
@@ -76,8 +76,8 @@ Settings current_settings();
 // True if a `TorchFunctionMode` of a user is active, which must see PyTorch's functions.
 bool is_observed();
 
-// The keys and `Named`, which PyTorch 2.10 excludes in backward passes. Later versions have no such
-// key.
+// `keys`, and the key `Named`, which PyTorch 2.10 excludes in backward passes. Later versions do
+// not have it.
 template <class Key = c10::DispatchKey>
 c10::DispatchKeySet and_named(c10::DispatchKeySet keys) {
   if constexpr (requires { Key::Named; }) return keys | c10::DispatchKeySet(Key::Named);
@@ -139,7 +139,7 @@ inline bool Op::limits(const Tensor& tensor) const {
 }
 inline bool is_float(const Tensor& tensor) { return tensor.scalar_type() == at::kFloat; }
 
-// True if all tensors, nullptr excepted, have the dtype of the first.
+// True if all tensors have the dtype of the first; a nullptr does not count.
 inline bool have_one_dtype(std::initializer_list<const Tensor*> tensors) {
   for (const Tensor* each : tensors)
     if (each && each->scalar_type() != (*tensors.begin())->scalar_type()) return false;
@@ -180,18 +180,18 @@ inline Tensor empty(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) {
 inline Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
   return at::detail::empty_strided_cpu(sizes, strides, type);
 }
-// The sizes of rows of another width.
+// The sizes of `input` with this number of columns.
 inline c10::SmallVector<int64_t, 5> with_columns(const Tensor& input, int64_t columns) {
   c10::SmallVector<int64_t, 5> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;
   return sizes;
 }
 
-// Code of an activation, as in transformer_fast/ops/linear.py; -1 if it is none of the kernels'.
+// Code of an activation, as in transformer_fast/ops/linear.py; -1 if no kernel supports it.
 int activation_code(PyObject* name);
 Tensor activate(const Tensor& input, int code);
 
-// Answers of an entry: None sends the call to the dispatcher.
+// Results of an entry: None sends the call to the dispatcher.
 inline PyObject* dispatch() { Py_RETURN_NONE; }
 inline PyObject* wrap(Tensor tensor) { return THPVariable_Wrap(std::move(tensor)); }
 inline PyObject* wrap(Tensor first, Tensor second) {

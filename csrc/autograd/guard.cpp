@@ -14,7 +14,7 @@ PyObject* value_of(PyObject* mapping, PyObject* key) {
 
 PyObject* item(PyObject* tuple, Py_ssize_t place) { return PyTuple_GET_ITEM(tuple, place); }
 
-// Whether two dicts have equal entries. The same objects in the same order need no look-ups.
+// True if two dicts have equal entries. Identical objects in the same order need no look-ups.
 bool are_equal(PyObject* one, PyObject* other) {
   if (PyDict_CheckExact(one) && PyDict_CheckExact(other) &&
       PyDict_GET_SIZE(one) == PyDict_GET_SIZE(other)) {

@@ -37,7 +37,7 @@ struct Layers {
   const Op* op;
 };
 
-// Reads parameters and eps of all pairs; false if one is none of the steps'.
+// Reads parameters and eps of all pairs; false if the steps do not support one of them.
 bool read_pairs(Layers& layers, PyObject* kinds, PyObject* parameters, PyObject* eps) {
   const Py_ssize_t count = PyList_GET_SIZE(eps), kind_count = PyList_GET_SIZE(kinds);
   if (PyList_GET_SIZE(parameters) != 6 * count || kind_count == 0) return false;
@@ -86,7 +86,7 @@ bool are_small(const Layers& layers) {
       rows * width * std::max(length, keys) >= attention.own ||
       rows * width >= std::min(norm.own, add_norm.own))
     return false;
-  bool is_split = false;  // the pair before holds the maps of queries and keys
+  bool is_split = false;  // the previous pair has the maps of queries and keys
   for (const Pair& pair : layers.pairs) {
     for (const Tensor* each : {pair.norm_weight, pair.norm_bias})
       if (each && each->size(0) != width) return false;
@@ -113,7 +113,7 @@ Tensor map(const Tensor& input, const Tensor& weight, const Tensor* bias) {
   return multiply(linear, input, weight, bias, kIdentity, needs_grad({&input, &weight, bias}));
 }
 
-// The heads of one attention, side by side.
+// Returns the joined heads of one attention.
 Tensor attend(const Layers& layers, const Pair& pair, const Pair* queries_and_keys,
               const Tensor& inside, const Drop& drop) {
   const bool is_cross = pair.kind == kCrossAttention;
@@ -154,7 +154,7 @@ Tensor run_layers(const Layers& layers) {
                      needs_grad({&input, residual, pair.norm_weight, pair.norm_bias}));
   };
   const size_t count = layers.pairs.size();
-  // Of the sub-layer from pair i on, the pair with the norm.
+  // The index of the pair with the norm, in the sub-layer that begins at pair i.
   const auto owner = [&](size_t i) {
     return i < count && layers.pairs[i].kind == kQueriesAndKeys ? i + 1 : i;
   };
@@ -163,7 +163,7 @@ Tensor run_layers(const Layers& layers) {
   const auto probability = [&] {
     return dropout < layers.dropouts.size() ? layers.dropouts[dropout++] : 0.0;
   };
-  Tensor x = *layers.x;  // with norm_first, the residual sum
+  Tensor x = *layers.x;  // the input, then with norm_first the residual sum
   Tensor inside = layers.norm_first ? normalized(layers.pairs[owner(0)], x, nullptr, {}).output : x;
   for (size_t i = 0; i < count; ++i) {
     const Pair* queries_and_keys =
@@ -199,8 +199,8 @@ Tensor run_layers(const Layers& layers) {
 }
 
 // Arguments: x, kinds, parameters, eps, heads, norm_first, batch_first, activation, mask,
-// is_causal, memory, its mask, is_causal, and the probabilities of dropout: of each sub-layer
-// within it (weights of attention, hidden units) and of its output; empty: none is active.
+// is_causal, memory, its mask, is_causal, and the probabilities of dropout: for each
+// sub-layer within it (attention weights, hidden units) and of its output; empty: none is active.
 PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
   if (count != 14 || !is_plain_state()) return dispatch();
   const Settings settings = current_settings();

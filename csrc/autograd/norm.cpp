@@ -10,7 +10,7 @@ namespace {
 struct NormBackward : Function<4, 4> {
   NormKind kind;
   float eps;
-  double p;  // of dropout of the input, before the sum
+  double p;  // dropout probability of the input, before the sum
   at::ScalarType weight_type;
   enum { kSource, kWeight, kStatistics, kSeed };  // statistics: (2, rows), means, 1 / deviations
 
@@ -24,7 +24,7 @@ struct NormBackward : Function<4, 4> {
     if (!dy.defined()) dy = at::zeros_like(dsum);
     dy = dy.contiguous();
     if (dsum.defined()) dsum = dsum.contiguous();
-    if (!source.defined()) source = dy;  // the gradient of the bias needs no more
+    if (!source.defined()) source = dy;  // only the bias gradient is wanted, which does not need it
     const int64_t n = dy.size(-1), rows = dy.numel() / n;
     const auto type = dy.scalar_type();
     const bool drops = p > 0.0, want_source = wants[1] || (wants[0] && !drops);

@@ -5,8 +5,8 @@
 
 namespace tf::autograd {
 
-// By name of the op: (arguments of the public function) -> its result, or None for a call that must
-// be dispatched. They do not accept keywords.
+// The entries by name of the op. An entry takes the public function's arguments, without keywords,
+// and returns its result, or None for a call that must be dispatched.
 #define TF_ENTRIES(X) \
   X(layer_norm)       \
   X(add_layer_norm)   \
@@ -48,17 +48,17 @@ Normalized normalize(const Op& op, const Norm& norm, NormKind kind, float eps, c
                      bool grad);
 
 // Queries, keys and values of attention, each (B, T, M), or (T, B, M) if not batch_first. The first
-// tensor holds one, two or all three of them side by side, the next ones what is left.
+// tensor holds one, two or all three of them side by side, the other tensors hold the rest.
 struct HeadParts {
   int64_t heads;
   bool batch_first;
   std::array<Tensor, 3> tensors;
 };
-// Returns the joined heads, (B, T, M) or (T, B, M). op: of the layer.
+// Returns the joined heads, (B, T, M) or (T, B, M). op: the layer's.
 Tensor attend_parts(const Op& op, const HeadParts& parts, const Tensor* mask, bool causal,
                     const Drop& drop, bool grad);
-// True for a mask of two or four dimensions that broadcasts to (B, H, T, S), in bool, float32 or
-// the query's dtype, not learned.
+// True if a mask has two or four dimensions, broadcasts to (B, H, T, S), is bool, float32 or in the
+// query's dtype, and does not require a gradient.
 bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type);
 
 }  // namespace tf::autograd

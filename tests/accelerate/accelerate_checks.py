@@ -36,13 +36,12 @@ def encoder(**kwargs: Any) -> torch.nn.TransformerEncoder:
 
 
 def form(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
-    """Returns what `accelerate` may change, and `restore` has to reset: types and
-    attribute names."""
+    """Returns the types and attribute names of all modules, which `restore` has to reset."""
     return [(type(module), set(module.__dict__)) for module in model.modules()]
 
 
 def calls_of_layers(run: Callable[[], Any]) -> int:
-    """Returns the number of sub-layers that kernels for layers ran."""
+    """Returns the number of sub-layers that ran in kernels for whole layers."""
     with torch.no_grad(), record() as found:
         run()
     return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))

@@ -118,8 +118,7 @@ def in_fp32(q, k, v, mask, drop):
 
 
 def by_rows(q, k, v, mask, drop):
-    """Masks the scores in place, in a view with one row per query, as textbooks do for valid
-    lengths."""
+    """Masks the scores in place, in a view with one row per query, by each query's number of keys."""
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(D)
     lengths = mask.expand(B, H, T, T).sum(-1).reshape(-1)  # number of keys of each query

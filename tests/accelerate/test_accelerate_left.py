@@ -560,7 +560,7 @@ def test_the_report_says_why_an_op_is_not_fused(make: Any, what: str) -> None:
 
 @pytest.mark.parametrize("name", ["linear1", "norm2", "self_attn", "activation", "forward"])
 def test_layers_with_parts_that_inference_skips_are_left(name: str) -> None:
-    """PyTorch's layer then has other results in inference; both modes have to stay the same."""
+    """In PyTorch, inference then ignores the change, and training does not; both must stay so."""
     theirs = encoder_layer(dropout=0.0)
     if name == "linear1":
         theirs.linear1.__class__ = _own(torch.nn.Linear)

@@ -303,7 +303,7 @@ def test_export_compile_and_fx_match() -> None:
         torch.testing.assert_close(torch.fx.symbolic_trace(whole)(x), theirs(x))
 
 
-#: Bodies of forwards that compute the network and something else, or may do so later.
+#: Bodies of forwards that do not compute the network alone, or may later do more.
 MORE = {
     "residual": "return x + self.w_out(self.act(self.w_in(x)))",
     "scaled": "return self.w_out(self.act(2 * self.w_in(x)))",
@@ -409,7 +409,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_networks_are_replaced(name: str, calls: list[Any]) -> None:
-    """The control for the next test. Attributes that such a forward reads may change later."""
+    """The positive control for the next test. Attributes that the forward reads may change later."""
     kind = _written(PLAIN[name])
     theirs = kind(nn.ReLU())
     theirs.with_act = name == "by an attribute"
@@ -483,7 +483,7 @@ def _wrapped(kind: type) -> None:
     kind.forward = forward
 
 
-#: Changes of a class after which it computes something else.
+#: Changes of a class's code after which its modules have other results.
 STALE = {
     "wrapped": _wrapped,
     "other code": lambda kind: setattr(kind.forward, "__code__", Functions.forward.__code__),
@@ -502,7 +502,7 @@ def test_changed_classes(name: str, first: bool) -> None:
     if first:
         STALE[name](kind)
         accelerate(ours)
-        # The other code is a network, too.
+        # The code of `Functions.forward` is a network, too, so that change is replaced.
         assert (type(ours) is kind) is (name != "other code")
     else:
         assert accelerate(ours)[""].now == FEED_FORWARD

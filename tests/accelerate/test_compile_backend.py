@@ -116,7 +116,7 @@ def test_fully_masked_rows_with_a_finite_fill_average_all_values(mask: Tensor | 
     """With a fill of -1e9, fully masked rows have equal weights for all keys."""
     model = Attention(divided).eval()
     ours, _ = compiled(model)
-    x = 30 * _x()  # scores above 1000, for which adding -1e9 would give other results than filling
+    x = 30 * _x()  # scores above 1000: -1e9 added to them would differ from a fill with -1e9
     assert_same_numbers(ours, model, (x, x, mask), {}, grad=False)
     with torch.no_grad():
         _, ours_weights = ours(x, x, mask)
@@ -525,7 +525,7 @@ def _repeated(x: Tensor, n: int) -> Tensor:
 
 
 def _tiled(x: Tensor, n: int) -> Tensor:
-    """Repeats the heads as a whole, so that copies of a head are not adjacent."""
+    """Repeats the sequence of heads, so that copies of one head are not adjacent."""
     b, h, s, d = x.shape
     return x[:, None].expand(b, n, h, s, d).reshape(b, h * n, s, d)
 
@@ -637,7 +637,7 @@ assert torch._dynamo.lookup_backend("transformer_fast") is transformer_fast.comp
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", ["", "dynamo"])
 def test_name_is_registered_without_an_entry_point(first: str) -> None:
-    """In a checkout that is not installed, whether Dynamo or the package is imported first."""
+    """A checkout that is not installed registers it, before or after the import of Dynamo."""
     python("-c", _REGISTERED_WITHOUT_ENTRY_POINT, first)
 
 
@@ -782,7 +782,7 @@ def _in_out(self: Any, x: Tensor) -> Tensor:
 
 
 def _reused(self: Any, x: Tensor) -> Tensor:
-    """A product's input is overwritten before the product's result is reshaped."""
+    """Overwrites the input of a product before the result is reshaped."""
     y = 2 * x
     first = torch.addmm(self.bias, y.view(-1, M), self.first)
     y.add_(1)

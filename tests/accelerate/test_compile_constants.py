@@ -222,7 +222,7 @@ def test_mutable_and_random_values_are_not_cached(kind: type[nn.Module]) -> None
 
 
 class Step(nn.Module):
-    """Writes to a cache between products; ``shares``: the cache is a part of their weight."""
+    """Writes to a cache between two products; ``shares``: it is a part of the products' weight."""
 
     def __init__(self, shares: bool = False) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ _WRITES: dict[str, Callable[..., Any]] = {
 
 
 class Writing(nn.Module):
-    """Writes to a weight between two products; ``derived``: to a buffer that a value depends on."""
+    """Writes between two products: to a weight, or to a buffer from which a value is ``derived``."""
 
     def __init__(self, write: Callable[..., Any], derived: bool) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ def test_other_attentions_are_left(change: str) -> None:
 
 
 class Watched(nn.Module):
-    """Two layers whose intermediate result is returned or changed, or the weight of a norm."""
+    """Two layers; the result of the first, or a norm's weight, is returned or changed."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_layers_that_differ_are_several_calls(what: str, stacks: list[int]) -> N
 
 
 class Odd(nn.Module):
-    """A network and an attention that reads the network's result in an unusual place."""
+    """A network, and attention that reads its result in another way than a layer would."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_gradients_run_the_ops() -> None:
     ours, reports = compiled(copy.deepcopy(model))
     assert_same_numbers(ours, model, (x, x, None, None), {}, grad=True)
     assert reports[0].stacks == []
-    # A graph without parameters that need gradients may get an input that does.
+    # Without trained parameters the graph may still get an input that needs gradients.
     frozen = model.requires_grad_(False)
     ours, reports = compiled(frozen)
     assert reports == []

@@ -169,7 +169,7 @@ def test_unsupported_calls_run_on_pytorch(args: Any, kwargs: Any, calls: list[An
 
 
 def test_calls_of_three_dimensions(calls: list[Any]) -> None:
-    """From PyTorch 2.14 on they reach its fused CPU operator, which `enable_sdpa` overrides."""
+    """From PyTorch 2.14 on these run on its fused CPU operator, which `enable_sdpa` overrides."""
     args = tuple(x[0] for x in _qkv())
     ours = _run(args, {})
     assert len(calls) == (TORCH_VERSION >= FUSES_3D)

@@ -35,8 +35,8 @@ pytestmark = [
 ]
 
 LAYERS = 3
-#: Encoders whose layers are one call each: post-norm, and pre-norm; with rotary position embeddings, and
-#: with gated networks.
+#: Encoders whose layers are one call each: post-norm or pre-norm, some with rotary position embeddings
+#: or gated networks.
 FUSED = [
     "AlbertModel", "BartModel", "BertModel", "CamembertModel", "DistilBertModel", "ElectraModel",
     "EsmModel", "GteModel", "JinaEmbeddingsV3Model", "MBartModel", "MarianModel", "ModernBertModel",
@@ -115,7 +115,7 @@ def test_int8(name: str, batch: str, keep_weights: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(packing._Loop, "_fused", lambda *_: None)
         in_parts, none = run(ours, inputs)
     assert (count, none) == (calls_of(name, batch), 0)
-    # The kernel for layers attends in bfloat16. Of one token, the two errors are single draws.
+    # The kernel for layers computes attention in bfloat16. The two errors of one token vary by chance.
     of_one = 0.05 if name == "JinaEmbeddingsV3Model" else 0.03
     least = of_one if batch == "one token" else 0.02
     assert 0 < error(got, exact) < max(least, 1.5 * error(in_parts, exact))
@@ -240,13 +240,13 @@ def test_changed_layers(change: Callable[[Any], None], counts: list[int], after:
         change(first(model))
     if not after:
         accelerate(ours)
-    for _ in range(2):  # the second call finds what the first one noted
+    for _ in range(2):  # the second call uses records of the first
         check(ours, theirs, inputs, counts[after])
     check(ours, theirs, inputs_of("xxxx"), counts[after])
 
 
 def test_parameters_besides_those_of_the_formula() -> None:
-    """A parameter that changes nothing when `accelerate` runs may change results later."""
+    """A parameter without effect when `accelerate` runs may later have one."""
     theirs = Real(build("BertModel"))
     first(theirs).gain = torch.nn.Parameter(torch.ones(()))
     ours = copy.deepcopy(theirs)
@@ -255,7 +255,7 @@ def test_parameters_besides_those_of_the_formula() -> None:
 
 
 def test_code_of_others_gets_padded_batches() -> None:
-    """A trial on a few tokens cannot show what users' code computes in later calls."""
+    """Users' code may behave differently in later calls than in a trial on a few tokens."""
 
     class Gated(bert.BertLayer):
         gate = 0.0
@@ -291,7 +291,7 @@ def test_methods_replaced_on_classes(
         y = original(self, x, *args, **kwargs)
         return (2 * y[0], *y[1:]) if isinstance(y, tuple) else y + y.cumsum(1)
 
-    def replaced_chunk(self: Any, x: Tensor) -> Any:  # transformers counts its parameters
+    def replaced_chunk(self: Any, x: Tensor) -> Any:  # of two parameters: transformers counts them
         return replaced(self, x)
 
     theirs = Real(build("BertModel"))
@@ -391,7 +391,7 @@ def test_equal_weights() -> None:
         attention_of(layer).key.load_state_dict(attention_of(layer).query.state_dict())
     ours = copy.deepcopy(theirs)
     assert ONE_CALL in stack_of(accelerate(ours)).reason
-    for model in (ours, theirs):  # they may differ again
+    for model in (ours, theirs):  # a write to one of the equal weights
         _in_place(first(model))
     check(ours, theirs, inputs_of(*MIXED))
 
@@ -467,7 +467,7 @@ def test_a_trial_judges_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(formula, "judge", counted)
     assert ONE_CALL in stack_of(accelerate(build("BertModel"))).reason
-    assert len(trials) == 1  # of three layers that differ in their weights only
+    assert len(trials) == 1  # one for three layers that differ only in weights
 
     def wrong(*given: Any) -> Any:
         found = layer_of(*given)
@@ -513,7 +513,7 @@ def test_verify_and_pickles_of_int8() -> None:
     with torch.no_grad():
         expected, count = run(Real(ours), inputs_of(*MIXED))
         assert count == LAYERS
-        # Without float weights nothing can be proven of a layer.
+        # A trial needs float weights.
         assert "not all plain tensors" in stack_of(accelerate(again, quantize="int8")).reason
         got, count = run(Real(again), inputs_of(*MIXED))
     assert count == 0

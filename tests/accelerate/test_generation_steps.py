@@ -37,19 +37,19 @@ _BART = {
     "max_position_embeddings": 80, "decoder_start_token_id": END, "forced_eos_token_id": None,
     "scale_embedding": True, "tie_word_embeddings": False,
 }  # fmt: skip
-#: Heads of another width than the model's.
+#: The heads together are narrower than the model.
 _T5 = {
     "d_model": WIDTH, "d_kv": 8, "d_ff": 96, "num_layers": LAYERS, "num_heads": 6,
     "decoder_start_token_id": PAD,
 }  # fmt: skip
-#: Two heads of queries have one of keys.
+#: Two query heads share a key head.
 _LLAMA = {
     "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 80, "tie_word_embeddings": False,
 }  # fmt: skip
-#: Post-norm with scaled embeddings and sinusoidal positions; with learned positions and a norm of the
-#: embeddings; pre-norm with a final norm; with positions that depend on the tokens; sinusoidal ones and
-#: pre-norm; biases of relative positions, RMS norms and unscaled scores, without and with gates.
+#: marian: post-norm, scaled embeddings, sinusoidal positions. bart: learned positions, a norm of the
+#: embeddings. mbart: pre-norm with a final norm. m2m_100: positions that depend on tokens. pegasus:
+#: pre-norm, sinusoidal. t5: biases of relative positions, RMS norms, unscaled scores; flan_t5: gates.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "marian": ("MarianConfig", "MarianMTModel", _BART),
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
@@ -63,8 +63,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5Config", "MT5ForConditionalGeneration", _T5),
 }  # fmt: skip
-#: Decoders without an encoder: weights of (inputs, outputs); a network on flattened batches; rotary
-#: positions, gates and grouped heads, also with biases, and of another width than the model's.
+#: Decoders without an encoder. gpt2: weights (inputs, outputs). opt: a network on flattened batches.
+#: llama: rotary positions, gates, grouped heads. qwen2: biases. mistral: heads wider than the model.
 DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
         "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 80,
@@ -78,7 +78,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **_LLAMA, "head_dim": 24, "sliding_window": None}),
 }  # fmt: skip
 ALL = MODELS | DECODERS
-#: Without steps that mix in positions of their own, one token after another is often the same.
+#: Parameters of positions. `build` makes them large, so that models do not repeat a token.
 _POSITIONS = ("positions", "relative_attention_bias", "wpe")
 
 
@@ -217,7 +217,7 @@ def tokens_of(model: Any, batch: int = 3, name: str = "marian", **options: Any) 
         options["decoder_input_ids"] = options["decoder_input_ids"][:batch]
     torch.manual_seed(3)
     given = sources(batch, name)
-    # Whisper's own method splits recordings.
+    # Whisper's own `generate` splits recordings.
     method = GenerationMixin.generate if name == "whisper" else type(model).generate
     return method(model, **given, max_new_tokens=36, **options)  # type: ignore[no-any-return]
 
@@ -278,7 +278,7 @@ def test_beams_share_the_keys_of_their_source(
 
 @torch.no_grad()
 def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
-    """A cache shows what it holds, and may be read, cropped, copied, reordered and handed on."""
+    """A cache can be read, cropped, copied, reordered and passed on, as in transformers."""
     theirs = build("marian")
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCABULARY, (3, 17), generator=generator)
@@ -309,7 +309,7 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
         cache.crop(-3)
         assert cache.get_seq_length() == 5
         yield call(1, cache)
-        yield [(x,) for x in kept]  # whose last places are not overwritten
+        yield [(x,) for x in kept]  # steps after the crop do not overwrite their last places
         given["attention_mask"].numpy()[:, 1] = 0
         yield call(1, cache)
         cache.reorder_cache(torch.tensor([0, 0, 1]))  # mixes the sources; masks hide no less
@@ -353,7 +353,7 @@ def test_a_cache_is_handed_on_to_a_second_call(marian: Any, steps: list[int]) ->
 
     expected = run(theirs)
     assert torch.equal(run(marian), expected)
-    assert len(steps) == 8 + 8  # transformers computes the prompt again, at later places
+    assert len(steps) == 8 + 8  # transformers computes the prompt again, at later positions
 
 
 def _hooked(model: Any) -> None:
@@ -435,7 +435,7 @@ def test_changed_weights_take_effect(quantize: str | None, steps: list[int]) -> 
     model.config.decoder_layers = 2
     steps.clear()
     tokens_of(model)
-    assert not steps  # it is another model
+    assert not steps  # the model has changed
 
 
 def test_accelerate_is_idempotent_and_copies_keep_their_steps(
@@ -465,7 +465,7 @@ def test_filter_and_other_decoders_are_reported() -> None:
 
 
 class Doubled(transformers.models.marian.modeling_marian.MarianDecoder):
-    """A decoder whose steps differ from its layers one after another."""
+    """A decoder that computes more than its layers, one after another."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)

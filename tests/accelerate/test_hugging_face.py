@@ -363,7 +363,7 @@ def test_hooked_and_replaced_modules_are_called() -> None:
 def test_unsupported_versions_and_attentions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("marian", 0.0)
     with monkeypatch.context() as patch:
-        # Not the module imported above: transformers replaces itself when a model is loaded.
+        # From sys.modules, because transformers replaces its module when a model is loaded.
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         report = accelerate(model, filter_fn=lambda module, name: "norm" not in name)
     assert {entry.kind for entry in report.swapped} == {"Linear"}
@@ -626,7 +626,7 @@ def test_overriding_layers_are_left(name: str, place: str, kind: type, reason: s
 
 
 def test_overriding_attention_gets_the_same_masks() -> None:
-    """A user's attention still gets masks in the form that transformers passes."""
+    """A user's attention gets the masks that transformers would pass."""
     theirs = _with("marian", f"{LAYER}.self_attn", OwnAttention)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)

@@ -117,7 +117,7 @@ def test_weights_changed_later_are_quantised_again(change):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("of", ["torch.nn", "Hugging Face"])
 def test_one_changed_value_of_a_stack_is_found(of: str, quantize: str | None) -> None:
-    """The weights of fused layers are checked at once, and each call reads a part of each row."""
+    """One check covers all weights of fused layers; in each call it reads a part of each row."""
     if of == "torch.nn":
         layer = nn.TransformerEncoderLayer(64, 4, 512, batch_first=True)
         model: nn.Module = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
@@ -229,7 +229,7 @@ def test_models_without_float_weights(make):
     assert {state[name].dtype for name in matrices} == {torch.int8}
     assert {f"{name}_scale" for name in matrices} <= state.keys()
     for each in (model, copy.deepcopy(model), saved(model)):
-        # Norms of a pickle are PyTorch's.
+        # A pickle has PyTorch's norms, whose rounding differs.
         assert error(run(each, x()), expected) < ROUNDING
         with pytest.raises(RuntimeError, match=r"keep_weights=False"):
             restore(each)
@@ -245,7 +245,7 @@ def test_models_without_float_weights(make):
 
 @pytest.mark.parametrize("family", ["Bert", "GPT2"])
 def test_save_pretrained_stores_floats(family, tmp_path):
-    """`from_pretrained` would read 8-bit values as floats. Quantised again, they are the same."""
+    """`from_pretrained` would read 8-bit values as floats. The floats quantise to the same values."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     kind = getattr(transformers, f"{family}Model")
@@ -293,14 +293,14 @@ def test_a_projection_tied_to_the_embedding_is_quantised_and_the_embedding_is_no
         with torch.no_grad():
             model.output.weight.neg_()
             model.output.bias.neg_()
-        again = model.generate(source, max_new_tokens=6)  # the least likely tokens
+        again = model.generate(source, max_new_tokens=6)  # the least likely tokens so far
         assert not torch.equal(cached.tokens[:, :1], again.tokens[:, :1])
 
 
 def test_verify_tells_the_error_of_the_model_and_of_its_worst_module():
     model = stack()
     with torch.no_grad():
-        model[0].weight[:, 0] = 50.0  # one large column takes the steps of each row
+        model[0].weight[:, 0] = 50.0  # one large column makes the steps of each row coarse
     before = run(model, x())
     found = accelerate(model, quantize="int8", verify=x()).int8
     assert found.error == pytest.approx(error(run(model, x()), before), rel=1e-3)
@@ -390,7 +390,7 @@ def test_other_dtypes_and_wrong_options():
 
 
 def test_compiled_models_run_on_8_bits():
-    """An int8 model, and the option of the backend on a float model; changed weights are found."""
+    """Compiles an int8 model, and a float model with the option ``quantize``; then changes weights."""
     model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)).eval()
     plain = copy.deepcopy(model)
     accelerate(model, quantize="int8")
@@ -415,7 +415,7 @@ def test_compiled_models_run_on_8_bits():
 
 @pytest.mark.thorough
 def test_inductor_compiles_layers_with_8_bits(monkeypatch):
-    """Results differ from those of the eager graph, whose attention may be in bfloat16."""
+    """Results differ from eager ones, whose attention may be in bfloat16."""
     warnings: list[Any] = []
     monkeypatch.setattr(inner._log, "warning", lambda *args: warnings.append(args))
     torch.manual_seed(0)
@@ -457,12 +457,12 @@ class TestCalibration:
         assert report.int8.smoothed == ["1"]
         assert "rescaled the inputs of 1 modules (1, ...)" in str(report)
         found = run(model, inputs)
-        assert error(found, before) < min(1.2e-2, 0.5 * without)  # the set target
+        assert error(found, before) < min(1.2e-2, 0.5 * without)  # the target of calibration
         assert error(run(model[0], inputs), normed) < ROUNDING
         assert all(same_bits(state[name], value) for name, value in model.state_dict().items())
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert error(run(compiled, inputs), found) < ROUNDING
-        model[1].weight.data.neg_()  # is quantised again, with the same factors
+        model[1].weight.data.neg_()  # the weight is quantised again, with the same factors
         bias = model[1].bias.detach()
         assert error(run(model, inputs) - bias, bias - found) < ROUNDING
         model[1].weight.data.neg_()
@@ -472,7 +472,7 @@ class TestCalibration:
 
     @pytest.mark.parametrize("norm_first", [True, False])
     def test_no_value_that_a_module_returns_changes(self, norm_first):
-        """Covers a decoder, which reads the memory beside the second norm, and the decoder's copy."""
+        """Covers a decoder, whose attention reads the memory beside the second norm, and its copy."""
         layer = nn.TransformerDecoderLayer(64, 4, 48, batch_first=True, norm_first=norm_first)
         model = self.of_outliers(nn.TransformerDecoder(layer, 2))
         inputs = tuple(torch.randn(2, 3, 9, 64))
@@ -488,7 +488,7 @@ class TestCalibration:
             found = self.outputs(each, inputs)
             assert found.keys() == without.keys()
             assert all(error(found[name], without[name]) < ERROR for name in found)
-            assert error(run(each, *inputs), before) < ERROR  # in one call each
+            assert error(run(each, *inputs), before) < ERROR  # each layer in one call
             assert all(same_bits(state[name], value) for name, value in each.state_dict().items())
             restore(each)
         assert same_bits(run(model, *inputs), before)
@@ -544,7 +544,7 @@ class TestCalibration:
         errors = list(map(error, found, expected))
         assert max(errors) < min(ERROR, 0.8 * without), errors
         for module in model.modules():
-            if int8.INT8 in module.__dict__:  # weights of one input, rounded with unlike factors
+            if int8.INT8 in module.__dict__:  # weights with the same input, but different factors
                 factors = module.__dict__[int8.INT8].factors
                 for name in factors:
                     factors[name] = factors[name] * torch.randint(-1, 1, factors[name].shape).exp2()
@@ -577,7 +577,7 @@ class TestCalibration:
         assert report.int8.smoothed == []
         restore(model)
         with torch.no_grad():
-            model[0].weight[3], model[1].weight[:, 3] = 1e-3, 1e38  # divided, it would overflow
+            model[0].weight[3], model[1].weight[:, 3] = 1e-3, 1e38  # 1e38 / factor overflows
         report = accelerate(model, quantize="int8", calibration=torch.randn(50, 64))
         assert run(model, torch.randn(50, 64)).isfinite().all()
 
@@ -619,7 +619,7 @@ class TestFreedWeights:
 
     @staticmethod
     def freed(layer: nn.Module | None = None) -> tuple[Any, Any]:
-        """Returns a layer with freed weights, and a copy from before."""
+        """Returns a layer with freed weights, and a copy with the float weights."""
         torch.manual_seed(0)
         layer = nn.Linear(64, 32) if layer is None else layer
         before = copy.deepcopy(layer)

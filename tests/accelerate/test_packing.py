@@ -55,9 +55,9 @@ _DEBERTA = {
     "share_att_key": True, "norm_rel_ebd": "none|layer_norm", "position_biased_input": False,
     "type_vocab_size": 0, "max_relative_positions": -1,
 }  # fmt: skip
-#: Attention that is not registered.
+#: Reason for attention outside the registry of transformers.
 NO_REGISTRY = "its attention is not looked up in the registry"
-#: Class -> configuration, and why it is left, if it is.
+#: Class -> (configuration, why its stack is left unchanged, or "").
 ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "AlbertModel": ({**_ENCODER, "embedding_size": 16}, ""),
     "BartModel": (_BOTH, ""),
@@ -132,7 +132,7 @@ _DECODER = {
     **_ENCODER, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "ffn_dim": 48,
     "word_embed_proj_dim": M, "n_embd": M, "n_layer": 3, "n_head": 4,
 }  # fmt: skip
-#: With windows of 4 tokens: Gemma 3 and Mistral.
+#: Gemma 3 and Mistral have windows of 4 tokens.
 DECODERS = (
     "Gemma3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "LlamaForCausalLM",
     "MistralForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "Qwen3ForCausalLM",
@@ -150,7 +150,7 @@ def build_decoder(name: str, **settings: Any) -> Any:
 
 #: Padding at the right and in the middle; the longest sequence has 8 tokens.
 MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
-#: Its model's code reads the last place.
+#: For a model whose own code reads the last place (`SiglipTextModel`).
 WITHIN = ("xxxxxxxxx", "xxx--xxxx", "x------xx", "xx-x-xxxx")
 LEFT = ("---xxxxxx", "xxxxxxxxx", "--------x", "-xxxxxxxx")
 RIGHT = ("xxxxx----", "xxxxxxxxx", "xx-------", "xxxxxxxx-")
@@ -175,7 +175,7 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
         tokens = int(inputs["attention_mask"].sum())
         layers = 0 if reason else 3
         assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
-        # In training, and with padding within, attention of DeBERTa runs on padded sequences.
+        # DeBERTa's attention runs on padded sequences in training, and if padding is between tokens.
         is_padded = name.startswith("Deberta")
         assert rows == [tokens] * (0 if is_padded and real is not RIGHT else layers)
         del rows[:]
@@ -189,7 +189,7 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["BertModel", "DistilBertModel", "MPNetModel", "DebertaV2Model"])
 def test_padded_places_are_zero(name: str) -> None:
-    """Of models whose last layer computes the output."""
+    """Holds for models whose output is that of the last layer."""
     model = build(name)
     accelerate(model)
     inputs = inputs_of(*MIXED)
@@ -216,7 +216,7 @@ def test_few_tokens(name: str, real: tuple[str, ...], rows: list[int]) -> None:
     assert bool(rows) == ("-" in "".join(real) and all(one[0] == "x" for one in real))
 
 
-#: Model -> heads of its bias or mask, and how many of the three layers have one.
+#: Model -> (heads of its bias or mask, number of the three layers that have one).
 WITH_A_TABLE = {
     "DebertaV2Model": (4, 3),
     "MPNetModel": (4, 3),
@@ -237,7 +237,7 @@ def test_each_sequence_has_its_part_of_bias_or_window(
         return attend(given)
 
     monkeypatch.setattr(packing, "attend", counted)
-    # No kernel for layers has half a panel of gates.
+    # The kernel for layers requires whole panels of gates, and 48 is no multiple of 32.
     theirs = Real(build(name, **({"intermediate_size": 48} if "Modern" in name else {})))
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -277,7 +277,7 @@ def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> Non
 )
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int]) -> None:
-    """Padded places have no gradient; checkpointing repeats the rows and the dropped elements."""
+    """Padded places get no gradient; checkpoints recompute with the same rows and dropout pattern."""
     model = build(name, 0.3).train()
     accelerate(model)
     inputs = inputs_of(*MIXED)
@@ -306,7 +306,7 @@ def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int
 
 @pytest.mark.parametrize("name", ["BertModel", "DebertaV2Model", "MPNetModel"])
 def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> None:
-    """Hidden states, attention weights and hooks of users have the shapes of padded batches."""
+    """Users' hooks, and returned hidden states and weights, have the shapes of padded batches."""
     theirs = build(name)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -320,7 +320,7 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
             if one.dim() == 4:  # weights of each query
                 one, other = one.transpose(1, 2), other.transpose(1, 2)
             torch.testing.assert_close(one[real], other[real], rtol=1e-3, atol=1e-4)
-        # Other encoders collect the states themselves, in their padded layout.
+        # The models other than BertModel collect hidden states from the padded outputs.
         assert bool(rows) == (name != "BertModel" and "output_hidden_states" in shown)
         del rows[:]
     hook = ours.encoder.layer[1].intermediate.register_forward_hook(
@@ -340,7 +340,7 @@ def test_calls_that_show_layers_are_not_packed(name: str, rows: list[int]) -> No
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout])
 def test_hooks_see_the_shapes_of_transformers(name: str, kind: type) -> None:
-    """This includes DeBERTa's projections, which content and positions share."""
+    """DeBERTa's projections are included, which run on content and on positions."""
     theirs = build(name)
     ours = copy.deepcopy(theirs)
     accelerate(ours)
@@ -402,7 +402,7 @@ def test_other_masks_and_decoders_are_left(rows: list[int]) -> None:
 
 
 def test_attention_outside_the_registry(rows: list[int]) -> None:
-    """Only our attention reads rows; the values of the mask show where padding is."""
+    """Only our attention supports rows; the padding is derived from the values of the mask."""
     theirs, layers = Real(build("MPNetModel")), "model.encoder.layer"
     inputs = inputs_of(*MIXED)
     excluded = copy.deepcopy(theirs)
@@ -455,7 +455,7 @@ def test_prefill_of_decoders_skips_padding(name: str, rows: list[int]) -> None:
         for layers in zip(*(x.past_key_values.layers for x in (found, right, exact)), strict=True):
             for kind in ("keys", "values"):
                 got, *others = (getattr(layer, kind) for layer in layers)
-                at = real[:, None, -got.shape[2] :, None].expand_as(got)  # a window keeps the last
+                at = real[:, None, -got.shape[2] :, None].expand_as(got)  # windows: the last places
                 check_budget(got[at], *(x[at] for x in others))
                 assert not got[~at].any()
         assert rows == [int(real.sum())] * 3
@@ -463,7 +463,7 @@ def test_prefill_of_decoders_skips_padding(name: str, rows: list[int]) -> None:
         for options in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
             made = [m.generate(**inputs, **_FIVE, **options) for m in (ours, theirs)]
             assert torch.equal(*made)
-        assert len(rows) == 6  # a static cache is larger than the prompt
+        assert len(rows) == 6  # not with a static cache, which is larger than the prompt
 
 
 def test_scores_are_capped_without_padding(rows: list[int]) -> None:
@@ -643,7 +643,7 @@ def test_threads_and_exceptions_share_no_state(rows: list[int]) -> None:
             with torch.no_grad():
                 got[index] = model(**batches[index])[0]
 
-        # With the context's settings, which new threads do not have.
+        # Runs in copies of this context, because new threads do not have its settings.
         contexts = [contextvars.copy_context() for _ in range(8)]
         threads = [threading.Thread(target=c.run, args=(run, i)) for i, c in enumerate(contexts)]
         [thread.start() for thread in threads], [thread.join() for thread in threads]

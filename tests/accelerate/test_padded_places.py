@@ -136,7 +136,7 @@ def test_labels_at_padded_places_count(
 def test_labels_of_decoders(
     name: str, padding: int, real: tuple[str, ...], rows: list[int]
 ) -> None:
-    """With padding on the left, the last padded place has a label too: the first real token."""
+    """With padding on the left, the label of the last padded place is the first real token."""
     check(build_decoder(name), labels_of(inputs_of(*real), padding), "loss")
     assert bool(rows) == (padding == -100 and real is RIGHT)
 
@@ -228,7 +228,7 @@ def test_siglip_pools_the_last_place(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
 def test_encoders_of_translators(name: str, rows: list[int]) -> None:
-    """Labels belong to the decoder's places, even if the encoder has equally many."""
+    """Labels belong to the decoder's places, even if the encoder has the same number of places."""
     inputs = labels_of(inputs_of(*RIGHT), 7)
     model = head(name)
     model.config.decoder_start_token_id = 0
@@ -400,7 +400,7 @@ def test_the_trial_leaves_no_trace() -> None:
     assert len(model.classifier._forward_pre_hooks) == 1
 
 
-# What the report says, and newer versions of transformers.
+# The report, and newer versions of transformers.
 
 
 @pytest.mark.parametrize("name", ["BertModel", "DebertaV2Model", "LlamaForCausalLM"])

@@ -15,7 +15,7 @@ import transformer_fast
 from transformer_fast import _native
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of packages that it imports
+    warnings.simplefilter("ignore")  # warnings of packages that it imports
     library = pytest.importorskip("sentence_transformers")
     from examples import embeddings as page
 
@@ -55,7 +55,7 @@ def accelerated(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, INT8], ids=["float32", "int8"])
 def test_embeddings_do_not_depend_on_the_batch(made: Path, options: Any) -> None:
-    """The order of `encode` is by length, so batches have other padding and other sentences."""
+    """`encode` sorts by length, so that a sentence's batch has other sentences and padding."""
     right = page.embed(page.load(made / "model"), TEXTS)
     model = accelerated(page.load(made / "model"), **options)
     with transformer_fast.batch_invariant():
@@ -109,7 +109,7 @@ def test_processes_of_a_pool_encode(made: Path, kind: type, options: Any) -> Non
     finally:
         model.stop_multi_process_pool(pool)
     assert torch.cosine_similarity(found, right).min() > 0.999
-    assert not torch.allclose(found, right, rtol=1e-4, atol=1e-5)  # in 8 bits
+    assert not torch.allclose(found, right, rtol=1e-4, atol=1e-5)  # the processes run in 8 bits
 
 
 @pytest.mark.thorough

@@ -104,8 +104,8 @@ class Attending(nn.Module):
         return x + self.network(self.norm2(x))
 
 
-#: Attention that no kernel for layers computes: other factors, biases and numbers of key heads, several
-#: masks, and code that depends on the batch's sizes.
+#: Attention that no kernel for layers supports: other factors, biases, other numbers of key heads,
+#: several masks, and code that depends on the batch's sizes.
 OTHERS = frozenset({
     "added, infinite", "baddbmm", "bmm", "einsum", "learned bias", "multiplied", "one head",
     "one key head", "repeated key heads", "rows of a matrix", "softmax by hand", "temperatures",
@@ -149,7 +149,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """For each call that the entry in C++ ran, the probabilities of dropout."""
+    """The probabilities of dropout in each call that the entry in C++ ran."""
     seen: list[list[float]] = []
     enter = fused_layers._enter
 
@@ -217,16 +217,16 @@ def test_dropout_of_small_layers_is_that_of_nn(
     for one, other in zip(run(ours, None, None, None), run(theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert entered == [[0.1, 0.3, 0.2, 0.3]] * 2
-    with torch.no_grad():  # in training there is dropout without gradients, too
+    with torch.no_grad():  # training mode has dropout without gradients, too
         run = functools.partial(ours, x, None, None, None)
         assert not torch.equal(run(), run())
     ours.dropout.p = 0.4
-    for _ in range(2):  # the first call sees the change, the next one is captured
+    for _ in range(2):  # the first call detects the change, the next one is captured
         run()
     assert entered[-1] == [0.1, 0.4, 0.2, 0.4]
     count = len(entered)
     ours.eval()
-    ours.dropout.train()  # a part of the layer
+    ours.dropout.train()  # dropout in a part of the layer only
     assert not torch.equal(run(), run())
     assert len(entered) == count
 
@@ -263,7 +263,7 @@ def test_the_same_tensor_as_two_arguments() -> None:
 
 
 def test_parameters_that_are_the_same_tensor() -> None:
-    """Layers of one class have formulas of their own if only one of them has a shared parameter."""
+    """Layers of one class have separate formulas if one of them shares a parameter."""
     tied, x = Block(False, False), torch.randn(B, T, M)
     plain = copy.deepcopy(tied)
     attention = tied.attentions[0]
@@ -291,7 +291,7 @@ def test_large_layers_with_gradients_run_their_own_code(entered: list[list[float
 
 
 def test_layers_share_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are prepared once in a forward, and again if a value was written to one."""
+    """Masks are prepared once per forward, and again after a write to one of them."""
     model, (source, target) = Translator(), sentences()
     ours, runs = accelerated(model), []
     assert check(ours, model, source, target) == 10
@@ -384,7 +384,7 @@ def test_changes_of_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Odd(nn.Module):
-    """A layer that does one thing more than a recipe has."""
+    """A layer that computes more than a recipe can express."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ def test_the_report_and_restore() -> None:
     assert entry.now.endswith("WrittenLayer")
     assert not entry.in_parts
     assert check(copy.deepcopy(ours), model, *sentences()) == 10
-    pickled = pickle.loads(pickle.dumps(ours))  # it has the original classes
+    pickled = pickle.loads(pickle.dumps(ours))  # a pickle has the original classes
     assert check(pickled, model, *sentences()) == 0
     restore(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]

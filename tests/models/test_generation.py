@@ -567,7 +567,7 @@ def test_beam_search_with_pre_norm_and_without_cache() -> None:
 
 
 def test_beam_search_with_a_large_vocabulary() -> None:
-    """The best extensions are found block by block then."""
+    """The search finds the best extensions block by block if there are many tokens."""
     check(varied(small(target_vocab_size=1500), 3.0), models.BeamSearch(3, n_best=3), 5)
 
 

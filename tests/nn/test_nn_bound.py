@@ -65,7 +65,7 @@ def parameter(*shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.randn(shape))
 
 
-#: What is done to a layer after calls of it.
+#: Changes of a layer between two calls.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "weight": lambda layer: setattr(layer.linear1, "weight", parameter(64, M)),
     "bias": lambda layer: setattr(layer.self_attn.out_proj, "bias", parameter(M)),
@@ -106,10 +106,10 @@ def test_changes_of_a_layer_after_calls(change: str, norm_first: bool, grad: boo
     for module, changed in ((layer, layer), (stack, stack.layers[1])):
         before = [call(module.train(grad), grad) for _ in range(2)]
         assert torch.equal(*before)
-        # All layers of a stack have one dtype.
+        # A change of dtype applies to the whole stack.
         CHANGES[change](module if change == "bfloat16" else changed)
         after = call(module, grad)
-        # A copy has never been read.
+        # A copy has nothing cached.
         assert torch.equal(after, call(copy.deepcopy(module), grad))
         assert not torch.equal(after.float(), before[0])
 

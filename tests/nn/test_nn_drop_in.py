@@ -430,7 +430,7 @@ PATCHED = (
 def patched_models(library: Any) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
     """Returns small models that together contain every class of `PATCHED`.
 
-    Layers with activation modules are among them.
+    Some layers have activation modules.
     """
     x, tokens = torch.randn(2, 5, 32), torch.tensor([[1, 2]])
     layers = [

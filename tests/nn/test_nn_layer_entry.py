@@ -115,7 +115,7 @@ def test_results_are_those_of_the_ops(
 
 
 def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
-    """Some parameters alone, the memory alone, or with a saved tensor that was written to."""
+    """Trains some parameters only, or the memory only; then writes to a saved tensor."""
     model, (x, memory) = make(True), given_to(True)
     every = gradients(model, x, memory, **masks("decoder"))
 
@@ -151,7 +151,7 @@ def test_gradients_of_gradients(crossed: bool, entered: list[bool]) -> None:
     def penalty(double: bool) -> list[Tensor]:
         own: Any = copy.deepcopy(model).double() if double else model
         given = [x.detach().double().requires_grad_() if double else x for x in inputs]
-        with sdpa_kernel(SDPBackend.MATH):  # the only one of PyTorch's with second derivatives
+        with sdpa_kernel(SDPBackend.MATH):  # PyTorch's only implementation with second derivatives
             first = torch.autograd.grad(own(*given).square().sum(), given, create_graph=True)
         sums = sum(each.square().sum() for each in first)
         return [*torch.autograd.grad(sums, [*given, *own.parameters()], allow_unused=True)]

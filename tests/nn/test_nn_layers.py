@@ -330,7 +330,7 @@ def test_skips_padding_keeps_results_at_real_tokens(batch_first: bool, norm_firs
     ).eval()
     src, tgt = torch.randn(B, S, M), torch.randn(B, T, M)
     hidden = torch.zeros(B, S, dtype=torch.bool)
-    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # padding is not only a suffix
+    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # padding not only at the end
     late = torch.zeros(B, T, dtype=torch.bool)
     late[-1, -1] = True
     causal = torch.ones(T, T).triu(1).bool()
@@ -598,7 +598,7 @@ def test_training_applies_every_dropout(probabilities: list[tuple[str, float]]) 
 def test_each_dropout_module_has_its_own_training_flag(
     probabilities: list[tuple[str, float]],
 ) -> None:
-    """Monte Carlo dropout sets the flags of dropout modules alone."""
+    """Monte Carlo dropout sets the training flags of dropout modules only."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.5, batch_first=True).eval()
     layer.dropout.train()
     x = torch.randn(2, 3, M)

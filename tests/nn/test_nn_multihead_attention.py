@@ -168,7 +168,7 @@ def test_inference_tensors_as_inputs_in_training(
 
     for masks in ({}, {"key_padding_mask": padding}):
         gradients(theirs, *given, **masks)
-        copies = {id(x): x.clone() for x in given}  # equal inputs stay the same tensor
+        copies = {id(x): x.clone() for x in given}  # inputs that are one tensor get one copy
         expected = gradients(
             ours, *[copies[id(x)] for x in given], **{name: x.clone() for name, x in masks.items()}
         )
@@ -266,7 +266,7 @@ def test_fully_masked_rows_are_zero(need_weights: bool, training: bool, how: str
 
 
 def test_is_causal_hint_overrides_the_mask() -> None:
-    """The hint overrides a mask that is not causal in the cases in which it does in PyTorch."""
+    """The hint overrides a mask that is not causal, in the same cases as in PyTorch."""
     theirs, ours = pair()
     x = torch.randn(T, B, M)
     mask = torch.ones(T, T, dtype=torch.bool).tril(-1)

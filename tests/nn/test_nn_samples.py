@@ -185,10 +185,9 @@ def check(
             rows.append((errors, ours, oracle))
     assert len(rows) >= (1 if grad and name == MHA else SAMPLES.get(name, 6))
     scale = EPS[dtype] / EPS[torch.float32]
-    # Samples have a few dozen elements, so that PyTorch's error of a single sample is a matter of
-    # chance. Where a softmax saturates, a gradient's float32 rounding does not predict that of
-    # float64. Gradients, and results of functions, therefore have the error of the worst sample as
-    # their budget.
+    # Samples have a few dozen elements, so that PyTorch's error of one sample is a matter of chance.
+    # If a softmax saturates, a gradient's rounding in float32 does not predict that in float64. So
+    # the budget of gradients, and of results of functions, is the error of the worst sample.
     worst, worst_of_grads = (scale * max(row[0][column] for row in rows) for column in (0, 1))
     for errors, ours, oracle in rows:
         if derive is Tangents:  # derivatives have the budget of gradients

@@ -368,7 +368,7 @@ def test_separate_projections_give_the_bits_of_joined_ones(
         x = torch.randn(3, rows // 3 or 1, width).to(dtype)
         pairs = [*zip(weights, biases, strict=True)]
         joined = torch.cat(weights[:3]), torch.cat(biases[:3])
-        kinds = [0] if width % 32 else [0, 1]  # of attention to a memory, queries begin a panel
+        kinds = [0] if width % 32 else [0, 1]  # cross-attention (1) needs whole panels of queries
         for kind, kind_of_norm in itertools.product(kinds, range(4)):
             got = run([3, kind, 2], pairs, scales, kind_of_norm)
             expected = run(
@@ -378,13 +378,13 @@ def test_separate_projections_give_the_bits_of_joined_ones(
 
 
 def unfactored(scales: list[Any]) -> list[Any]:
-    """Returns each sub-layer's two scales, followed by None for the factors of its two inputs."""
+    """Returns the scales with None inserted after each pair, for the factors of the two inputs."""
     pairs = zip(scales[0::2], scales[1::2], strict=True)
     return [each for pair in pairs for each in (*pair, None, None)]
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embeddings of x (B, T, H, D), with tables (1 or B, T, channels)."""
+    """Rotates x (B, T, H, D) by rotary position embeddings, tables (1 or B, T, channels)."""
     some, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     a, b = some.chunk(2, -1)
     return torch.cat([some * cos[:, :, None] + torch.cat([-b, a], -1) * sin[:, :, None], rest], -1)

@@ -57,8 +57,8 @@ def test_autocast_dtypes_and_results(name: str, lowp: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_low_precision_weights_under_autocast(dtype: torch.dtype) -> None:
-    """PyTorch's operator allows inputs of other dtypes: autocast converts them to that of the
-    weights."""
+    """PyTorch's operator for a layer accepts inputs of other dtypes: autocast converts them to the
+    weights' dtype."""
     theirs = CASES["encoder layer"].make(torch.nn).bfloat16().eval()
     ours, x = to_ours(theirs), torch.randn(3, 4, 32, dtype=dtype)
     got, expected = (under_autocast(m, (x,), torch.bfloat16, False)[0] for m in (ours, theirs))
@@ -122,7 +122,7 @@ def test_without_kernels_autocast_casts_parameters_once(
             first = call(x, *weights, **options)
             once = found.casts
             second = call(x, *weights, **options)
-        # The second call casts only non-parameters, each recorded by autograd.
+        # Parameters are cast once, in the first call.
         assert found.casts - once == once - len(weights)
         assert first.dtype == second.dtype == torch.bfloat16
         first.float().sum().backward()
@@ -142,7 +142,7 @@ def _x(length: int = T) -> Tensor:
     return torch.randn(B, length, M)
 
 
-#: The case to which a hook is added.
+#: The case whose module gets a hook.
 HOOKED = "encoder layer, causal"
 COMPILED = (
     *("LayerNorm", "RMSNorm", "Linear", "attention", "attention, other sizes", HOOKED),
@@ -199,7 +199,7 @@ def test_one_dynamic_graph_serves_all_lengths() -> None:
 
 
 class WithMask(torch.nn.Module):
-    """Attention with a mask of its own, and an op that receives one tensor as several arguments."""
+    """Attention with a mask that it owns, and an op with the same tensor as several arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def doubling(weight: Tensor) -> Tensor:
     return weight.detach().clone().as_subclass(Doubling)
 
 
-#: Modules that PyTorch's inference does not run as a single call.
+#: Modules that PyTorch does not run as one operator in inference.
 MODULES = ("Linear", "LayerNorm", "attention", "encoder layer, length first", "decoder layer")
 
 
@@ -372,7 +372,7 @@ def test_subclass_weights(name: str, training: bool, kind: Any) -> None:
 @pytest.mark.parametrize("make", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_sparse_weights_of_networks_in_inference(make: str, layout: str, stacked: bool) -> None:
-    """The sizes are those for which dense weights run as one call."""
+    """With these sizes, layers with dense weights run as one call."""
     torch.manual_seed(0)
     results: list[Tensor] = []
     state: dict[str, Tensor] = {}

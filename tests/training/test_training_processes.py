@@ -41,7 +41,7 @@ def train(strategy: str, folder: Path) -> None:
     """Runs in each process, like a user's script."""
     model = make_model(0.0)
     if strategy == "fsdp":
-        training.checkpoint_activations(model)  # without effect on results
+        training.checkpoint_activations(model)  # has no effect on results
     model = training.parallelise(model, strategy)
     trainer = make_trainer(model, folder / "run.pt")
     trainer.fit(make_loader(make_pairs()), steps=STEPS // 2)
@@ -296,7 +296,7 @@ def test_distributed_results_equal_one_process(tmp_path: Path) -> None:
     torchrun(Path(__file__), ["ops", "layers", "fully_sharded", str(tmp_path)])
 
 
-@pytest.mark.exhaustive  # the rules are those of `ops`
+@pytest.mark.exhaustive  # it has the sharding rules of `ops`
 @pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT))
 @pytest.mark.skipif(_native.cuda_why_not is None, reason="the operators of the GPU are loaded")
 def test_distributed_results_of_cuda_operators(tmp_path: Path) -> None:

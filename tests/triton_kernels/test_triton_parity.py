@@ -70,7 +70,7 @@ def test_cached_calls_are_bitwise_equal(number, wants, device, monkeypatch):
         found = all_bits()
         assert [run for _, run in call_cache._calls.values()]
         plans_made = [p for store in call_cache._stores for p in store.values() if callable(p)]
-        assert len(plans_made) >= 2 * wants  # of forward and backward
+        assert len(plans_made) >= 2 * wants  # forward and backward
         assert plans._NEVER not in plans_made
         call_cache.forget()
     for x, y in zip(found, wanted, strict=True):

@@ -46,21 +46,21 @@ class ChangedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """The recipe of a layer, and the state of the layer for which it holds."""
+    """The recipe of a layer, and the state of the layer for which the recipe is valid."""
 
     found: Found
     #: See `content`.
     content: tuple[Any, ...]
-    #: Of layers of transformers: the name of the module that calls the registered attention.
+    #: Name of the module that calls the registered attention; None: no layer of transformers.
     caller: str | None = None
     #: Names of arguments that do not change the result.
     ignored: frozenset[str] = frozenset()
-    #: Of hand-written layers: tensor arguments -> hidden and added masks of self-attention, then of
-    #: attention to the memory.
+    #: Function of a hand-written layer's tensor arguments that returns the hidden and the added mask of
+    #: self-attention, then of attention to the memory.
     masks: Callable[..., tuple[Any, Any, Any, Any]] | None = None
     #: Constants that the code reads; see `State.constants`.
     constants: tuple[tuple[Any, str, Any], ...] = ()
-    #: Of hand-written layers: a list with the probabilities of dropout; empty: none is active.
+    #: Probabilities of dropout of a hand-written layer, a list; empty: no dropout is active.
     dropouts: Sequence[float] = ()
 
     @property
@@ -168,7 +168,7 @@ def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...
 
 
 class Trial(NamedTuple):
-    """A call of a copy of the layer."""
+    """Result of a call of a copy of the layer."""
 
     output: Any
     #: The module of the copy that called attention.

@@ -63,7 +63,7 @@ ONE_CALL = "generate: one call a step"
 
 
 class _Step(NamedTuple):
-    """A layer of a decoder: its recipe for steps, and `formula.content` of the layer it holds for."""
+    """The recipe of a decoder layer for steps, and the layer's `formula.content`."""
 
     recipe: Layer[Place]
     content: tuple[Any, ...]
@@ -134,7 +134,7 @@ def _try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _NotAStepError(Exception):
-    """Raised if no kernel runs what the decoder passes to its layers."""
+    """Raised if no kernel supports the arguments that the decoder passes to its layers."""
 
 
 #: Arguments that `_chain` reads, and those that do not change what layers compute.
@@ -144,7 +144,7 @@ _FREE = frozenset({"use_cache", "return_dict", "position_ids", "cache_position"}
 
 
 def _chain(decoder: Any, given: dict[str, Any]) -> _Chain | None:
-    """Returns what runs the layers of a step; None: the call is no step, or must run module by module."""
+    """Returns the `_Chain` of a step; None: the call is no step, or must run module by module."""
     cache = given.get(decoder._cache)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -168,7 +168,7 @@ def _chain(decoder: Any, given: dict[str, Any]) -> _Chain | None:
         or torch.is_autocast_enabled("cpu")
     ):  # fmt: skip
         return None
-    # Some models run fewer layers than they have; BART's number is that of the encoder's.
+    # Some models run fewer layers than they have. In BART the attribute counts the encoder's layers.
     if not is_crossed and vars(config).get("num_hidden_layers") not in (None, len(decoder._steps)):
         return None
     parts = _layers_of(cache, len(decoder._steps), is_crossed)
@@ -246,7 +246,7 @@ class _Chain:
         tables = rotation or ()
         if not are_plain_on_cpu((x, own_mask, *tables)) or x.shape[:-1] != (len(own[0].keys), 1):
             raise _NotAStepError
-        # What the model computes for several tokens, or for parts of a head, is no rotation of a step.
+        # Tables of other shapes are for several tokens, or for parts of a head.
         if any(t.dim() != 3 or t.shape[1] != 1 or t.shape[0] not in (1, len(x)) for t in tables):
             raise _NotAStepError
         if not {t.dtype for t in (*tables, own_mask) if t is not None} <= {
@@ -295,7 +295,7 @@ class _Chain:
 
 
 def _layers_of(cache: Any, count: int, is_crossed: bool) -> tuple[list[Any], ...] | None:
-    """Returns the layers of the parts of a cache that holds tokens; None for other classes of caches."""
+    """Returns the layers of each part of a cache; None if it is empty or of another class."""
     kinds, plain, both = _cache_kinds()
     parts: tuple[Any, ...] = (cache,)
     if is_crossed:
@@ -317,7 +317,7 @@ def _layers_of(cache: Any, count: int, is_crossed: bool) -> tuple[list[Any], ...
     return tuple(found)
 
 
-#: Part of a cache -> what the last step made of it.
+#: Part of a cache -> our buffers for it, from the last step.
 _kept: WeakKeyDictionary[Any, _Places | _Memory] = WeakKeyDictionary()
 
 
@@ -370,7 +370,7 @@ class _Places:
     def _allocate(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         rows, heads, _, size = layers[0].keys.shape
         shape = (len(layers), 2, rows, heads, 2 * self.length + 32, size)
-        with torch.inference_mode(False):  # only such tensors count the writes to them
+        with torch.inference_mode(False):  # inference tensors have no version counter
             self.buffer = decoders.empty_cache(layers[0].keys, shape, dtype)
         for both, layer in zip(self._views(), layers, strict=True):
             both[0].copy_(layer.keys)
@@ -390,9 +390,9 @@ class _Places:
         self.version = self.buffer._version
 
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> bool:
-        """True if the layers have the tensors that the last step showed them.
+        """True if the layers still have the views that the last step assigned.
 
-        A cropped cache is copied: its owner may keep tensors with the places that would be overwritten.
+        False for a cropped cache: the user may keep views of places that a step would overwrite.
         """
         buffer = self.buffer
         if buffer.dtype != dtype or len(layers) != len(buffer):
@@ -432,7 +432,7 @@ class _Places:
         return self._bias[0].narrow(3, most - self.length - 1, self.length + 1)
 
     def _find_writes(self) -> None:
-        """Makes the next reordering a whole one if others wrote to the cache: to one of its buffers."""
+        """Makes the next reordering copy everything if other code has written to the buffer."""
         if self.buffer._version != self.version:
             self.reordering = decoders.Reordering(self.buffer, self.beams)
 
@@ -442,13 +442,13 @@ class _Places:
             self._allocate(self.layers, self.buffer.dtype)
 
     def wrote(self, layers: Sequence[Any]) -> None:
-        """Shows one more place."""
+        """Assigns views with one more place to the layers."""
         self.reordering.wrote(self.length)
         self.length += 1
         self._show(layers)
 
     def reorder(self, layers: Sequence[Any], rows: Tensor) -> bool:
-        """Makes sequence r continue sequence ``rows[r]``; False: the layers have other tensors now."""
+        """Makes sequence r continue sequence ``rows[r]``; False if the layers have other tensors."""
         if len(rows) != self.buffer.shape[2]:
             return False
         if not self.holds(layers, self.buffer.dtype, self.beams):
@@ -498,7 +498,7 @@ class _Memory:
         )
 
     def reorder(self, layers: Sequence[Any], rows: Tensor) -> bool:
-        """True if the layers' tensors stay what they are: the beams of a source have equal ones."""
+        """True if the reordering changes nothing, because beams of one source have equal tensors."""
         return (
             len(rows) == len(self.shown[0][0])
             and self._are_shown(layers)
@@ -552,7 +552,7 @@ def make_plan(
 
 
 def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
-    """Returns the arguments of a step after a call of a model, or None if it has no cache.
+    """Returns arguments of a step that continues a call of a model, or None without a cache.
 
     inputs: (args, kwargs) of the call.
     """
@@ -619,7 +619,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
     may_be_crossed = MEMORY in takes and MEMORY in parameters
     with undisturbed(decoder):
         found = _recognise_all(decoder, layers, _Call((*takes,)[2:], may_be_crossed))
-        if isinstance(found, str) and may_be_crossed:  # but may have no attention to an encoder
+        if isinstance(found, str) and may_be_crossed:  # it may lack cross-attention
             other = _recognise_all(decoder, layers, _Call((*takes,)[2:], False))
             found = f"{found}; without an encoder: {other}" if isinstance(other, str) else other
         if isinstance(found, str):
@@ -643,7 +643,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
 class _Attention(packing.Rows):
     """Stands in for the masks in a trial call of a layer: each token attends to all keys.
 
-    biases: what is added to the scores of self-attention, and of attention to the encoder's output.
+    biases: added to the scores of self-attention, and of attention to the encoder's output.
     """
 
     def __init__(self, *biases: Tensor | None) -> None:
@@ -705,7 +705,7 @@ def _recognise_all(decoder: Any, layers: Any, call: _Call) -> tuple[_Call, list[
 
 
 def _is_of_differences(biased: Any) -> bool:
-    """True if a bias of relative positions depends on how far a key is before the query only."""
+    """True if a bias of relative positions depends only on the distance from key to query."""
     length = 300  # T5's bias is constant from 128 positions on
     all_places = biased.compute_bias(length, length).tril()
     last = biased.compute_bias(1, length, past_seen_tokens=length - 1)
@@ -721,7 +721,7 @@ def _recognise(
     """Returns the recipe of a layer's steps. Raises `NotCapturedError` with the reason if there is none.
 
     inputs: hidden states, the encoder's output, cosines and sines, and biases of scores, in float64.
-    biased: the part of the layer that computes the bias for all layers; None: another layer has it.
+    biased: the module that computes the bias for all layers; None: it is in another layer.
     judged: earlier results. Layers that differ only in number and weights share a trial.
     """
     dtypes = {parameter.dtype for parameter in layer.parameters()}

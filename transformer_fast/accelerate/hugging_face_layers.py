@@ -353,7 +353,7 @@ class DisentangledSelfAttention(Attention):
         return output.flatten(2), None
 
     def _of_places(self) -> list[torch.nn.Module]:
-        """Returns the modules whose input here has fewer positions than transformers' 2 * span."""
+        """Returns the modules that get fewer positions here than in transformers (2 * span)."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
         return [self._modules[name] for name in names if name in self._modules]  # type: ignore[misc]
@@ -502,7 +502,7 @@ def _residual_norm(layer: Any) -> Op:
 class _InTwoModules(FusedLayer):
     """A layer with its FFN in two modules, which are called if they are hooked or replaced."""
 
-    #: Names of the classes of these modules.
+    #: Names of the classes of the two modules.
     _inner: str
     _output: str
 
@@ -657,7 +657,7 @@ def is_faster_transposed(module: Any, x: Any) -> bool:
     It is faster in inference, where a packed copy of the weight exists. In float32, PyTorch's own
     product was measured to be faster for small weights and for a single row.
     """
-    if x.dtype is torch.float32 and x.numel() <= x.shape[-1]:  # first: it takes no time in decoding
+    if x.dtype is torch.float32 and x.numel() <= x.shape[-1]:  # first: cheap in decoding
         return False
     weight, bias = module.weight, module.bias
     if is_plain_eager(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):

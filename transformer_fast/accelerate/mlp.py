@@ -121,7 +121,7 @@ class FeedForward(FusedLayer):
 @functools.cache
 def _forward(name: str) -> Callable[..., Any]:
     """Returns a forward whose argument has this name, as keyword callers and torch.fx require."""
-    found: dict[str, Any] = {"__name__": __name__}  # `is_of_others` reads it
+    found: dict[str, Any] = {"__name__": __name__}  # for `is_of_others`
     exec(f"def forward(self, {name}):\n    return self._run_network({name})", found)
     return found["forward"]  # type: ignore[no-any-return]
 
@@ -227,7 +227,7 @@ def _read(module: torch.nn.Module, state: State) -> tuple[Network, State] | None
 
 
 def _attribute(module: torch.nn.Module, activation: str) -> str | None:
-    """Returns the attribute that holds the activation: another value changes the captured steps."""
+    """Returns the attribute with the activation: the one whose change changes the captured steps."""
     other = F.relu if activation != ".relu" else F.silu
     for name, value in vars(module).items():
         if inspect.isroutine(value) and f".{activation_name(value)}" == activation:

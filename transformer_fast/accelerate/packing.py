@@ -62,7 +62,7 @@ class Padding(Places):
 
     def __init__(self, real: Tensor, scope: _Scope, mask: Tensor) -> None:
         super().__init__(real)
-        #: True if every token attends to all real tokens of its sequence, or is_causal: up to itself.
+        #: A token attends to all real tokens of its sequence (is_full), or up to itself (is_causal).
         self.is_full, self.is_causal, self._windows = scope
         # Inference tensors have no version counter.
         self._version = None if mask.is_inference() else mask._version
@@ -104,9 +104,9 @@ class Padding(Places):
 
 
 def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
-    """Attaches to the mask the `Padding` that it was made from, and returns the mask.
+    """Records the `Padding` from which the mask was made, and returns the mask.
 
-    given: the arguments of the mask function. Nothing is attached unless queries and keys are the
+    given: the arguments of the mask function. Nothing is recorded unless queries and keys are the
     same tokens: equally many, with an empty cache.
     """
     real = given.get("attention_mask")
@@ -122,7 +122,7 @@ def note_padding(mask: Tensor | None, **given: Any) -> Tensor | None:
 
 
 def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-    """Attaches its `Padding` to a mask (B, 1, T, T) of attention outside the registry.
+    """Records the `Padding` of a mask (B, 1, T, T) of attention outside the registry.
 
     visible: returns True where a token may attend, or None if the mask has other meanings. Returns
     the mask, or None unless each real token attends to exactly the real tokens of its sequence.
@@ -142,7 +142,7 @@ def _note_padding_of(mask: Any, visible: Callable[[Tensor], Tensor | None]) -> T
 
 
 class _Scope(NamedTuple):
-    """The real tokens that a token attends to: all, itself and earlier ones, or a window."""
+    """The real tokens that a token attends to: all of them, those up to itself, or a window."""
 
     is_full: bool
     is_causal: bool
@@ -184,13 +184,13 @@ class Rows:
         return mine is theirs or torch.equal(mine, theirs)
 
     def has_tokens_of(self, x: Any) -> bool:
-        """True for a tensor (B, T, ...) or (1, T, ...)."""
+        """True if x is a tensor (B, T, ...) or (1, T, ...)."""
         if not isinstance(x, Tensor) or x.dim() < 2:
             return False
         return x.shape[0] in (1, self.batch) and x.shape[1] == self.length
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns the rows (1, N, ...) of (B, T, ...), or of (1, T, ...) for all sequences."""
+        """Returns the rows (1, N, ...) of x (B, T, ...); (1, T, ...) holds for each sequence."""
         return self.padding.gather(x.expand(self.batch, *x.shape[1:]))[None]
 
     def put_back(self, rows: Tensor, trial: padded_places.Trial | None = None) -> Tensor:
@@ -303,11 +303,11 @@ class _Loop:
         self.rows: Rows | None = None
         #: False: a call inside the layers is recorded, transformed or observed.
         self.is_plain: bool | None = None
-        #: (id(positions), id(padding)) -> (positions, kept alive by this; positions of the rows).
+        #: (id(positions), id(padding)) -> (positions, to keep them alive; positions of the rows).
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
         #: id(padding) -> True if padded places are computed. The mask's entry keeps the padding alive.
         self.computed: dict[int, bool] = {}
-        #: The reason why the last layer that ran on a padded batch did not run on rows.
+        #: The reason why a layer ran on a padded batch instead of rows; that of the last such layer.
         self.why_padded = ""
         self.trial = padded_places.trial()
 
@@ -446,7 +446,7 @@ class _Loop:
     def _packed(
         self, layer: torch.nn.Module, given: dict[str, Any], rows: Rows
     ) -> dict[str, Any] | None:
-        """Returns the arguments for rows, hidden states as given; None if that is not possible."""
+        """Returns arguments for rows, with the given hidden states; None if one has no such form."""
         names = self.stack._parameters_of_layers
         packed: dict[str, Any] = {}
         for name, value in given.items():
@@ -485,7 +485,7 @@ class _Loop:
         return self.gathered[key][1]
 
 
-#: Types of arguments that are the same for all tokens.
+#: Types of arguments that do not depend on the token.
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
@@ -551,8 +551,8 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: True if the layers are a decoder's: with gradients they run on padded batches, because users may
     #: compute the loss at padded places, too.
     _is_decoder: bool
-    #: The class of the layers' attention if it is not in the registry, so that no mask function of ours
-    #: notes the padding; its ``visible`` is the argument of `_note_padding_of`.
+    #: The class of the layers' attention if it is not in the registry. Our mask function then does not
+    #: record the padding; `_note_padding_of` does, with the class's ``visible``.
     _own_attention: Any
     _parameters_of_layers: tuple[str, ...]
     #: Classes that modules in the layers may have: those before `accelerate`, and `_TOKENWISE`.
@@ -760,11 +760,11 @@ def _is_chain(loop: ast.For) -> bool:
     return False
 
 
-# The layers, run on three tokens.
+# Trial runs of the layers on three tokens.
 
 
 class _Probe(Rows):
-    """Stands in for the mask in a run that tests the layer: attention returns its ``value``."""
+    """Takes the place of the mask in a trial run: attention then returns its values."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []

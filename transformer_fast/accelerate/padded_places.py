@@ -71,7 +71,7 @@ class Call:
             return True
         if is_decoder and found.pools and not self._has_pad_tokens(real):
             return True
-        # `generate` asks for the logits of the last place.
+        # `generate` requests the logits of the last place.
         last = self.arguments.get("logits_to_keep")
         if isinstance(last, int) and last > 0 and not real[:, -last:].all():
             return True
@@ -94,7 +94,7 @@ _EDGES = {"left": 0, "right": -1}
 
 
 def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
-    """True if an argument may be labels (B, T, ...) or (..., T) that count at a padded place."""
+    """True if an argument may be labels (B, T, ...) or (..., T), one of them at a padded place."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return False
     if labels.numel() == real.numel() and labels.shape[-1] == real.shape[1]:
@@ -139,7 +139,7 @@ def trial() -> Trial | None:
 def are_read(real: Tensor, is_decoder: bool) -> bool:
     """True if the layers' outputs at a padded place of the batch may be read.
 
-    real: (B, T) bool. Most classifiers read the first token of an encoder.
+    real: (B, T) bool. Padding in front may be read: most classifiers of encoders read the first place.
     """
     running = _running.get()
     if isinstance(running, Trial):
@@ -206,7 +206,7 @@ ZEROS = (
 def describe(
     root: torch.nn.Module, stacks: list[tuple[str, Any]], changes: list[ClassChange]
 ) -> dict[str, str]:
-    """Returns stack name -> what happens at padded places in calls of the outermost model."""
+    """Returns stack name -> remark on the padded places in calls of the outermost model."""
     made: dict[torch.nn.Module, Any] = {change.module: change.after for change in changes}
     notes: dict[str, str] = {}
     for name, model in root.named_modules():

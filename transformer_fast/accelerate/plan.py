@@ -156,7 +156,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
         return set()
     kind = type(module) if change is None else change.after
     if issubclass(kind, (mlp.FeedForward, written_layers.WrittenLayer)):
-        return set()  # it calls these layers where it cannot be fused
+        return set()  # calls these layers if it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 

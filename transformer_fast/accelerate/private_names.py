@@ -39,7 +39,7 @@ NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 #: The mask.
 MASK = "attention_mask"
-#: The encoder's output (B, S, M) in a decoder, and its mask, of layers and of the decoder alike.
+#: The encoder's output (B, S, M), and its mask: arguments of the decoder and of its layers.
 MEMORY, MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"
 #: Biases of relative positions of self-attention and of attention to the encoder's output.
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"

@@ -118,7 +118,7 @@ def make_plan(
 
 
 def _read_by_torch(name: str, module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """Returns the linear layers whose weights PyTorch's code may read, and the reason to leave them."""
+    """Returns linear layer -> why it stays in float: PyTorch's code may read its weight."""
     kinds = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     if not isinstance(module, kinds) or classes.is_ours(module):
         return {}

@@ -119,7 +119,7 @@ def set_factors(
 
 
 def _read(readers: list[_Reader], seen: Any, module: Any, args: Any, kwargs: Any) -> None:
-    """Records the inputs of a call. ``seen``: input that is still in use -> the first of its readers."""
+    """Records the inputs of a call. ``seen``: live input tensor -> its first reader."""
     for reader in readers:
         if isinstance(module, torch.nn.MultiheadAttention):
             given = [*args, *(kwargs[name] for name in _NAMES[len(args) :] if name in kwargs)]
@@ -142,7 +142,7 @@ def _join(one: _Reader, other: _Reader) -> None:
 
 
 def _factors(group: list[_Reader]) -> Tensor | None:
-    """Returns factors (in_features,) for weights of the same input; None: they do not pay."""
+    """Returns factors (in_features,) for weights of the same input; None: without them is better."""
     sizes = [one.size for one in group if one.size is not None]
     if len(sizes) < len(group):
         return None
@@ -158,7 +158,7 @@ def _factors(group: list[_Reader]) -> Tensor | None:
     factors = (exponent - exponent.amax()).exp2()
     try:
         after = sum(one.error(factors) for one in group)
-    except ValueError:  # divided by the factors, a weight would not be finite
+    except ValueError:  # a weight divided by its factors would overflow
         return None
     before = sum(one.error(None) for one in group)
     return factors if after <= _GAIN**2 * before else None

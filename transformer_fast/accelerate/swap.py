@@ -122,7 +122,7 @@ def accelerate(
     apply_all(changes)
     try:
         for plan in (padding_plan, partial(generation_plan, filter_fn=filter_fn)):
-            more = plan(model, report)  # on the classes that the plan before it has assigned
+            more = plan(model, report)  # reads the classes that the previous plan assigned
             apply_all(more)
             changes += more
         if verify is not None and changes:

@@ -165,7 +165,7 @@ def _recording(
 
 
 def _compare_padded(module: torch.nn.Module, changes: Sequence[Change], seen: Inputs) -> str | None:
-    """Compares both models on the recorded call, with padding at the end of the last sequence."""
+    """Compares both models on the recorded call, with its last sequence padded at the end."""
     padded = _with_padding(module, seen)
     if padded is None:
         return None
@@ -222,7 +222,7 @@ def _batch_first(module: Any) -> bool:
 def _zeros_at_padding(model: torch.nn.Module, changes: Sequence[Change]) -> Iterator[None]:
     """Zeroes padded positions of stacks' outputs, where ours differ from PyTorch's in inference.
 
-    For stacks of transformers, padded positions of the model's outputs.
+    For stacks of transformers, zeroes padded positions of the model's outputs instead.
     """
     with ExitStack() as stack:
         stacks = (c.module for c in changes if isinstance(c.module, UnpaddedLayers))

@@ -31,8 +31,8 @@ from .parts import FusedLayer, is_model
 
 #: Numbers of linear layers in a module that may be an encoder or a decoder layer.
 _LINEAR = range(4, 12)
-#: This many calls with arguments of one kind run unchanged. The next is captured, which takes up to
-#: a second.
+#: Number of calls with arguments of one `_kind` that run unchanged. The next one is captured, which
+#: takes up to a second.
 CALLS_BEFORE = 2
 NOTE = (
     "one call, with gradients if it is small, if its third call shows that it is an encoder or decoder"
@@ -43,8 +43,8 @@ NOTE = (
 class _Masks:
     """Computes the masks of a form's calls. The layers of one forward share the last result.
 
-    Masks are compared by value, which takes less time than a small mask's computation and also sees what
-    was written to them through NumPy.
+    Masks are compared by value. That takes less time than to compute a small mask, and also detects
+    writes through NumPy.
     """
 
     def __init__(self, function: GraphModule, x: int) -> None:
@@ -144,10 +144,10 @@ def _kind(given: dict[str, Any], training: bool) -> tuple[Any, ...] | None:
                 if value.dim() != 3 or not (value.is_floating_point() and value.is_contiguous()):
                     return None
                 width = sizes[-1]
-            # `capture`, too, keeps such last dimensions as numbers.
+            # `capture` keeps such last dimensions as numbers, too.
             last = sizes.pop() if value.is_floating_point() and sizes[-1:] == [width] else None
             places = [seen.setdefault(size, len(seen)) for size in sizes]
-            # A capture cannot tell arguments apart that are the same tensor.
+            # In a capture, arguments that are the same tensor are indistinguishable.
             same = next(other for other, x in given.items() if x is value)
             found.append((name, same, value.dtype, last, *places))
         elif type(value) in (bool, int, float, str, type(None)) and width is not None:
@@ -166,7 +166,7 @@ def _recognised(
         return reason
     content = formula.content(layer)
     shared, *_ = content
-    if shared:  # a recipe has one name for both, and would not see that they were separated
+    if shared:  # a recipe names only one of them, and would miss a later separation
         return f"{' and '.join(shared[0])} are the same tensor"
     judged = _judged.get((content, kind))
     if judged is not None:
@@ -180,7 +180,7 @@ def _recognised(
         width = tensors[x].shape[2]
         dense = {name: t.contiguous() for name, t in tensors.items()}
         captured = capture(layer, call, dense, original_class, layer.training, width=width)
-        # The layer changes no mode, so that with gradients it computes what it does without them.
+        # The layer changes no mode, so its results are the same with and without gradients.
         modes = captured.modes._replace(grad=False)
         found = layer_of(captured._replace(modes=modes), x)
         masks = masks_of(captured, found, [*tensors])

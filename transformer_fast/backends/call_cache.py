@@ -79,7 +79,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
-    """True if a tensor at address 0 is a meta tensor or autograd's zeros rather than empty."""
+    """True if a tensor at address 0 is not empty: a meta tensor, or the zeros of autograd."""
     return tensor.numel() > 0 or tensor.is_meta or tensor._is_zerotensor()
 
 
@@ -178,7 +178,7 @@ def _replay(
     needs_grad: bool,
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
-    """Returns the call as a function of ``tensors``; None if it uses others, besides a seed."""
+    """Returns the call as a function of ``tensors``; None if it uses others, except a seed."""
     places: list[int | None] = []
     drawn: list[int] = []
     for at, value in enumerate(arguments):

@@ -66,7 +66,7 @@ def _refuse_int8_depth(call: Call) -> str | None:
 
 
 def _int8_remark(call: Call) -> str | None:
-    assert _native.module is not None  # the kernel is available
+    assert _native.module is not None  # it is: the kernel is available
     if "int8" in _native.module.dot_types():
         return None
     return f"products run in 16 bits, since {_native.module.isa()} has no dot products of 8 bits"
@@ -75,7 +75,7 @@ def _int8_remark(call: Call) -> str | None:
 def _few(
     dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
 ) -> PreferLater:
-    """Returns the preference of PyTorch's product in training, from ``weights`` weights on.
+    """Returns the preference for PyTorch's product in training, from ``weights`` weights on.
 
     Each training step changes the weights, so the kernels would pack them again, which does not pay
     for few rows. Calls without gradients use cached copies.
@@ -107,7 +107,7 @@ def _is_intel() -> bool:
 
 
 def _few_floats(first: int) -> tuple[PreferLater, ...]:
-    """Returns the preference of PyTorch's op for ``first`` to 128 rows in float32 on Intel's CPUs.
+    """Returns the preference for PyTorch's op: ``first`` to 128 rows in float32 on Intel's CPUs.
 
     With fewer rows the kernels read the unpacked weight and are faster. MKL uses AVX-512 on Intel's
     CPUs only; on others it takes up to five times as long as the kernels.

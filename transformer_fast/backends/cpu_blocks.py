@@ -68,8 +68,8 @@ def layers(
     """Runs sub-layers in order: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
-        stack: the maps of attention are those of queries, keys and values, (3 M, M), and of the output,
-            (M, M); a network's (F, M) and (M, F), a gated one's (2 F, M) and (M, F).
+        stack: attention has two maps: queries, keys and values, (3 M, M), and the output, (M, M). A
+            network has (F, M) and (M, F), a gated one (2 F, M) and (M, F).
         input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
         mask: mask of self-attention, broadcast to (B, H, T, S), SDPA polarity; memory_mask: mask of
             attention to the memory.
@@ -98,14 +98,14 @@ class DecodeStack:
     """Runs one decoding step through all layers of a stack, in one call.
 
     Args:
-        stack: of each layer self-attention, attention to the memory (in all layers or in none) and
-            feed-forward network, gated or not. Weights are those of self-attention, joined or in
-            parts, of attention to the memory, the query's and the output's, and of the network,
-            (F, M) and (M, F).
-        rows: of the inputs to come.
-        memories: each layer's keys and values of the memory, (2, B, H, S, D); none: no such
-            sub-layers.
-        mask: of the memory, broadcast to (B, H, T, S), SDPA polarity; key_lengths: (B,).
+        stack: for each layer self-attention, attention to the memory (in all layers or in none) and
+            feed-forward network, gated or not. Self-attention has joined or separate projections,
+            attention to the memory has those of query and output, and the network has (F, M) and
+            (M, F).
+        rows: number of rows of later inputs.
+        memories: each layer's keys and values of the memory, (2, B, H, S, D); empty: no attention to
+            a memory.
+        mask: mask of the memory, broadcast to (B, H, T, S), SDPA polarity; key_lengths: (B,).
     """
 
     def __init__(

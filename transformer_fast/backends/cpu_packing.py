@@ -71,17 +71,17 @@ class Snapshot:
         self.fingerprint = None if hasattr(owner, memory.PRIVATE) else _fingerprint(tensor)
 
     def is_of(self, tensor: Tensor, owner: Tensor) -> bool:
-        """True if PyTorch tracked no change.
+        """True if PyTorch tracked no change of the tensor since the snapshot.
 
-        While the storage exists, the same address is the same memory.
+        An equal address is the same memory as long as the storage exists.
         """
         return self.alive and self.state == (
             owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         )  # fmt: skip
 
     def is_unchanged(self, tensor: Tensor, rows: int, later: list[Snapshot] | None = None) -> bool:
-        """True if the tensor has not changed; the check is the more thorough, the more ``rows`` the
-        caller computes. With ``later``, its memory is not read: the snapshot is appended for
+        """True if the tensor has not changed. The more ``rows`` the caller computes, the more memory is
+        compared. With ``later``, no memory is read, and the snapshot is appended to the list for
         `all_unchanged`.
         """
         assert _native.module is not None
@@ -96,7 +96,7 @@ class Snapshot:
 
 
 def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
-    """Reads the memory of all at once, divided among the threads; False: all are stale now."""
+    """Compares the memory of all tensors, in several threads; False: all snapshots are stale now."""
     assert _native.module is not None
     if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
         return True
@@ -105,7 +105,7 @@ def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _drop_all(snapshots: Sequence[Snapshot]) -> None:
-    """Makes all snapshots stale after a check found a change: the next check reads other parts."""
+    """Makes all snapshots stale after a change: the next check would read other parts of the memory."""
     for one in snapshots:
         one.alive = False
 
@@ -129,7 +129,7 @@ def _fingerprint(tensor: Tensor) -> Any:
     assert _native.module is not None
     matrix = tensor
     if tensor.dim() != 2:
-        # At least 256 rows if there are as many: each call reads a part of every row.
+        # At least 256 rows if possible, because each check reads a part of every row.
         rows = 1
         for size in tensor.shape[:-1]:
             if rows >= 256:
@@ -139,8 +139,8 @@ def _fingerprint(tensor: Tensor) -> Any:
     elif tensor.stride(1) != 1:
         matrix = tensor.t()
     elif tensor.dtype == torch.int8 and tensor.is_contiguous() and len(tensor) % 4 == 0:
-        # Four rows of int8 count as one, which then has as many bytes as in float32. Otherwise the
-        # check of a slice of each row would be a third of a decoding step.
+        # Four int8 rows count as one, which then has the bytes of a float32 row. With single rows the
+        # check would take a third of a decoding step.
         matrix = tensor.view(len(tensor) // 4, -1)
     size = tensor.element_size()
     return _native.module.Fingerprint(
@@ -153,7 +153,7 @@ _entries: dict[tuple[Any, ...], _Entry] = {}
 #: Weights that did not fit the cache -> the `_clock` of their last request.
 _refused: dict[tuple[Any, ...], int] = {}
 _MOST_REFUSED = 4096
-#: Logical time: counts requests of copies.
+#: Logical time, the number of requests for copies.
 _clock = itertools.count(1)
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

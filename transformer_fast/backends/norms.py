@@ -15,7 +15,7 @@ def norm_kernels(
 ) -> list[Kernel]:
     """Returns the kernel records of these norms, alone and behind a residual connection.
 
-    Operators that have RMS norms have the Annotated Transformer's, too.
+    Backends with RMS norms also have the Annotated Transformer's norms.
 
     Args:
         float_weights: True if rows of low precision may have weights and biases in float32.

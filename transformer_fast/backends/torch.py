@@ -25,8 +25,8 @@ from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..ops.layer_norm import NORMS
 from ..ops.operator import DROPOUT
 
-#: True without our CPU kernels. Then dropout patterns and NaN handling need not match theirs, and
-#: PyTorch's ops are faster than the reference.
+#: True if our CPU kernels are missing: then this backend need not match their dropout patterns and NaN
+#: handling, and PyTorch's ops are faster than the reference.
 _ALONE = _native.module is None
 
 #: Dtypes that the CPU operator of dropout supports.
@@ -265,7 +265,7 @@ def _refuse_layer_norm(call: Call) -> str | None:
 
 
 def _drops_as_torch(call: Call) -> bool:
-    """True if dropout uses PyTorch's generator: in attention, on GPUs, and in exported programs."""
+    """True if dropout uses PyTorch's generator: attention, all ops on GPUs, exported programs."""
     return call.op == "attention" or not call.tensors[0].is_cpu or is_exporting()
 
 

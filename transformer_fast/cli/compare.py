@@ -234,7 +234,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if _native.why_not is not None:
         sections["No native kernels"] = [_native.why_not]
     if _native.why_not is not None and device.type == "cpu":
-        del sections["Not run by a kernel of ours"]  # for the same reason, case by case
+        del sections["Not run by a kernel of ours"]  # it would repeat this reason for each case
     elif (reason := why_no_roof(device)) is not None:
         sections["No roofline"] = [reason]
     console = output()

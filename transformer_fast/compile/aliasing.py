@@ -38,7 +38,7 @@ _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
 
 
 class AliasAnalysis:
-    """The writes in place of a graph, found once: calls inserted later write to new memory only.
+    """The in-place writes of a graph, found once: calls inserted later write to new memory only.
 
     ``inputs``: the values that the graph was captured with. Inputs in separate storages are assumed
     to share no memory, which later calls must check. None: any two inputs may share memory.

@@ -191,7 +191,7 @@ def _faked(
         y = fake.from_tensor(x, symbolic_context=_symbols(x, width), source=ConstantSource(name))
     if dtype is None or not y.is_floating_point() or y.dtype == dtype:
         return y
-    # Matchers look for parameters.
+    # Parameters stay parameters, because matchers distinguish them.
     return (
         torch.nn.Parameter(y.detach().to(dtype), y.requires_grad)
         if type(x) is not Tensor
@@ -231,7 +231,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 def _are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except RuntimeError:  # tensors have no single truth value: the attribute was replaced
+    except RuntimeError:  # a comparison of tensors: the attribute was replaced
         return False
 
 
@@ -341,7 +341,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if function in _DROPOUT:  # runs as the identity, on a new tensor
+        if function in _DROPOUT:  # recorded, but run as the identity on a new tensor
             found = args[0].view_as(args[0]) if args else kwargs["input"].view_as(kwargs["input"])
         else:
             found = function(*args, **kwargs)

@@ -62,8 +62,8 @@ class DerivedInputs:
         self._values = _program(given, values)
         roots = _cone(values)
         self._roots = [index for index, node in enumerate(given) if node in roots]
-        #: Indices of the inputs that the program writes to, and of those that must not share their
-        #: memory.
+        #: Indices of the inputs that the program writes to, and of those that the values depend on: it
+        #: must not write to their memory.
         self._written, self._read = written, {*self._owners, *self._roots}
         #: Key: addresses of the tensors that the values depend on. Entry: the states of those
         #: tensors, and the values. Modules that share a program have separate entries.

@@ -87,9 +87,9 @@ class Editor:
     def shared(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], latest: Node
     ) -> Node:
-        """Returns one call per function, arguments and modes, as early in the graph as possible.
+        """Returns the call of ``function``, the same node for equal arguments and modes.
 
-        It is at or before ``latest``, after its arguments and the last write to their memory.
+        It is as early as possible, not after ``latest``: behind the last write to its arguments.
         """
         written = self.aliases.last_write(arguments, latest)
         modes = self.modes.at(latest)

@@ -403,7 +403,7 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     ):
         return None
     call = checked_call(node.target, *given, activation=activation)
-    # The check expands a bias that broadcasts: then the tensors are no longer the same objects.
+    # The check replaces a bias that broadcasts by an expanded one, which the kernel does not support.
     same = all(one is other for one, other in zip(call.tensors, given, strict=False))
     if not same or select(call).backend != "cpu":
         return None
@@ -415,7 +415,7 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     return operator, [*arguments, CODES[activation]], rows
 
 
-# Convolutions with windows of one position, or with windows side by side (patches).
+# Convolutions of kernel size 1, and those whose stride equals the kernel size (patches).
 
 #: Elementwise ops, which commute with a transposition.
 _ELEMENTWISE = frozenset({"relu", "gelu", "silu", "dropout"})
@@ -496,13 +496,13 @@ def _patches(
 
 
 def _as_linear(node: Any) -> Op | None:
-    """Returns a convolution that is a linear map of each position, or None."""
+    """Returns the convolution if it is a linear map of each position, else None."""
     op = _side_by_side(node)
     return op if op is not None and rank(node) == 3 and shape(op["weight"])[2] == 1 else None  # type: ignore[index]
 
 
 def _side_by_side(node: Any) -> Op | None:
-    """Returns a convolution of a batch whose stride equals its kernel size, or None."""
+    """Returns the convolution of a batch if its stride equals its kernel size, else None."""
     op = read(node)
     if op is None or op.name != "conv":
         return None

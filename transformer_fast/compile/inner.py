@@ -57,7 +57,7 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
         _materialize_shared_views(program)
         inductor = torch._dynamo.lookup_backend("inductor")
         return _Compiled(module, inductor(program, [*example_inputs, *inputs]), constants)
-    except torch._dynamo.exc.RestartAnalysis:  # Dynamo captures the graph again
+    except torch._dynamo.exc.RestartAnalysis:  # not an error: Dynamo will capture the graph again
         raise
     except Exception as error:
         _log.warning(_FAILED, error)
@@ -109,8 +109,8 @@ def why_not(
     if len(stacked) > _STACKED * others:
         return "most ops run in calls of several sub-layers, which inductor would divide"
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
-    # Inductor's attention patterns ignore the dimension: before a product, such a softmax becomes
-    # one over the last dimension (pytorch issue 196468, seen in 2.13.0 and 2.14.1).
+    # Inductor's attention patterns ignore the softmax's dimension. Before a product, a softmax over
+    # another than the last one gets wrong results (pytorch issue 196468, in 2.13.0 and 2.14.1).
     reductions = (op for graph in graphs for name in _SOFTMAX for _, op in calls(graph, name))
     if not all(map(_is_over_last, reductions)):
         return "inductor may take a softmax over another dimension than the last for attention"

@@ -129,14 +129,14 @@ def layer_of(
 
 
 def _same_rows(node: Node) -> Node:
-    """Returns the tensor of which the node is a view with other dimensions before the last, or itself."""
+    """Returns the tensor that the node views with the same last dimension; else the node itself."""
     while keeps_order(node) and shape(node)[-1] == shape(node.args[0])[-1]:  # type: ignore[index,arg-type]
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def masks_of(captured: Captured, found: Found, arguments: Sequence[str]) -> GraphModule:
-    """Returns the masks' part of a graph: a function of the arguments, in this order.
+    """Returns the part of a graph that computes the masks, as a function of ``arguments``.
 
     It returns ``hidden`` and ``added`` of self-attention, then of attention to the memory; see `Masks`.
     """

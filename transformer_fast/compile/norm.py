@@ -153,7 +153,7 @@ _ARITHMETIC = frozenset({
 })  # fmt: skip
 #: Maximum number of nodes that are tried as a norm's input, nearest first.
 _CANDIDATES = 8
-#: Differences that rounding in float64 does not explain.
+#: Differences of float64 results above this are no rounding errors.
 _ROUNDING = 1e-9
 
 
@@ -173,7 +173,7 @@ def _match_norm(node: Node) -> _NormPattern | None:
     for x in rows_of:
         norm = _norm_of(node, x, formula, (*epsilons, 0.0))
         if norm is not None and norm.op == "layer_norm":
-            return norm  # of a row whose centred values have this RMS norm
+            return norm  # an RMS norm of the centred row also matches
         rms = rms or norm
     return rms
 
@@ -181,11 +181,11 @@ def _match_norm(node: Node) -> _NormPattern | None:
 def _norm_of(
     node: Node, x: Node, formula: list[Node], epsilons: tuple[float, ...]
 ) -> _NormPattern | None:
-    """Returns the norm of x that the node computes, times a weight at most; else None."""
+    """Returns the norm of x, with or without a weight, that the node computes; else None."""
     width, lead = shape(node)[-1], (2,) * ((rank(node) or 1) - 1)  # type: ignore[index]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((*lead, width), generator=generator, dtype=torch.float64) + 0.3
-    # Rows of several sizes, since eps matters for small ones only.
+    # Rows of several magnitudes, since eps has an effect on small values only.
     rows = rows.view(-1, width) * 10.0 ** -(2 * torch.arange(2 ** len(lead))[:, None] % 8)
     known = {x: rows.view(*lead, width)}
     y = weight = None

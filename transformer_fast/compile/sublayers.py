@@ -420,7 +420,7 @@ def _is_inference(editor: Editor, one: SublayerNodes) -> bool:
 
 
 def _inputs(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the other nodes that these nodes read, in a fixed order."""
+    """Returns the nodes outside of these that they read, in a fixed order."""
     nodes = set(nodes)
     found = {each: None for node in nodes for each in node.all_input_nodes if each not in nodes}
     order = {node: i for i, node in enumerate(next(iter(nodes)).graph.nodes)}
@@ -444,7 +444,7 @@ def _continues(editor: Editor, stack: list[SublayerNodes], one: SublayerNodes) -
 
 
 def _fits(one: _Block, other: _Block) -> bool:
-    """True if one call can run both."""
+    """True if one call can run both sub-layers."""
     network = Kind.FEED_FORWARD
     if one.kind is not other.kind:
         return network in (one.kind, other.kind) or one.heads == other.heads
@@ -545,7 +545,7 @@ class Sublayers(torch.nn.Module):
         return fused_layers.try_run_bound(bound, x, None, own, inputs[plan.memory], cross)
 
     def _bind(self, given: tuple[Any, ...]) -> Bound | None:
-        """Returns the sub-layers, bound to their parameters among the inputs: again if these changed."""
+        """Returns the sub-layers, bound to their parameters among the inputs; cached for these."""
         later: list[Any] = []
         found = [
             quantized(given[place], later) if place in self._int8 else given[place]
@@ -562,14 +562,14 @@ class Sublayers(torch.nn.Module):
 
     @functools.cached_property
     def _parameters_at(self) -> list[int]:
-        """Places of the parameters."""
+        """Indices of the inputs that are parameters."""
         found: dict[int, None] = {}
         self.plan.layer.each(lambda place: found.setdefault(place))
         return [*found]
 
     @functools.cached_property
     def _int8(self) -> frozenset[int]:
-        """Places of the weights that are multiplied in 8 bits."""
+        """Indices of the weights that are multiplied in 8 bits."""
         inputs = [node for node in self.body.graph.nodes if node.op == "placeholder"]
         found = {each for node in self.body.graph.nodes for each in int8_weights(node)}
         return frozenset(i for i, node in enumerate(inputs) if node in found)

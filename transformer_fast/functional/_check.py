@@ -19,7 +19,7 @@ from ..reference.linear import ACTIVATIONS
 
 
 def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoReturn:
-    """Raises PyTorch's exception for the same call; ``otherwise`` if PyTorch accepts it."""
+    """Raises the exception of PyTorch's call; ``otherwise`` if that call succeeds."""
     with torch.no_grad():
         torch_call()
     raise otherwise
@@ -62,7 +62,7 @@ def require_tensor(
 
 
 def are_tensors(required: tuple[Any, ...], optional: tuple[Any, ...]) -> bool:
-    """True if no `require_tensor` of these would raise, in less time."""
+    """True if all arguments are tensors: faster than a call of `require_tensor` for each."""
     for value in required:
         if not isinstance(value, Tensor):
             return False
@@ -147,7 +147,7 @@ _KNOWN_CALLABLES: dict[Any, str] = {
 def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
     """True if autocast is on and only PyTorch's ops can run the call.
 
-    They cast their arguments themselves, and a parameter once until autocast's region ends.
+    PyTorch's ops cast their arguments, and cache casts of parameters until the autocast region ends.
     """
     if backend is not None or not isinstance(first, Tensor) or torch.compiler.is_compiling():
         return False
@@ -197,7 +197,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _raise_like_torch(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, otherwise: Exception
 ) -> NoReturn:
-    # One query is enough to fail, and cheap. Of PyTorch's implementations only MATH checks its
+    # One query is enough for the error, and cheap. Only PyTorch's implementation MATH checks the
     # sizes.
     with sdpa_kernel([SDPBackend.MATH]):
         same_error_as(
@@ -283,7 +283,7 @@ def fold(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size, torch.Size]:
     """Reshapes query, key and value to (B, H, L, D), as views wherever their strides allow. Also
-    returns the dimensions that B replaces, and the leading dimensions of the result.
+    returns the dimensions folded into B, and the leading dimensions of the result.
 
     All leading dimensions broadcast, that of heads too unless ``enable_gqa``.
     """

@@ -1,5 +1,5 @@
-"""Attention: the public functions, and `attend`, which checks nothing and takes mask and causal
-together."""
+"""Attention: the public functions; and `attend`, without checks, which supports a mask together
+with causality."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def attend(
 
     Unlike the public function it supports a mask together with ``is_causal`` (both hide), so that a
     padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None), or ``finish`` of
-    it. ``insert``: of `dispatch.lookup`.
+    it. ``insert``: from `dispatch.lookup`.
     """
     return run(make_call(arguments, wants_grad(*arguments[:4])), backend, insert, finish)
 
@@ -282,8 +282,8 @@ def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 def _is_unfused(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
-    """True if PyTorch has no fused kernel for the call, so that its result is contiguous. Only for
-    the reasons that `reference.attention.empty_output` does not check."""
+    """True if PyTorch has no fused kernel for the call, so that its result is contiguous. The other
+    reasons for a contiguous result are in `reference.attention.empty_output`."""
     return query.shape[-1] != value.shape[-1] or (
         query.is_cpu
         and (

@@ -55,7 +55,7 @@ def _check_target(target: Tensor, ignore_index: int, classes: int) -> int | None
     """Checks the values of targets. Returns how many are not ignored, or None if they are not read.
 
     Raises:
-        IndexError: as torch.
+        IndexError: a target is out of range (PyTorch's error).
     """
     counted, wrong = fast_path.count_targets(target, classes, ignore_index)
     if wrong is not None:

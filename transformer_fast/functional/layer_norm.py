@@ -62,7 +62,7 @@ def _check_norm(given: Any, position: int) -> tuple[tuple[int, ...], float]:
 
     Args:
         given: the record of any norm.
-        position: that of normalized_shape among the arguments of the public function.
+        position: index of normalized_shape among the arguments of the public function.
     """
     op, input, weight, eps = type(given).op, given.input, given.weight, given.eps
     bias = getattr(given, "bias", None)
@@ -112,7 +112,7 @@ def _check_norm(given: Any, position: int) -> tuple[tuple[int, ...], float]:
 
 
 def _check_sum(given: Any, backend: str | None) -> tuple[Tensor, Tensor, float]:
-    """Checks the sum before a norm; returns input and residual in one dtype, and dropout_p."""
+    """Checks the operands of the residual sum; returns both in one dtype, and dropout_p."""
     op, input, residual = type(given).op, given.input, given.residual
     if residual.shape != input.shape:
         raise ValueError(

@@ -70,7 +70,7 @@ def require_shape_of_result(input: Tensor, weight: Tensor, residual: Tensor) -> 
 
 
 def _bias_row(bias: Tensor, columns: int) -> Tensor:
-    """Returns the bias as one value per column, if it broadcasts to that, as in PyTorch."""
+    """Returns the bias with one value per column if it broadcasts to that, else unchanged."""
     if bias.numel() == 1:
         return bias.reshape(1).expand(columns)
     if bias.numel() == columns == bias.shape[-1]:

@@ -76,15 +76,15 @@ _MOST_LOOKED_AT = 4096
 
 
 def is_looked_at(mask: Tensor) -> bool:
-    """True if `warn_of_zeros_and_ones` has looked at a mask of this dtype and shape."""
+    """True if `warn_of_zeros_and_ones` has read a mask of this dtype and shape."""
     return (mask.dtype, mask.shape) in _looked_at
 
 
 def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
-    """Warns where a float mask holds only 0 and 1: they are added to the scores and hide nothing.
+    """Warns if a float mask holds only 0 and 1: they are added to the scores and hide nothing.
 
-    The whole mask is read, so each dtype and shape is looked at once. A mask on a GPU, where the
-    host would wait, one that is learned, and one in a program that is traced are not.
+    Reads the whole mask, once for each dtype and shape. Does not read masks on a GPU, where the
+    host would wait, masks that are learned, and masks in traced programs.
     """
     if mask.dtype == torch.bool or not mask.is_cpu or torch.compiler.is_compiling():
         return

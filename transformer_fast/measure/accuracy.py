@@ -147,8 +147,8 @@ class _Checker:
             return Parity(float("inf"), 0.0, float("inf"), 0.0, False, message)
         parity = self._parity(got, arguments, 1)
         if self.op and not parity.ok and math.isfinite(parity.error):
-            # Of half a million elements one may by chance have a larger error than all of the
-            # reference's. So before failing, the reference's error is sampled in more calls.
+            # One of half a million elements may by chance have a larger error than all elements of
+            # the reference. So before failing, the reference's error is sampled in more calls.
             parity = self._parity(got, arguments, len(FACTORS) + 1)
         return parity
 

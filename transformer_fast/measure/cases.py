@@ -163,7 +163,7 @@ def op_case(
     candidates = [_op_on(op, name, first) for name in BACKENDS if name in wanted]
     explanation = dispatch.explain_call(call_of(op, first))
     choice = explanation.backend
-    # The same op in both cases. If it is the dispatcher's choice, it has to meet our error budget.
+    # PyTorch's op in any case. As the dispatcher's choice it has to meet our error budget.
     as_choice = choice == "torch"
     candidates.append(_op_on(op, "torch", first) if as_choice else _op_of_torch(op, first))
     if gradients:

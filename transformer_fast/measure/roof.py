@@ -38,11 +38,11 @@ class Roof:
     """Measured rates (in FLOP/s and bytes/s) and the cost of the work (in FLOPs and bytes)."""
 
     peak: float
-    #: Bytes read plus bytes written.
+    #: Bytes read plus bytes written, per second.
     copy: float
     read: float
     flops: float
-    #: Bytes read plus bytes written; bytes written.
+    #: ``bytes``: read plus written; ``written``: the written ones alone.
     bytes: float
     written: float
     #: The rate of fp32 products computed from bfloat16 pieces on AMX tiles; None without AMX.

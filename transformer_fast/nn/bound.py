@@ -32,10 +32,10 @@ from .int8 import (
 
 
 class Parameters:
-    """The tensors of recipes in one module, and what to check of them."""
+    """The tensors of one module's recipes, and the data by which `are_current` checks them."""
 
     def __init__(self, owner: torch.nn.Module, guard: Guard) -> None:
-        #: None after the tensors are looked up: the owner keeps this object.
+        #: None after the tensors are looked up, because the owner refers to this object.
         self.owner: Any = owner
         self.guard = guard
         #: All tensors that are parameters of the modules.
@@ -107,8 +107,8 @@ class Parameters:
         later: list[Any] = []
         is_grad = torch.is_grad_enabled()
         for read, before, x, state, snapshot in self.quantized:
-            # `_state`, inlined: 48 calls a step of a small decoder took 7 % of its time. The guard has
-            # checked that the parameter and its factors are the same.
+            # `_state`, inlined: its 48 calls took 7 % of a decoding step of a small model. The guard
+            # has checked that the parameter and its factors are the same objects.
             now = x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad
             is_same = state == now and not (is_grad and x.requires_grad)
             if (
@@ -132,12 +132,12 @@ class Parameters:
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    """Returns what changes whenever PyTorch tracks a change of a tensor."""
+    """Returns properties of a tensor; every change that PyTorch tracks alters one of them."""
     return x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 class Group:
-    """Layers that are alike, as one call of a kernel takes them."""
+    """Layers with the same options, in the form in which one kernel call runs them."""
 
     def __init__(self, layers: Sequence[Layer[Weight]], dropout_p: float) -> None:
         kinds, norms, heads, batch_first, scale = _options(layers[0])
@@ -211,7 +211,7 @@ class Bound:
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """Returns the fewest calls that run all layers. Raises `Unreadable` if kernels cannot."""
+        """Returns groups of layers, one kernel call each. Raises `Unreadable` if no kernel fits."""
         same: list[tuple[Any, list[Layer[Weight]], list[float]]] = []
         for layer, p in zip(self.layers, self.dropouts, strict=True):
             options = _options(layer), layer.norm_first, layer.activation

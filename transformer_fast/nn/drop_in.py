@@ -116,8 +116,8 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: Class -> (class, name, method) of the methods that calls of its modules run, as first seen. Classes
-#: of PyTorch and of this package have only ``forward``; None: it had been replaced already.
+#: Class -> (class, name, method) of the methods that calls of its modules run, as they were first. For
+#: classes of PyTorch and of this package only ``forward``; None if that had already been replaced.
 _METHODS: dict[type, tuple[tuple[type, str, Any], ...]] = {}
 
 
@@ -198,8 +198,8 @@ class DropIn(HoldsInt8):
     """Base of the classes that `accelerate` assigns to existing modules.
 
     A copy of such a module keeps its class, but a pickle has the original one, so that it loads where
-    this library is not installed. Other instances are not affected. Without the float weights that
-    ``accelerate(keep_weights=False)`` freed, a pickle has our class, which multiplies the 8 bits.
+    this library is not installed. Other instances are not affected. If
+    ``accelerate(keep_weights=False)`` freed weights, a pickle has our class, which runs in 8 bits.
     """
 
     qconfig = _QConfig()
@@ -236,8 +236,8 @@ class DropIn(HoldsInt8):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if is_parametrized(self):
-            # Parametrised modules raise when pickled, so `_remade` cannot copy them. This is the
-            # `__deepcopy__` that PyTorch gives parametrised classes without one.
+            # Parametrised modules raise when pickled, so `_remade` cannot copy them. PyTorch
+            # gives this `__deepcopy__` to parametrised classes that define none.
             copied = self.__new__(type(self))
             memo[id(self)] = copied
             copied.__dict__ = deepcopy(self.__dict__, memo)
@@ -272,8 +272,8 @@ def runs_torch_forward(input: Any, kind: type) -> bool:
 
 
 def without_kernels(input: Any) -> bool:
-    """True if ``input`` is on the CPU, the native module is missing, and no backend is named: then
-    torch.nn's own forward is the fastest. Strict mode, too, requires the package's ops."""
+    """True if torch.nn's own forward is the fastest: on CPU tensors, if the native module is missing.
+    False if a backend is named or in strict mode: these require the package's ops."""
     return (
         _native.module is None
         and getattr(input, "is_cpu", False)

@@ -31,7 +31,7 @@ from .guard import Guard, Unreadable
 from .int8 import run_linear
 from .multihead_attention import MultiheadAttention
 
-#: torch.nn's attention gives other results for queries that may attend to nothing.
+#: Without torch.nn's own attention, whose results for fully masked queries differ.
 _OURS = (MultiheadAttention,)
 _KINDS: dict[str, Any] = {
     "encoder_layer": torch.nn.TransformerEncoderLayer,
@@ -48,7 +48,7 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
-#: As in `Fused`: no mask.
+#: Value of `Fused.own` and `Fused.cross` if there is no mask.
 NO_MASK: tuple[Tensor | None, bool] = None, False
 
 

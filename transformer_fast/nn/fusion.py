@@ -95,7 +95,7 @@ def activation_name(activation: Any) -> str | None:
 
 
 def read_norm(module: Any, path: str, width: int, guard: Guard) -> Norm[Place]:
-    """Returns the recipe of a norm over ``width`` features; other classes are to be called."""
+    """Returns the recipe of a norm over ``width`` features; other modules are called."""
     if module is None:
         raise Unreadable("norm is no module")
     if is_unhooked(module, LAYER_NORM):
@@ -237,8 +237,8 @@ def compose(
 ) -> Tensor:
     """Returns the output of an encoder or decoder layer, composed of ops.
 
-    ``attentions``: the layer's last attentions; x is the input of their first. Each returns its output,
-    and the dropout that must still be applied to it.
+    ``attentions``: the layer's last attentions; x is the input of the first of these. Each returns its
+    output, and the dropout that must still be applied to it.
     """
     crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
     base, _, names, dropouts, _ = _DECODER if crossed else _ENCODER

@@ -17,7 +17,7 @@ from .drop_in import is_patched, note_methods
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Attributes that make a module's calls run other code than the ``forward`` of its class.
 _OTHER_CODE = ("forward", "_compiled_call_impl")
-#: In `Guard.values`: there is no such key.
+#: Value of a missing key in `Guard.values`.
 ABSENT = object()
 
 

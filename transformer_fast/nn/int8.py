@@ -49,7 +49,7 @@ class Int8Weight:
 
     #: int8 (out_features, in_features), a parameter or a view of one: packed copies of it are kept.
     values: Tensor
-    #: float32 (out_features,). None while a program is traced: values are then the float weight.
+    #: float32 (out_features,). None while a program is traced; `values` is then the float weight.
     scale: Tensor | None
     #: Dtype of the float weight.
     dtype: torch.dtype
@@ -84,7 +84,7 @@ def _key(weight: Tensor, factors: Tensor | None = None) -> tuple[Any, ...]:
 
 
 def unchanged(later: list[Any]) -> bool:
-    """Completes the checks of `quantized`; False: the 8-bit values must not be used."""
+    """Runs the checks that `quantized` deferred to ``later``; False: an 8-bit value is stale."""
     return memory.COPIES["cpu"].all_unchanged(later)
 
 
@@ -133,7 +133,7 @@ def forget(module: torch.nn.Module | None = None) -> None:
     for key in [key for key in _kept.copy() if addresses is None or key[0] in addresses]:
         found = _kept.pop(key, None)
         if found is not None:
-            found[0].alive = False  # for those who have the snapshot, see `snapshot_of`
+            found[0].alive = False  # for holders of the snapshot, see `snapshot_of`
 
 
 def held_bytes() -> int:
@@ -401,14 +401,14 @@ class FreedWeight(Tensor):
         held = Int8Weight(inner["values"], inner["scale"], dtype, inner.get("factors"))
         return FreedWeight(held, transposed)
 
-    # The parts of `__tensor_flatten__`.
+    # The inner tensors that `__tensor_flatten__` names.
     values = property(lambda self: self.held.values)  # type: ignore[assignment]
     scale = property(lambda self: self.held.scale)
     factors = property(lambda self: self.held.factors)
 
 
 def _int8_of(weight: FreedWeight) -> Int8Weight:
-    """Returns the weight as products read it, (out_features, in_features).
+    """Returns the weight in the layout of products, (out_features, in_features).
 
     A function, because torch.compile calls methods of tensors in its program.
     """
@@ -423,7 +423,7 @@ _NO_VIEWS = (
 
 
 class _FreedView(Tensor):
-    """A view of a `FreedWeight`: a copy of its floats that refuses writes."""
+    """Result of a view of a `FreedWeight`: a copy of the floats, which refuses writes."""
 
     copied: Tensor
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]

@@ -61,8 +61,8 @@ class Places:
 def _gather(
     x: Tensor, padding: Tensor | None, batch_first: bool
 ) -> tuple[Tensor, Tensor, Places | None]:
-    """Returns the rows (N, M) of (B, L, M) or (L, B, M) at which padding (B, L) is False, the row at
-    which each sequence begins, and the rows' places, None without padding."""
+    """Returns the rows (N, M) of x (B, L, M) or (L, B, M) where padding (B, L) is False; the row at
+    which each sequence begins; and the places of the rows, None without padding."""
     x = x if batch_first else x.transpose(0, 1)
     if padding is None:
         return x.flatten(0, 1), torch.arange(len(x) + 1) * x.shape[1], None

@@ -262,15 +262,15 @@ class LayerStack:
     norms: list[int]
     heads: int
     batch_first: bool
-    #: Of the networks.
+    #: Activation of the networks.
     activation: Any
-    #: Of each sub-layer of all layers weight and bias of two linear maps and of the norm. Weights of int8
-    #: are given by their values.
+    #: For each sub-layer of all layers: weight and bias of two linear maps and of the norm. An int8
+    #: weight is represented by its values.
     parameters: list[Tensor | None]
-    #: Of each sub-layer the scales of its two weights, (rows of the weight,), and of their inputs,
-    #: (columns of the weight,). None: it is not int8, or its inputs are not scaled. Empty: none is int8.
+    #: For each sub-layer: the scales of its two weights, (rows of the weight,), and of their inputs,
+    #: (columns of the weight,). None: the weight or input has no scales. Empty list: no weight is int8.
     scales: list[Tensor | None]
-    #: Of each sub-layer's norm.
+    #: For each sub-layer: eps of its norm.
     eps: list[float]
     #: Factor of the scores; None: 1 / sqrt(D).
     scale: float | None = None
@@ -279,7 +279,7 @@ class LayerStack:
 
     @functools.cached_property
     def for_entry(self) -> tuple[Any, ...] | None:
-        """Returns arguments of the entry in C++, which has layer norms and float weights; else None."""
+        """Returns the arguments of the entry in C++; None for other norms and int8 weights."""
         norms = zip(self.kinds, self.norms, strict=True)
         if self.scales or any(n != NormKind.LAYER and not Kind(kind).is_part for kind, n in norms):
             return None

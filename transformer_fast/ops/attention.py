@@ -62,7 +62,7 @@ BACKWARD = Operator(
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
     Rule(
         _TENSORS, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", by="bh",
-        # One of them recomputes the scores, for the probabilities.
+        # One of the products recomputes the scores, for the probabilities.
         products="bhtsd bhtse bhtse bhtsd bhtsd",
     ),
 )  # fmt: skip
@@ -76,8 +76,8 @@ def attention_on(
 ) -> Callable[[AttentionArguments], Result]:
     """Returns the function that the dispatcher runs for a backend with operators.
 
-    ``query_lengths``: True if the operators support query lengths and packed sequences. Operators on
-    the CPU support packed sequences that fit; others are padded.
+    ``query_lengths``: True if the operators support query lengths and packed sequences. If False,
+    sequences are padded, unless they are packed on the CPU (`_is_packed`).
     """
 
     def run(arguments: AttentionArguments) -> Result:
@@ -112,7 +112,7 @@ def attention_on(
 
 
 def _is_packed(arguments: AttentionArguments) -> bool:
-    """True for packed sequences if their starts are known and within the promised distances."""
+    """True for packed sequences whose starts can be read, and that are not longer than ``longest``."""
     if arguments.longest is None or arguments.softcap is not None:
         return False
     if is_recorded() or in_torch_func():
@@ -142,7 +142,7 @@ def _by_padding(attention: Callable[[AttentionArguments], Result]) -> Callable[.
 def with_query_lengths(
     attention: Callable[[AttentionArguments], Result],
 ) -> Callable[[AttentionArguments], Result]:
-    """Adds query lengths, packed sequences and ``contiguous`` to a function without them."""
+    """Adds support for query lengths, packed sequences and ``contiguous`` to a function."""
     by_padding = _by_padding(attention)
     return lambda arguments: by_padding(*arguments)
 

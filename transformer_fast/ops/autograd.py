@@ -80,7 +80,7 @@ def wanted(ctx: Any, work: int) -> Sequence[bool]:
     `torch.autograd.grad` leaves out, such as the weights when only the input's gradient is requested.
 
     Args:
-        work: multiply-adds of the gradient of one matrix; small calls are not worth the time to ask.
+        work: multiply-adds of the gradient of one matrix; the check takes too long for small calls.
     """
     needs: Sequence[bool] = ctx.needs_input_grad
     if work < _WORTH_ASKING or torch.compiler.is_compiling():
@@ -127,8 +127,8 @@ def vjp(
 
     Args:
         formula: plain PyTorch; gives a tensor or a tuple.
-        wants: of which primals.
-        grads: of its results; None counts as zeros.
+        wants: for each primal, True if its gradient is returned.
+        grads: gradients of the results; None counts as zeros.
     """
     with torch.enable_grad():
         # The same tensor may occur several times, each time with a separate gradient.

@@ -202,7 +202,7 @@ def _gradients(
     rows: int,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`_work` for any ``losses`` function, by autograd."""
+    """Like `_work`, for any ``losses`` function: computes the gradients by autograd."""
     input, weight, bias, target, *_ = arguments
     (w, b), shared = _leaves((weight, bias), wants[1:])
     assert w is not None

@@ -100,7 +100,7 @@ class FeedForwardFunction(Function):
         need_input, need_weight1, need_bias1 = ctx.needs_input_grad[1:4]
         through = need_input or need_weight1 or need_bias1
         compiling = torch.compiler.is_compiling()
-        # A second derivative recomputes the preactivation if ``kept`` is something else.
+        # True if ``kept`` is not the preactivation, which a second derivative then recomputes.
         ctx.makes = not (compiling or backend in _KEEP_PREACTIVATION)
         if compiling or ctx.makes:
             ctx.mark_non_differentiable(kept)
@@ -118,8 +118,7 @@ class FeedForwardFunction(Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor | None, grad_kept: Tensor | None
     ) -> tuple[Any, ...]:
-        """``grad_kept`` is None except in a second derivative: the result is not returned to
-        users."""
+        """``grad_kept``: None except in a second derivative, because users do not get ``kept``."""
         if grad_kept is not None and torch.compiler.is_compiling():
             grad_kept = None  # always zeros here
         if grad is None and grad_kept is None:

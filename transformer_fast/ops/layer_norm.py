@@ -147,8 +147,8 @@ class NormFunction(Function):
         source = sum
         if residual is None:
             source = input if needs[1] or needs[3] else None
-        # The gradients of weight and bias need only the weight's dtype. It is not saved, so it may
-        # be changed in place before the backward.
+        # The gradients of weight and bias need only the weight's dtype. Without a saved weight, users
+        # may change it in place before the backward.
         if weight is not None and not (needs[1] or needs[2]):
             weight = placeholder(weight, *weight.shape) if needs[3] or needs[4] else None
         ctx.save_for_backward(source, weight, mean, rstd, seed)

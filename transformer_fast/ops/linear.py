@@ -102,7 +102,7 @@ class LinearFunction(Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor | None, grad_preactivation: Tensor | None
     ) -> tuple[Any, ...]:
-        """``grad_preactivation`` is None except in a second derivative: that result is internal."""
+        """``grad_preactivation`` is None except in a second derivative: users never get it."""
         if grad_preactivation is not None and torch.compiler.is_compiling():
             grad_preactivation = None  # always zeros here
         wants = ctx.needs_input_grad[1:4]

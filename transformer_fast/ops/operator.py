@@ -55,8 +55,8 @@ class Rule(NamedTuple):
     #: The letters of ``by`` along which calls with dropout can be sharded, too: the pattern depends
     #: on the position.
     despite_dropout: str = ""
-    #: Letters of ``by`` along which only calls without activation are sharded: it would read
-    #: partial sums.
+    #: Letters of ``by`` along which only calls without activation are sharded: an activation
+    #: would read partial sums.
     if_linear: str = ""
 
 
@@ -246,7 +246,7 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
         if isinstance(value, Tensor):
             first = value if first is None else first
             letters = _tensor(dims, lead, value.shape).letters
-            if len(letters) != value.dim():  # one that was not saved for backward
+            if len(letters) != value.dim():  # a tensor that was not saved for backward
                 continue
             for letter, size in zip(letters, value.shape, strict=True):
                 sizes.setdefault(letter or "", size)
@@ -416,7 +416,7 @@ def _decode_flops(
     """Returns the FLOPs of ``decode_stack``: T tokens of each of R sequences."""
     rows = input.shape[0]
     tokens = rows // max(1, cache.shape[2])
-    width = rest[5] * cache.shape[5]  # of all heads
+    width = rest[5] * cache.shape[5]  # columns of all heads
     total = sum(
         2 * rows * weight.numel()
         for weight in parameters

@@ -172,7 +172,7 @@ def _of_real(
     # torch.arange would return a plain tensor; this is a DTensor where query_lengths is one.
     position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
     beyond = (position >= query_lengths[:, None])[:, None, :, None]
-    # Key lengths that hide nothing would cost a mask. On a GPU, reading values would wait for it.
+    # No key lengths if they would hide nothing: they cost a mask. On GPUs the check would wait.
     if is_causal or not (
         query_lengths.is_cpu and values_are_known(query_lengths) and bool((query_lengths > 0).all())
     ):
@@ -222,7 +222,7 @@ def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
     """Pads packed rows (H, N, D) to (B, H, length, D); padding rows have arbitrary values."""
     heads, rows, size = x.shape
     batch = starts.shape[0] - 1
-    if rows == 0:  # the sum of nothing: zeros, with a node in the graph of gradients
+    if rows == 0:  # an empty sum gives zeros that autograd records
         return x.sum().expand(batch, heads, length, size)
     place = starts[:-1, None] + torch.arange(length, device=x.device)
     found = x.transpose(0, 1).index_select(0, place.clamp_(0, rows - 1).flatten())
@@ -245,8 +245,8 @@ def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
 
 
 def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
-    # A sum is finite only if every element is. The sum of finite elements may overflow; that costs
-    # time only.
+    # A sum is finite only if every element is. If finite elements overflow, the slow path runs
+    # without need.
     return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
 
 

@@ -106,7 +106,7 @@ def quantize_rows(input: Tensor, factors: Tensor | None = None) -> tuple[Tensor,
 
 
 def width_of(x: Tensor) -> Tensor:
-    """Returns the size (..., 1) of the range of a row's values and 0."""
+    """Returns the width (..., 1) of the range of each row, extended to include 0."""
     return x.amax(-1, keepdim=True).clamp(min=0.0) - x.amin(-1, keepdim=True).clamp(max=0.0)
 
 

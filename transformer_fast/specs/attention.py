@@ -506,7 +506,7 @@ def _gpu_case(
 
 
 def _packed_case(heads: int, sequences: int, longest: int, size: int) -> Case:
-    # From half of `longest` to all of it.
+    # From half of `longest` to `longest`.
     lengths = [longest - i * longest // (2 * sequences) for i in range(sequences)]
     name = f"{sequences} packed sequences of up to {longest}, ({heads},{size})"
     return case(name, _in_sequence(heads, lengths, size))

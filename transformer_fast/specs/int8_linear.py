@@ -60,7 +60,7 @@ def drawn_factors(draw: Draw, columns: int) -> Tensor:
 
 
 def varied(draw: Draw, x: Tensor) -> Tensor:
-    """Returns rows of other sizes; some are of one sign."""
+    """Returns x with rows scaled at random; in some rows all values have the same sign."""
     size = draw.normal(*x.shape[:-1], 1).exp()
     kind = draw.normal(*x.shape[:-1], 1)
     return torch.where(kind > 1.0, x.abs(), torch.where(kind < -1.0, -x.abs(), x)) * size
@@ -153,7 +153,7 @@ def _network_flops(arguments: tuple[Any, ...]) -> float:
 
 
 def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
-    """Returns the traffic of a call; the last weight is the argument at that place."""
+    """Returns a function for a call's memory traffic; ``weight``: index of its last weight."""
 
     def bytes_moved(arguments: tuple[Any, ...]) -> float:
         x = arguments[0]
@@ -165,8 +165,8 @@ def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
 
 
 def _step(arguments: tuple[Any, ...]) -> float:
-    """Hidden values are rounded to bfloat16 and then to the steps of their row. Where the last bits of
-    activations differ, about one of 16 moves by a unit of bfloat16, which is up to a step, and a step."""
+    """Hidden values are rounded to bfloat16, then to the steps of their row. If activations differ in
+    their last bits, about one of 16 moves by a bfloat16 unit, which is up to a step, and by a step."""
     x, weight1, scale1, bias1, _, scale2, _, activation, *factors = arguments
     one, two = factors or (None, None)
     hidden = int8_linear(x, weight1, scale1, bias1, activation, None, one)

@@ -71,16 +71,16 @@ class OpSpec:
     gpu_cases: tuple[Case, ...]
     #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
     gpu_bench_cases: tuple[Case, ...] = ()
-    #: ``public(functional, *arguments)`` calls the public function with the reference's arguments, as
-    #: far as `tiny` needs them. None: the public function has the reference's name and arguments.
+    #: ``public(functional, *arguments)`` calls the public function with the arguments of a
+    #: reference call like `tiny`. None: the public function has the reference's name and arguments.
     public: Callable[..., Any] | None = None
     #: The kind of products, whose measured rate is the roof: a name of `measure.roof.peaks`. None:
     #: that of the call's dtype.
     product: str | None = None
     #: True if kernels must return the bits of the reference for these arguments.
     exact: Callable[[tuple[Any, ...]], bool] = _nothing
-    #: Returns how far a call's results may move where a value on the way is rounded to the next
-    #: integer instead; None: the op has no such rounding.
+    #: Returns the largest change of a call's results if an intermediate value rounds to the next
+    #: integer instead; None: the op does not round to integers.
     step: Callable[[tuple[Any, ...]], float] | None = None
     #: Fraction of `flops` that is not masked out, in [0, 1].
     useful_share: Callable[[tuple[Any, ...]], float] = _everything

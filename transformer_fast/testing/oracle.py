@@ -94,8 +94,8 @@ def scaled(op: str, arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...
 
 #: Factors for `scaled`: further calls that sample the reference's error.
 FACTORS = (0.97, 0.94, 0.91)
-#: Those for results beyond the limit. In calls with a handful of elements the reference's largest error
-#: varies by a factor of 3, and on CPUs for which PyTorch's products sum in many short chains it is small.
+#: Factors used if a result is beyond its limit. With few elements the reference's largest error
+#: varies by a factor of 3, and it is small on CPUs where PyTorch's products sum in many short chains.
 MORE_FACTORS = (*FACTORS, *(1.03 + 0.04 * i for i in range(60)))
 
 

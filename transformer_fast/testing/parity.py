@@ -52,14 +52,14 @@ SMALL, LARGE = 1 << 10, 1 << 16
 
 @dataclass(frozen=True)
 class Parity:
-    """The error of a result. Of several results: the error of the one closest to its limit."""
+    """The error of a result; of several results, the error of the one closest to its limit."""
 
     #: Largest absolute error against the fp64 oracle, of the result and of the reference.
     error: float
     reference_error: float
     #: `error` divided by the reference's, which counts as at least eps / 2 * max|oracle|.
     ratio: float
-    #: Largest error that passes.
+    #: Largest error that is within the budget.
     limit: float
     ok: bool
     #: Name of the result, index of its worst element, and the values there.
@@ -176,7 +176,7 @@ class Truth:
     true: Named
     #: The reference's largest `relative_error` in several equivalent calls.
     units: Mapping[str, float]
-    #: Returns the same with the reference's error of `MOST_TRIES` calls; None: the call is not small.
+    #: Returns this truth with `units` from `MOST_TRIES` calls; None: the call is not small.
     resampled: Callable[[], Truth] | None = None
 
     def parity(

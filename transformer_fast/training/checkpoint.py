@@ -53,7 +53,7 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is not None:  # while it is locked, or another process might remove it
+            if fcntl is not None:  # still locked: another process might remove it otherwise
                 os.replace(temporary, path)
         if fcntl is None:
             os.replace(temporary, path)

@@ -514,7 +514,7 @@ def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:
     below = isinstance(axis, XAxis)
     rotated = below and token_inches(names) + 0.06 > inches / len(names)
     if rotated and all(name.isdigit() for name in names):
-        # Positions: some of them are enough.
+        # The names are positions, of which some suffice.
         rotated, space = False, token_inches(names) + 0.06
     else:
         space = 0.0 if below and not rotated else _TICK_SPACE

@@ -10,7 +10,7 @@ namespace {
 // Minimum number of lines per thread: waking a thread takes as long as reading them.
 constexpr int64_t kGrain = 8192;
 
-// Minimum number of weights per thread, for the same reason.
+// Minimum number of weights per thread, since waking a thread takes as long as checking them.
 constexpr int64_t kWeights = 4;
 
 int64_t grain_of(int64_t lines_per_row) { return std::max<int64_t>(1, kGrain / lines_per_row); }

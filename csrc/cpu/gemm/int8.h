@@ -516,8 +516,8 @@ class Int8Product {
   }
 
 #if defined(__AVX512BF16__)
-  // As integers of 16 bits, bfloat16 orders like its values where it is positive, and by magnitude
-  // where it is negative, if these are unsigned. NaN comes after infinity.
+  // The bits of bfloat16, as signed 16-bit integers, order positive values; as unsigned integers
+  // they order negative values by magnitude. NaN comes after infinity.
   static Range range_of(const BFloat16* from, long k) {
     __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
     for (long p = 0; p < k; p += kPanel) {

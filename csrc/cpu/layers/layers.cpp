@@ -337,8 +337,8 @@ class LayerRunner {
         activation_(activation) {}
 
  protected:
-  // In order. attend(sub-layer, index, projected, attended) computes attention from what the first
-  // linear layer has projected, `attended` being the input of the second.
+  // In order. attend(sub-layer, index, projected, attended) computes attention: `projected` is the
+  // output of the first linear layer, `attended` the input of the second.
   template <class Attend>
   Tensor run_sublayers(const std::vector<Sublayer>& sublayers, const Attend& attend) {
     Tensor output = empty_tensor_like(x_);
@@ -612,8 +612,8 @@ class LayerRunner {
     return layer.first.scale && type_ == Element::float32 ? Element::bfloat16 : type_;
   }
 
-  // Rows that pass through a gated network at a time, so that what lies between its linear layers
-  // is in the second-level cache, and the weights are read seldom.
+  // Rows that pass through a gated network at a time, so that the hidden values fit in the
+  // second-level cache, and the weights are read seldom.
   static constexpr int64_t kGatedRows = 1024;
 
   MaybeTensor cos_, sin_;

@@ -299,14 +299,14 @@ class Problem(NamedTuple):
         self, kernel: Any, programs: int, tile: config.AttentionTile, heads: tuple[Tensor, ...],
         *others: Any, lists: TileLists = NO_LISTS, **constants: bool,
     ) -> None:  # fmt: skip
-        """Runs a kernel on tensors of heads, the mask, ``others``, and the arguments of all kernels."""
+        """Launches a kernel with ``heads`` (B, H, T, D), mask, ``others``, and the call's arguments."""
         launch(
             kernel, (programs,), *map(self.heads, heads), self.mask, lists[:2], *others, self.call,
             *self.numbers(lists), **self.options(tile, **constants),
         )  # fmt: skip
 
     def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists:
-        """Returns the lists of visible tiles, or none if there is no mask or searching it is slower."""
+        """Returns the lists of visible tiles; `NO_LISTS` without a mask, or if the search is slower."""
         if self.packed:  # no lists: the fields for their strides hold the numbers of rows
             return TileLists(None, None, self.query.shape[2], self.key.shape[2], 0)
         if self.mask.data is None:
@@ -346,9 +346,9 @@ def make_problem(
 
 
 def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
-    """True if the kernels use natural scores (see `tiles`) instead of those in powers of two.
+    """True if the kernels use natural scores (see `tiles`) instead of exponents of 2.
 
-    Those kernels keep maximum and sum apart, which rounds less; in fp32 that is worth its cost.
+    With them, maximum and sum are separate. This rounds less, and in fp32 it is worth its cost.
     """
     is_added = attn_mask is not None and attn_mask.dtype != torch.bool
     return is_added or scale <= 0.0 or query.dtype == torch.float32
@@ -384,7 +384,7 @@ def attention_forward(
     )  # fmt: skip
     output = empty_output(query, key, value, contiguous)
     if problem.packed:
-        output.zero_()  # rows of no sequence
+        output.zero_()  # rows that belong to no sequence
     row_max, row_sum = _forward(problem, output)
     weights = attention_weights(problem, row_max, row_sum) if need_weights else None
     return output, weights, row_max, row_sum

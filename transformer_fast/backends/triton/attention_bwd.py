@@ -69,8 +69,8 @@ def tile_gradients(
 ):  # fmt: skip
     """Returns (P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S] or transposed.
 
-    BOUNDED: False if no key is beyond ``end``; or if the caller clears these columns of dS and the
-    mask has elements for these keys.
+    BOUNDED: False if no key is beyond ``end``, or if the caller clears the columns of such keys in dS
+    and the mask has elements for them.
     """
     row, base, share, delta = statistics
     if TRANSPOSED:
@@ -487,7 +487,7 @@ def _key_gradients(problem: Problem, given: Given, delta: Tensor) -> tuple[Tenso
 def _mask_gradient(problem: Problem, given: Given, owner: Tensor, delta: Tensor) -> Tensor:
     q, k, v = problem.query, problem.key, problem.value
     batch, heads, queries, _ = problem.sizes
-    # Uses the mask's sizes, not its strides, because autograd differentiates an expand itself.
+    # By the mask's sizes, not its strides: autograd itself sums the gradient of an expanded mask.
     shape = (*(1,) * (4 - owner.dim()), *owner.shape)
     if shape[3] == 1:
         # Rows of dS add up to 0.
@@ -533,7 +533,7 @@ def attention_backward(
     grad_query, delta = _query_gradient(problem, given, output, extra)
     grad_key, grad_value = _key_gradients(problem, given, delta)
     if problem.sizes[3] == 1:
-        # With one key the weight is constant, so both gradients are 0. A product keeps NaN.
+        # With one key the weight is constant, so both gradients are 0. Multiplying by 0 keeps NaN.
         grad_query.mul_(0.0)
         grad_key.mul_(0.0)
     grad_mask = None

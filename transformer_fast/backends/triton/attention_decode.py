@@ -48,7 +48,7 @@ def attention_decode_kernel(
     call,
     keys, stride_length, splits,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
-    WHOLE: tl.constexpr,  # there is one split, which writes the result
+    WHOLE: tl.constexpr,  # there is one split, and this program writes the result
     C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)

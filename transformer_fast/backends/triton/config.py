@@ -201,7 +201,7 @@ def attention(kernel: str, architecture: int, head: int, lowp: bool, heavy: bool
 
 
 def attention_granule(architecture: int, head: int, lowp: bool) -> tuple[int, int]:
-    """Returns (queries, keys) that one mask code covers; the tiles of all kernels are multiples."""
+    """Returns (queries, keys) per mask code, of which the tiles of all kernels are multiples."""
     tiles = [
         attention(kernel, architecture, head, lowp, heavy)
         for kernel in ("attention_forward", "attention_backward_query", "attention_backward_key")
@@ -229,7 +229,7 @@ def use_block_lists(
 
 class DecodeTile(NamedTuple):
     keys: int
-    each: int  # least keys per program, so that it is worth its launch
+    each: int  # least number of keys per program, to be worth the launch
     warps: int
     stages: int
 
@@ -293,8 +293,8 @@ _KINDS: dict[str, Callable[..., Tile]] = {
 def alternatives(name: str, lowp: bool, columns: int) -> list[Tile]:
     """Returns candidate tiles for tuning ``name``: a kernel of `_ATTENTION`, or a function here.
 
-    For attention and products these are the tiles of all architectures, for others smaller and larger
-    ones than the current. ``columns``: row size, for tiles that depend on it.
+    For attention and products these are the tiles of all architectures, otherwise smaller and larger
+    tiles than the current one. ``columns``: row size, for tiles that depend on it.
     """
     found: list[Tile] = []
     if name in _ATTENTION:

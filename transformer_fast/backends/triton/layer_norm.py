@@ -57,7 +57,7 @@ def _load(x, row, column, inside):
 def _keep(seed, rows, limit, C: tl.constexpr):
     if C.DROPOUT_COLUMNS == C.COLUMNS:
         return keep_tile(seed, rows, 0, limit, C.BLOCK_COLUMNS)
-    # normalized_shape has several dimensions, but columns of dropout are those of the last one only.
+    # normalized_shape has several dimensions; the dropout pattern counts columns in the last one only.
     flat = rows[:, None] * C.COLUMNS + tl.arange(0, C.BLOCK_COLUMNS)[None, :]
     return keep_elements(seed, flat // C.DROPOUT_COLUMNS, flat % C.DROPOUT_COLUMNS, limit)
 
@@ -160,7 +160,7 @@ def layer_norm_backward_kernel(
         slope = tl.sum(dxhat * xhat, 1)
         if C.KIND < ANNOTATED:
             slope = divide(slope, C.COLUMNS * 1.0)
-        else:  # 0 if all elements of a row are equal, as in the gradient of PyTorch's std
+        else:  # 0 for rows of equal elements, like the gradient of PyTorch's std
             terms = C.COLUMNS - 1.0 if C.KIND == ANNOTATED else C.COLUMNS * 1.0
             square = tl.sum(tl.where(inside, xhat * xhat, 0.0), 1)
             root = tl.sqrt_rn(square * terms)

@@ -131,7 +131,7 @@ def tile_list_kernel(
         for i in tl.static_range(FACTOR_T):
             for j in tl.static_range(FACTOR_S):
                 gt, gs = tile_t * FACTOR_T + i, tile_s * FACTOR_S + j
-                # A dimension that the mask does not depend on has one granule and stride 0.
+                # A broadcast dimension of the mask has one granule and stride 0.
                 inside = (other < others) & ((gt < granules_t) | (stride_t == 0))
                 inside = inside & ((gs < granules_s) | (stride_s == 0))
                 code = tl.load(base + gt * stride_t + gs * stride_s, mask=inside, other=0).to(

@@ -209,7 +209,7 @@ class Epilogue(NamedTuple):
 
     @property
     def heavy(self) -> bool:
-        """True if it needs more registers than a bias and a relu do."""
+        """True if the epilogue needs more registers than one with bias and relu."""
         return self.backward or self.dropout.active or self.activation not in (NONE, RELU)
 
     @property

@@ -105,7 +105,7 @@ attention = attention_on("triton", query_lengths=True)
 def _unless_empty(
     run: Callable[[Any], Tensor], reference: Callable[..., Tensor], *places: int
 ) -> Callable[[Any], Tensor]:
-    """Wraps ``run`` so that it calls the reference if an argument at ``places`` is empty."""
+    """Wraps ``run`` so that it calls the reference if one of the arguments ``places`` is empty."""
 
     def either(arguments: Any) -> Tensor:
         empty = 0 in [arguments[place].numel() for place in places]

@@ -27,7 +27,7 @@ class Dropout(NamedTuple):
 
 @lru_cache(256)
 def dropout_arguments(p: float) -> Dropout:
-    """Returns the arguments for p: ``number >= threshold`` as ``number > limit``; p = 1 drops all."""
+    """Returns the arguments for probability p. ``limit`` is the threshold - 1; p = 1 drops all."""
     if p == 0.0:
         return Dropout(False, 0, 1.0)
     if p == 1.0:
@@ -36,7 +36,7 @@ def dropout_arguments(p: float) -> Dropout:
 
 
 def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """Returns the seed on ``device``; with p = 1 there is none, so it returns an arbitrary one."""
+    """Returns the seed on ``device``; an arbitrary one for p = 1, where calls have none."""
     if not dropout.active:
         return None
     if seed is None:

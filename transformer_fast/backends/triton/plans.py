@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         self._made.add(id(result))
 
     def _name(self, tensor: Tensor, name: str) -> None:
-        self._alive.append(tensor)  # keeps its id unique
+        self._alive.append(tensor)  # so that its id stays unique
         self._names[id(tensor)] = name
 
     def _unpack(self, name: str, result: Sequence[Any]) -> None:
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             if name is None and id(value) in self._views:
                 name = self._names[id(value)] = self._views[id(value)][1]()
             if name is None:
-                self.complete = False  # it outlives the call, or its creation was not recorded
+                self.complete = False  # it outlives the call, or was created unrecorded
                 return "None"
             self._used.add(name)
             return name

@@ -38,8 +38,8 @@ class Launch(NamedTuple):
 def instead_of_launching(take: Callable[[Launch], None]) -> AbstractContextManager[None]:
     """Context manager in which every launch is passed to ``take`` instead of being run.
 
-    Launchers can then be called with meta tensors. That is how kernels are compiled ahead of time with
-    exactly the arguments of real calls.
+    Launchers then run on meta tensors, so that kernels are compiled ahead of time with exactly the
+    arguments of real calls.
     """
     return changed(take_launch=take)
 

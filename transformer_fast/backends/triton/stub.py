@@ -26,7 +26,7 @@ class Machine:
         #: (binary, grid, stream, arguments) of each launch; None: launches are not recorded.
         self.launches: list[tuple[Any, ...]] | None = []
         self.stream = 7
-        #: The dispatcher's kernel records outside of a `stubbed` block, and inside.
+        #: The dispatcher's kernel records: those outside of a `stubbed` block, those inside.
         self.kernels: tuple[Any, Any] = (None, None)
 
     def take(self) -> list[tuple[Any, ...]]:

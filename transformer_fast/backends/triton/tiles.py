@@ -40,7 +40,7 @@ PER_BATCH = (
 )  # fmt: skip
 
 
-#: The same for kernels that write rows of ``keys`` elements, whose alignment matters.
+#: The same without ``keys``, for kernels that write rows of that length: alignment matters there.
 PER_BATCH_BUT_KEYS = tuple(name for name in PER_BATCH if name != "keys")
 
 
@@ -262,9 +262,9 @@ def store_statistics(
 
 @triton.jit
 def load_statistics(row_max_ptr, row_sum_ptr, row, inside, NATURAL: tl.constexpr):
-    """Returns (base, share): weights are `power` of the scores and ``base``, times ``share`` if natural.
+    """Returns (base, share): weights are `power` of scores and ``base``, times share if natural.
 
-    Otherwise ``base`` contains the sum, which needs one value and one multiplication less.
+    For other scores ``base`` includes the sum, which saves a value and a multiplication.
     """
     row_max = tl.load(row_max_ptr + row, mask=inside, other=0.0)
     row_sum = tl.load(row_sum_ptr + row, mask=inside, other=0.0)

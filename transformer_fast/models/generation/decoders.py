@@ -264,7 +264,7 @@ class SeparateOps:
     ) -> None:
         self.norm_first, self.memories, self.places = stack.norm_first, memories, places
         self.heads, self.size = stack.heads, stack.d_model // stack.heads
-        #: Of products; autocast's is applied here, to the parameters once.
+        #: Dtype of products. Autocast's is applied here, to the parameters once.
         self.dtype = product_dtype(like)
         self.casts = self.dtype != like.dtype
         self.layers = [_with_maps_in(self.dtype, layer) for layer in stack.steps.layers]
@@ -398,7 +398,7 @@ class Reordering:
     def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
         """Returns ``cache[:, :, rows]`` up to ``length``; the given buffer becomes the spare one."""
         if self.spare is None:
-            # Both buffers count the writes to them, or none does.
+            # Both buffers have a version counter, or none.
             with torch.inference_mode(cache.is_inference()):
                 self.spare = torch.empty_like(cache)
         select_rows(cache, rows, self.equal, length, self.spare)
@@ -529,7 +529,7 @@ class CachedDecoder(StepDecoder):
         self.logits = bind_project(self.project, x)
         self.steps: cuda_graph.Steps | None = None
         if length == 1 and separate and cuda_graph.wanted(x):
-            run = separate  # not the decoder's, which may change
+            run = separate  # a local variable, since `self.layers` may change
             self.steps = cuda_graph.Steps(x, self.capacity, lambda *step: self._logits(run(*step)))
 
     def reorder(self, rows: Tensor) -> None:

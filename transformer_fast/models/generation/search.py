@@ -248,8 +248,8 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
     device, count = task.prompt.device, task.prompt.shape[0]
     sources = torch.arange(count, device=device)
     history = _History(task, beams)
-    # ``finished``: of the sources that are still decoded. ``results``: of all sources, filled when a
-    # source is finished and leaves the batch.
+    # ``finished`` holds the hypotheses of sources that are still decoded, ``results`` those of all
+    # sources; a source's are filled in when it leaves the batch.
     finished, results = (_Finished(task.prompt, count, beams) for _ in range(2))
     logits = decoder.start(task.prompt)
     task.check(logits)

@@ -210,7 +210,7 @@ long see_keys(AttentionArgs& args, long b, long key_head, char* scratch) {
       ++count;
       end = s + 1;
     }
-  // Positions matter to causality, dropout and returned weights. Copies cost some 3 % of a call.
+  // Causality, dropout and weights depend on positions. Copies cost some 3 % of a call.
   if (args.causal || args.dropout.on || args.weights != nullptr || args.key_stride[3] != 1 ||
       args.value_stride[3] != 1 || args.size * args.value_size == 0 || 8 * count > 7 * end)
     return end;

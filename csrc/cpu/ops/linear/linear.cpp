@@ -121,8 +121,8 @@ struct LinearPlan {
     parts,     // packs the weight, a part of its rows at a time; each part has a plan of its own
   } strategy;
   const LinearKernels* kernels;
-  int64_t row_items = 1, column_items = 1;  // of `blocks`
-  int64_t part = 0;                         // of `parts`: rows of the weight
+  int64_t row_items = 1, column_items = 1;  // for `blocks`
+  int64_t part = 0;                         // for `parts`: rows of the weight in each
 };
 
 // Large weights that are packed for this call only are packed in parts: a part is used while it is
