@@ -13,11 +13,8 @@
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr long kQueryBlock = 8 * kTileRows;
-#else
-constexpr long kQueryBlock = 16 * kTileRows;
-#endif
+// 96 to 112 rows of scores.
+constexpr long kQueryBlock = (TF_VECTOR_REGISTERS == 32 ? 8 : 16) * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
