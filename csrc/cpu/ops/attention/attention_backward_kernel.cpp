@@ -13,8 +13,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// 96 to 112 rows of scores.
-constexpr long kQueryBlock = (TF_VECTOR_REGISTERS == 32 ? 8 : 16) * kTileRows;
+constexpr long kQueryBlock = 2 * kBlockTiles * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
