@@ -112,7 +112,7 @@ autograd, why_no_autograd = _load_autograd()
 
 
 def _is_for_kernels() -> bool:
-    """True if this machine could have kernels, and the build did not leave them out on purpose."""
+    """True if kernels run here by default (not on ARM), and the build did not leave them out."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return platform.system() == "Linux" and is_x86 and not getattr(_build_record(), "PURE", False)
 

@@ -162,38 +162,22 @@ bool is_intel();
 // The namespace of a set imports that of the set it extends, so that tf::amx::f names the best
 // build of f. Not in kernel files, where a missing helper must be an error rather than resolve to
 // another build.
+#define TF_EXTENDS(set, extended) \
+  namespace set {                 \
+  using namespace extended;       \
+  }
 namespace tf {
 namespace no_set {}
-namespace baseline {
-using namespace no_set;
-}
-namespace avx2 {
-using namespace baseline;
-}
-namespace avx_vnni {
-using namespace avx2;
-}
-namespace avx512 {
-using namespace avx2;
-}
-namespace avx512_vnni {
-using namespace avx512;
-}
-namespace avx512_bf16 {
-using namespace avx512_vnni;
-}
-namespace amx {
-using namespace avx512_bf16;
-}
-namespace neon {
-using namespace no_set;
-}
-namespace neon_dot {
-using namespace neon;
-}
-namespace neon_i8mm {
-using namespace neon_dot;
-}
+TF_EXTENDS(baseline, no_set)
+TF_EXTENDS(avx2, baseline)
+TF_EXTENDS(avx_vnni, avx2)
+TF_EXTENDS(avx512, avx2)
+TF_EXTENDS(avx512_vnni, avx512)
+TF_EXTENDS(avx512_bf16, avx512_vnni)
+TF_EXTENDS(amx, avx512_bf16)
+TF_EXTENDS(neon, no_set)
+TF_EXTENDS(neon_dot, neon)
+TF_EXTENDS(neon_i8mm, neon_dot)
 }  // namespace tf
 
 // Calls function(args...) in its best build for the instruction set in use and returns the result.

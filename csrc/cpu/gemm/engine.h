@@ -43,7 +43,7 @@ class FloatProduct {
   using Operand = float;
   static constexpr bool kIsBf16x3 = false, kRounds = false, kQuantizes = false;
   static constexpr long kBytes = sizeof(Operand);
-  static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
+  static constexpr long kBlockRows = kBlockTiles * kTileRows;
   static constexpr long kKBlock = tf::TF_ISA::kKBlock;
 
   static void enter() {}

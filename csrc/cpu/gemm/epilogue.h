@@ -12,13 +12,7 @@ namespace {
 // The product of two floats, rounded: otherwise compilers contract it with an addition.
 TF_INLINE Vec rounded_product(Vec a, Vec b) {
   Vec product = a * b;
-#if defined(__aarch64__)
-  asm("" : "+w"(product));
-#elif defined(__AVX512F__)
-  asm("" : "+v"(product));
-#else
-  asm("" : "+x"(product));
-#endif
+  asm("" : "+" TF_IN_VECTOR(product));
   return product;
 }
 

@@ -23,6 +23,8 @@ constexpr int kTileRows = 12;  // 24 accumulators, 2 vectors of B and up to 6 of
 #else
 constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 #endif
+// Tiles of a block of rows, which has 48 to 56 rows.
+constexpr long kBlockTiles = kTileRows > 6 ? 4 : 8;
 
 // Block size along k. The error of a running sum of n terms grows like n; sums of kKBlock terms
 // that are then added up err like sqrt(n * kKBlock). With AVX-512, 256 are 2 % faster than 128,

@@ -14,27 +14,17 @@ namespace {
 #else
 #define TF_MULTIPLY_ADD(i) "mulps %12, %" #i "\n\taddps %13, %" #i "\n\t"
 #endif
-#if defined(__aarch64__)
-#define TF_REGISTER "+w"
-#define TF_INPUT "w"
-#elif defined(__AVX512F__)
-#define TF_REGISTER "+v"
-#define TF_INPUT "v"
-#else
-#define TF_REGISTER "+x"
-#define TF_INPUT "x"
-#endif
 
 #define TF_EIGHT_TIMES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define TF_TWELVE_TIMES(X) TF_EIGHT_TIMES(X) X(8) X(9) X(10) X(11)
-#define TF_FOUR_SUMS(acc) \
-  TF_REGISTER((acc)[0]), TF_REGISTER((acc)[1]), TF_REGISTER((acc)[2]), TF_REGISTER((acc)[3])
+#define TF_SUM "+" TF_IN_VECTOR
+#define TF_FOUR_SUMS(acc) TF_SUM((acc)[0]), TF_SUM((acc)[1]), TF_SUM((acc)[2]), TF_SUM((acc)[3])
 #if defined(__aarch64__)
 constexpr int kAccumulators = 16;  // in two statements, which have at most 30 operands
 #define TF_ACCUMULATE_EIGHT(INSTRUCTION, acc, x, y)         \
   asm volatile(TF_EIGHT_TIMES(INSTRUCTION)                  \
                : TF_FOUR_SUMS(acc), TF_FOUR_SUMS((acc) + 4) \
-               : TF_INPUT(x), TF_INPUT(y))
+               : TF_IN_VECTOR(x), TF_IN_VECTOR(y))
 #define TF_ACCUMULATE(INSTRUCTION, acc, x, y)        \
   do {                                               \
     TF_ACCUMULATE_EIGHT(INSTRUCTION, acc, x, y);     \
@@ -45,7 +35,7 @@ constexpr int kAccumulators = 12;
 #define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                        \
   asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                          \
                : TF_FOUR_SUMS(acc), TF_FOUR_SUMS((acc) + 4), TF_FOUR_SUMS((acc) + 8) \
-               : TF_INPUT(x), TF_INPUT(y))
+               : TF_IN_VECTOR(x), TF_IN_VECTOR(y))
 #endif
 
 #if defined(__AMX_BF16__)

@@ -33,11 +33,17 @@ TF_INLINE void finish_uncached_stores() {
 #endif
 }
 
-// Vector registers: limits how many sums a kernel keeps in them.
-#if defined(__AVX512F__) || defined(__aarch64__)
+// Number of vector registers, which limits how many sums a kernel keeps in them, and their
+// constraint in inline assembly.
+#if defined(__aarch64__)
 #define TF_VECTOR_REGISTERS 32
+#define TF_IN_VECTOR "w"
+#elif defined(__AVX512F__)
+#define TF_VECTOR_REGISTERS 32
+#define TF_IN_VECTOR "v"
 #else
 #define TF_VECTOR_REGISTERS 16
+#define TF_IN_VECTOR "x"
 #endif
 
 #if defined(__aarch64__)

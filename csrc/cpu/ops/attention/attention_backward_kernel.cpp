@@ -13,11 +13,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr long kQueryBlock = 8 * kTileRows;
-#else
-constexpr long kQueryBlock = 16 * kTileRows;
-#endif
+constexpr long kQueryBlock = 2 * kBlockTiles * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;

@@ -15,8 +15,7 @@ namespace {
 // A block of queries consists of strips: the rows of a register tile. A tile of keys is applied
 // strip by strip, so scores stay in the first-level cache from one product to the other, and each
 // strip has its own causal and mask limits.
-constexpr long kStrips = kLanes == 16 ? 4 : 8;
-constexpr long kQueryBlock = kStrips * kTileRows;
+constexpr long kStrips = kBlockTiles, kQueryBlock = kStrips * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 
