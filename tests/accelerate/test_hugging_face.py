@@ -569,11 +569,6 @@ class OwnLayer(marian.MarianEncoderLayer):
         return super().forward(hidden_states, *args, **kwargs) * 2
 
 
-class OwnChunk(bert.BertLayer):
-    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-        return super().feed_forward_chunk(attention_output) * 2
-
-
 class Sealed(bert.BertOutput):
     def __init_subclass__(cls) -> None:
         raise RuntimeError("sealed")
@@ -611,7 +606,6 @@ BERT_LAYER = "model.bert.encoder.layer.0"
     ("name", "place", "kind", "reason"),
     [
         ("marian", LAYER, OwnLayer, "OwnLayer has its own forward"),
-        ("bert", BERT_LAYER, OwnChunk, "OwnChunk has its own feed_forward_chunk"),
         ("bert", f"{BERT_LAYER}.output", Sealed, "cannot be subclassed: sealed"),
     ],
 )
