@@ -1,8 +1,7 @@
 """Stubs for Triton's compiler and driver: calls run as on a GPU, but compile and launch nothing.
 
-They serve to measure the host's cost of a call, and to record what it would compile and launch.
-Requires a process without a GPU. The stub's binaries enter Triton's kernel cache; do not use the
-process for anything else.
+They record what a call would compile and launch. Requires a process without a GPU. The stub's binaries
+enter Triton's kernel cache; do not use the process for anything else.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ... import dispatch
-from .. import call_cache
-from . import kernels
+from transformer_fast import dispatch
+from transformer_fast.backends import call_cache
+from transformer_fast.backends.triton import config, kernels, runtime
 
 
 class Machine:
@@ -26,8 +25,6 @@ class Machine:
         #: (binary, grid, stream, arguments) of each launch; None: launches are not recorded.
         self.launches: list[tuple[Any, ...]] | None = []
         self.stream = 7
-        #: The dispatcher's kernel records outside of a `stubbed` block, and inside.
-        self.kernels: tuple[Any, Any] = (None, None)
 
     def take(self) -> list[tuple[Any, ...]]:
         """Returns the launches since the previous call, and forgets them."""
@@ -73,40 +70,16 @@ def _install(machine: Machine) -> None:
     driver.set_active(Driver())
 
 
-_installed: Machine | None = None
-
-
 @contextmanager
 def stubbed() -> Iterator[Machine]:
     """Context manager in which Triton kernels accept CPU tensors and do nothing.
 
-    The dispatcher selects them without naming the backend. Calls cached in one block are found in the
-    next one, too.
-
-    Raises:
-        RuntimeError: there is a GPU, or Triton's interpreter is on.
+    The dispatcher selects them without naming the backend. Once per process.
     """
-    global _installed
-    from . import config, runtime
-
-    if torch.cuda.is_available() or runtime.INTERPRETED:
-        raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
-    if _installed is None:
-        _install(_installed := Machine())
-    state = dispatch.registry
-    before = dict(state.kernels), dict(state.usable)
-    try:
-        if _installed.kernels[0] == before:
-            # Reuse the same kernel records, because cached calls refer to them.
-            found, usable = _installed.kernels[1]
-            state.kernels.update(found)
-            state.usable.update(usable)
-        else:
-            for kernel in kernels(interpreted=True):
-                dispatch.register(kernel)
-            _installed.kernels = before, (dict(state.kernels), dict(state.usable))
-        with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
-            yield _installed
-    finally:
-        state.kernels.update(before[0])
-        state.usable.update(before[1])
+    assert not torch.cuda.is_available()
+    assert not runtime.INTERPRETED
+    _install(machine := Machine())
+    for kernel in kernels(interpreted=True):
+        dispatch.register(kernel)
+    with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
+        yield machine
