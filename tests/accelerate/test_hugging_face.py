@@ -217,6 +217,14 @@ def test_layers_match_transformers(name: str) -> None:
     _same(ours, theirs, inputs_of(name))
 
 
+def test_copies_of_berts_modules_are_replaced() -> None:
+    theirs = First(build("RobertaModel", 0.0))
+    ours = copy.deepcopy(theirs)
+    now = [entry.now.rpartition(".")[2] for entry in accelerate(ours).swapped]
+    assert (now.count("Intermediate"), now.count("Output")) == (2, 4)
+    _same(ours, theirs, inputs_of("RobertaModel"))
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [(name, {"num_beams": beams}) for name in TRANSLATORS for beams in (1, 3)]
