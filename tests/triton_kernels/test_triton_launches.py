@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from harness import python
@@ -19,8 +21,74 @@ from test_triton_ptx import flat
 
 pytestmark = pytest.mark.thorough
 
-if TYPE_CHECKING:
-    from stub import Machine
+
+class Machine:
+    """A fake GPU of compute capability 9.0 that only records launches."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        #: (binary, grid, stream, arguments) of each launch.
+        self.launches: list[tuple[Any, ...]] = []
+        self.stream = 7
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """Returns the launches since the previous call, and forgets them."""
+        found, self.launches = self.launches, []
+        return found
+
+
+@contextmanager
+def stubbed() -> Iterator[Machine]:
+    """Context manager in which calls on CPU tensors run as on a GPU but compile and launch nothing.
+
+    Once per process: nothing restores Triton's compiler and driver.
+    """
+    import torch
+    import triton.compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from transformer_fast import dispatch
+    from transformer_fast.backends import call_cache
+    from transformer_fast.backends.triton import config, kernels, runtime
+
+    assert not runtime.INTERPRETED
+    machine = Machine()
+
+    class Binary(CompiledKernel):  # type: ignore[misc]
+        def __init__(self, src: Any, target: Any, options: Any) -> None:
+            self.src, self.name, self.packed_metadata = src, src.fn.__name__, None
+            self.module, self.function, self.metadata = self, id(self), None
+            self.hash = f"{src.hash()} {options['num_warps']} {options['num_stages']}"
+            machine.compiled.append(self)
+
+        def _run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+            machine.launches.append((self, (x, y, z), stream, rest[5:]))
+
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return machine.stream
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> Any:
+            return torch.device("cpu")
+
+    def compiles(src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+        return Binary(src, target, options)
+
+    triton.compiler.compile = triton.compile = compiles
+    driver.set_active(Driver())
+    for kernel in kernels(interpreted=True):
+        dispatch.register(kernel)
+    with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
+        yield machine
+
 
 CASES = ("variants", "stream", "batches", "fallback", "order", "empty")
 
@@ -338,8 +406,6 @@ def order(machine: Machine) -> None:
 
 
 if __name__ == "__main__":
-    from stub import Machine, stubbed
-
     for case in sys.argv[1:]:
         if (child := os.fork()) == 0:
             with stubbed() as machine:
