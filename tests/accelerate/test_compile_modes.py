@@ -96,11 +96,6 @@ def _in_place(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(y, (M,), p[0]) * 2
 
 
-def _empty(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
-    y = torch.cat([torch.tensor([]), x * bias])
-    return F.linear(y, p) * bias
-
-
 PROGRAMS: dict[str, Callable[..., Tensor]] = {
     **{f.__name__: _attention(f) for f in (divided, einsum, scaled_first, softmax_by_hand)},
     "annotated norm": lambda x, p, bias: annotated_norm(x * bias, p[0], bias),
@@ -112,7 +107,7 @@ PROGRAMS: dict[str, Callable[..., Tensor]] = {
         f.__name__: f
         for f in (
             _learned_bias, _feed_forward, _linear, _add_norm, _convolutions, _patches, _merged,
-            _in_place, _empty,
+            _in_place,
         )
     },
 }  # fmt: skip

@@ -217,6 +217,14 @@ def test_layers_match_transformers(name: str) -> None:
     _same(ours, theirs, inputs_of(name))
 
 
+def test_copies_of_berts_modules_are_replaced() -> None:
+    theirs = First(build("RobertaModel", 0.0))
+    ours = copy.deepcopy(theirs)
+    now = [entry.now.rpartition(".")[2] for entry in accelerate(ours).swapped]
+    assert (now.count("Intermediate"), now.count("Output")) == (2, 4)
+    _same(ours, theirs, inputs_of("RobertaModel"))
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [(name, {"num_beams": beams}) for name in TRANSLATORS for beams in (1, 3)]
@@ -569,11 +577,6 @@ class OwnLayer(marian.MarianEncoderLayer):
         return super().forward(hidden_states, *args, **kwargs) * 2
 
 
-class OwnChunk(bert.BertLayer):
-    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-        return super().feed_forward_chunk(attention_output) * 2
-
-
 class Sealed(bert.BertOutput):
     def __init_subclass__(cls) -> None:
         raise RuntimeError("sealed")
@@ -611,7 +614,6 @@ BERT_LAYER = "model.bert.encoder.layer.0"
     ("name", "place", "kind", "reason"),
     [
         ("marian", LAYER, OwnLayer, "OwnLayer has its own forward"),
-        ("bert", BERT_LAYER, OwnChunk, "OwnChunk has its own feed_forward_chunk"),
         ("bert", f"{BERT_LAYER}.output", Sealed, "cannot be subclassed: sealed"),
     ],
 )

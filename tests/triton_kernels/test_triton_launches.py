@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import random
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from harness import python
@@ -20,10 +21,76 @@ from test_triton_ptx import flat
 
 pytestmark = pytest.mark.thorough
 
-if TYPE_CHECKING:
-    from transformer_fast.backends.triton.stub import Machine
 
-CASES = ("variants", "stream", "batches", "fallback", "order", "blocks", "empty")
+class Machine:
+    """A fake GPU of compute capability 9.0 that only records launches."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        #: (binary, grid, stream, arguments) of each launch.
+        self.launches: list[tuple[Any, ...]] = []
+        self.stream = 7
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """Returns the launches since the previous call, and forgets them."""
+        found, self.launches = self.launches, []
+        return found
+
+
+@contextmanager
+def stubbed() -> Iterator[Machine]:
+    """Context manager in which calls on CPU tensors run as on a GPU but compile and launch nothing.
+
+    Once per process: nothing restores Triton's compiler and driver.
+    """
+    import torch
+    import triton.compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from transformer_fast import dispatch
+    from transformer_fast.backends import call_cache
+    from transformer_fast.backends.triton import config, kernels, runtime
+
+    assert not runtime.INTERPRETED
+    machine = Machine()
+
+    class Binary(CompiledKernel):  # type: ignore[misc]
+        def __init__(self, src: Any, target: Any, options: Any) -> None:
+            self.src, self.name, self.packed_metadata = src, src.fn.__name__, None
+            self.module, self.function, self.metadata = self, id(self), None
+            self.hash = f"{src.hash()} {options['num_warps']} {options['num_stages']}"
+            machine.compiled.append(self)
+
+        def _run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+            machine.launches.append((self, (x, y, z), stream, rest[5:]))
+
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return machine.stream
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> Any:
+            return torch.device("cpu")
+
+    def compiles(src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+        return Binary(src, target, options)
+
+    triton.compiler.compile = triton.compile = compiles
+    driver.set_active(Driver())
+    for kernel in kernels(interpreted=True):
+        dispatch.register(kernel)
+    with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
+        yield machine
+
+
+CASES = ("variants", "stream", "batches", "fallback", "order", "empty")
 
 
 def test_cached_launches():
@@ -296,31 +363,6 @@ def fallback(machine: Machine) -> None:
     assert len(count) == len(machine.take()) == 9
 
 
-def blocks() -> None:
-    """A later block reuses the cache of an earlier one, and each restores the state it found."""
-    import torch
-
-    from transformer_fast import dispatch, functional
-    from transformer_fast.backends import call_cache
-
-    x = torch.zeros(4, 16, dtype=torch.bfloat16)
-    outside = dict(dispatch.registry.kernels), dict(dispatch.registry.usable)
-    with stubbed():
-        for _ in range(3):
-            functional.layer_norm(x, (16,))
-        known = dict(call_cache._calls)
-    for _ in range(2):
-        with stubbed():
-            functional.layer_norm(x, (16,))
-        assert call_cache._calls == known
-        assert (dispatch.registry.kernels, dispatch.registry.usable) == outside
-    other = next(k for k in outside[0]["layer_norm"] if k.backend == "torch")
-    dispatch.register(replace(other, dropout=not other.dropout))
-    with stubbed():  # with another set of kernels
-        functional.layer_norm(x, (16,))
-    assert call_cache._calls != known
-
-
 def empty(machine: Machine) -> None:
     """Empty tensors have a description; tensors without their own memory have none."""
     import torch
@@ -364,15 +406,10 @@ def order(machine: Machine) -> None:
 
 
 if __name__ == "__main__":
-    from transformer_fast.backends.triton.stub import Machine, stubbed
-
     for case in sys.argv[1:]:
         if (child := os.fork()) == 0:
-            if case == "blocks":
-                blocks()
-            else:
-                with stubbed() as machine:
-                    globals()[case](machine)
+            with stubbed() as machine:
+                globals()[case](machine)
             raise SystemExit
         _, status = os.waitpid(child, 0)
         assert status == 0, case

@@ -24,7 +24,7 @@ from ..nn.drop_in import functions_of, is_of_others
 from ..nn.int8 import to_float
 from . import classes, packing
 from .classes import Change, ClassChange
-from .hugging_face_layers import CLASSES, METHODS, Attention, RMSNorm, attention
+from .hugging_face_layers import CLASSES, Attention, attention
 from .parts import NAME, FusedLayer, is_model
 from .private_names import NAME_OF_ATTENTION, arguments, load, sdpa_attention, sdpa_mask
 
@@ -122,10 +122,9 @@ def _ours_for(module: torch.nn.Module) -> tuple[type, type[FusedLayer]] | None:
         package, *path = kind.__module__.split(".")
         if package != "transformers":
             continue
-        if path[0] == "models" and kind.__name__.endswith("Norm"):
-            ours = _ours_for_norm(kind)
-            return None if ours is None else (kind, ours)
         ours = CLASSES.get(f"{path[-1].removeprefix('modeling_')}.{kind.__name__}")
+        if ours is None and path[0] == "models":
+            ours = _ours_for_copy(kind)
         if ours is not None:
             return kind, ours
     return None
@@ -169,35 +168,35 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
         return None
     theirs, ours = found
     reason = version_reason() or classes.parametrised(module) or classes.sharded(module)
+    reason = reason or classes.replaced_forward(module)
     if reason is not None:
         return reason
-    kind = type(module)
-    for method in METHODS & vars(ours).keys():
-        original = getattr(theirs, method, None)
-        if original is None or arguments(original) != arguments(getattr(ours, method)):
-            return f"{theirs.__name__}.{method} takes other arguments in this transformers"
-        if method in module.__dict__:
-            return f"its {method} was replaced on the instance"
-        if is_of_others(original):
-            return f"{method} was replaced on the class {theirs.__name__}"
-        if _unwrapped(getattr(kind, method)) is not _unwrapped(original):
-            return f"{kind.__name__} has its own {method}"
+    kind: Any = type(module)
+    original: Any = theirs.forward  # type: ignore[attr-defined]
+    if arguments(original) != arguments(ours.forward):
+        return f"{theirs.__name__}.forward takes other arguments in this transformers"
+    if is_of_others(original):
+        return f"forward was replaced on the class {theirs.__name__}"
+    if _unwrapped(kind.forward) is not _unwrapped(original):
+        return f"{kind.__name__} has its own forward"
     made = classes.subclass(kind, (ours, kind))
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
 
 @functools.cache
-def _ours_for_norm(theirs: Any) -> type[FusedLayer] | None:
-    """Returns our class for a norm; many models have a copy of one in `CLASSES` under another name."""
-    for key in (key for key, ours in CLASSES.items() if ours is RMSNorm):
+def _ours_for_copy(theirs: Any) -> type[FusedLayer] | None:
+    """Returns our class for a copy that a model has of one in `CLASSES`, under another name."""
+    for key, ours in CLASSES.items():
+        if not (ours._copies and theirs.__name__.endswith(ours._copies)):
+            continue
         family, name = key.split(".")
         try:
             place = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         except ImportError:  # another version of transformers
-            return None
+            continue
         original = getattr(place, name, None)
         if original is not None and _same_code(theirs.forward, original.forward):
-            return RMSNorm
+            return ours
     return None
 
 

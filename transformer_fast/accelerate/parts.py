@@ -51,10 +51,10 @@ class Op(NamedTuple):
             norm = self.parts[0].module
             shape, rows = norm.normalized_shape, x(ROWS, *norm.normalized_shape)
             return self.name, (rows, rows, shape, norm.weight, norm.bias), p
-        first, second = (part.module for part in self.parts if part.kinds is fusion.LINEAR)
+        layers = [fusion.affine(part.module) for part in self.parts if part.kinds is fusion.LINEAR]
         _, value, name_of = self.activation
-        options = {"activation": name_of(value), **p}
-        return example_of("feed_forward", x, options, fusion.affine(first), fusion.affine(second))
+        options = {"activation": name_of(value), **(p if len(layers) == 2 else {})}
+        return example_of(self.name, x, options, *layers)
 
 
 #: An op and the arguments of an example call.
@@ -77,6 +77,9 @@ def example_of(
 
 class FusedLayer(DropIn):
     """A layer class that lists its fused ops."""
+
+    #: Last part of the names of classes that many models of transformers have a copy of; "": none.
+    _copies = ""
 
     def _fused(self) -> list[Op]:
         return []

@@ -21,7 +21,6 @@ def canonicalize(graph: Graph, modes: GraphModes) -> AliasAnalysis:
     replace_type_as(graph)
     remove_no_ops(graph)
     aliases = AliasAnalysis(graph)
-    remove_empty_concatenation(graph, modes, aliases)
     make_out_of_place(graph, modes, aliases)
     scalarize_constants(graph, aliases)
     merge_equal(graph, modes, aliases)
@@ -181,31 +180,6 @@ def _is_no_op_cast(node: Node, op: Op) -> bool:
         and isinstance(before, torch.Tensor)
         and (before.dtype, before.device) == (after.dtype, after.device)
     )
-
-
-def remove_empty_concatenation(graph: Graph, modes: GraphModes, aliases: AliasAnalysis) -> None:
-    """Replaces ``torch.cat([empty, x])`` with x, where sharing the memory of x changes nothing.
-
-    It occurs in the first step of a key-value cache.
-    """
-    # Calls that depend on strides need the strides of the concatenated copy.
-    viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
-    ends = [*viewed, next(iter(reversed(graph.nodes)))]
-    kept = aliases.shared(node for end in ends for node in end.all_input_nodes)
-    for node in list(graph.nodes):
-        if node.target not in (torch.cat, torch.concat) or not node.args:
-            continue
-        parts = node.args[0]
-        rest = [part for part in parts if shape(part) != (0,)]  # type: ignore[union-attr]
-        if len(rest) != 1 or len(rest) == len(parts) or dtype(rest[0]) != dtype(node):  # type: ignore[arg-type]
-            continue
-        same = modes.same([node, rest[0], *node.users])
-        if same and not aliases.is_written([node, *rest]) and node not in kept:
-            node.replace_all_uses_with(rest[0])
-            graph.erase_node(node)
-
-
-_NEED_STRIDES = frozenset({"as_strided", "view", "view_as", "view_as_complex"})
 
 
 def replace_type_as(graph: Graph) -> None:

@@ -23,7 +23,7 @@ from .aliasing import AliasAnalysis
 from .constants import DerivedInputs, lift
 from .modes import GraphModes
 from .nodes import rank, value
-from .ops import Op, calls, is_view
+from .ops import Op, calls
 
 _log = logging.getLogger("transformer_fast")
 
@@ -54,7 +54,6 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     try:
         lifted = lift(module, example_inputs)
         program, constants, inputs = (module, None, []) if lifted is None else lifted
-        _materialize_shared_views(program)
         inductor = torch._dynamo.lookup_backend("inductor")
         return _Compiled(module, inductor(program, [*example_inputs, *inputs]), constants)
     except torch._dynamo.exc.RestartAnalysis:  # not an error: Dynamo will capture the graph again
@@ -62,29 +61,6 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     except Exception as error:
         _log.warning(_FAILED, error)
         return module.forward
-
-
-def _materialize_shared_views(program: GraphModule) -> None:
-    """Adds an `as_strided` to each contiguous view that several calls read.
-
-    Inductor computes the base of an `as_strided` into memory once. For other views of a tensor that
-    it has not yet written, it makes a separate copy for each operator call.
-    """
-    for node in list(program.graph.nodes):
-        x = value(node)
-        if (
-            is_view(node)
-            and len(node.users) > 1
-            and isinstance(x, Tensor)
-            and x.is_contiguous()
-            and all(isinstance(size, int) for size in x.shape)
-            and all(user.op == "call_function" for user in node.users)
-        ):
-            with program.graph.inserting_after(node):
-                view = program.graph.call_method("as_strided", (node, tuple(x.shape), x.stride()))
-            view.meta = dict(node.meta)
-            node.replace_all_uses_with(view, lambda user, view=view: user is not view)  # type: ignore[misc]
-    program.recompile()
 
 
 def why_not(
