@@ -63,16 +63,6 @@ def test_results_do_not_depend_on_the_number_of_threads(target, threads):
         check_threads(lambda: run(target, arguments), (1, 2, 3, 4, 1))  # noqa: B023
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("target", targets(all_isas=False))
-def test_repeated_calls_are_bitwise_equal(target):
-    for case in OPS[target.op].cases:
-        arguments = on(target, drawn(target.op, case.name, target.dtype))
-        if not target.refusal(arguments):
-            first, second = (run(target, arguments) for _ in range(2))
-            assert same_bits(first, second), case.name
-
-
 @pytest.mark.sampled(10, 60)
 @pytest.mark.parametrize("target", NATIVE)
 def test_scratch_memory_of_earlier_calls_is_not_read(target):

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Operators
 from module_cases import CASES
 from module_checks import OURS, error_of, to_ours
 from torch.overrides import TorchFunctionMode
@@ -505,10 +504,3 @@ def test_a_function_mode_sees_the_functions_that_torch_calls(rows: int) -> None:
                     model.train(training)(*(torch.cat([x] * rows) for x in inputs))
                 found.append(seen.names)
             assert found[0] == found[1], type(theirs)
-
-
-def test_modes_of_pytorchs_own_leave_calls_with_the_kernels() -> None:
-    """The mode of the default device may be active for the whole process."""
-    with torch.device("cpu"), Operators() as found:
-        functional.linear(torch.randn(300, 512), torch.randn(512, 512))
-    assert found.ours == ["linear.cpu"]

@@ -152,19 +152,6 @@ def test_stacks_compute_real_tokens_only(isa: str, dtype: torch.dtype, batch_fir
         assert check(stack.eval().to(dtype), inputs, masks, isa, batch_first) == 2 * each
 
 
-def test_other_dtypes_are_composed() -> None:
-    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
-    x = torch.randn(B, T, M)
-    with torch.no_grad():
-        with record() as found:
-            layer.double()(x.double())
-        assert not any(name.endswith("sub-layer") for name, _ in found.calls)
-        layer.float()
-        with record() as found, torch.autocast("cpu", torch.bfloat16):
-            layer(x)
-        assert not any(name.endswith("sub-layer") for name, _ in found.calls)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
 def test_changed_weights_are_used(dtype: torch.dtype) -> None:
@@ -310,19 +297,6 @@ def test_unsupported_calls_run_module_by_module() -> None:
     stack(x[0], mask=mask, is_causal=False).sum().backward()
     assert mask.grad is not None
     assert mask.grad.abs().max() > 0
-
-
-def test_custom_feed_forward_block_runs() -> None:
-    class Own(nn.TransformerEncoderLayer):
-        def __init__(self) -> None:
-            super().__init__(M, H, HIDDEN, batch_first=True, activation=torch.nn.GELU())
-            del self.activation
-
-        def _ff_block(self, x: Tensor) -> Tensor:
-            return 2 * x
-
-    with torch.no_grad():
-        assert check(Own().eval(), (torch.randn(B, T, M),), {}, ISAS[-1]) == 1
 
 
 def test_stack_of_the_other_kind_of_layer_raises() -> None:
