@@ -65,11 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
 if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton_kernels/test_triton_[!h]*.py"]
 
-#: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
-#: their emulators are slow.
-_EMULATED = {"triton": (0, 6), "cuda": (15, 100)}
+#: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`.
+#: Without a GPU they are emulated, which is slow and says nothing about this machine.
+_OF_GPUS = {"triton": (0, 6), "cuda": (0, 100)}
 if torch.cuda.is_available():
-    _EMULATED = {"triton": (4, 100), "cuda": (15, 100)}
+    _OF_GPUS = {"triton": (4, 100), "cuda": (15, 100)}
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.
 _BETWEEN = 40
 _GOLDEN = (5**0.5 - 1) / 2
@@ -91,12 +91,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else [*callspec.params.values()]
-        emulated = [v.name for v in values if isinstance(v, Backend) and v.name in _EMULATED]
+        of_gpus = {v.name for v in values if isinstance(v, Backend) and v.name in _OF_GPUS}
+        of_gpus |= {"cuda"} if item.path.parent.name == "cuda" else set()
         between = _names(values, "isa", INT8_ISAS[1:-1])
-        percents = [(100, 100), *(_EMULATED[name] for name in emulated)]
+        percents = [(100, 100), *(_OF_GPUS[name] for name in of_gpus)]
         percents += [(*mark.args, 100)[:2] for mark in item.iter_markers("sampled")]
         percents += [(100, _BETWEEN)] if between else []
-        test = item.nodeid.partition("[")[0], *emulated
+        test = item.nodeid.partition("[")[0], *sorted(of_gpus)
         each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", INT8_ISAS)
         some, most = (min(column) for column in zip(*percents, strict=True))
         exhaustive = item.get_closest_marker("exhaustive") is not None

@@ -50,6 +50,8 @@ from transformer_fast.testing import (
 from transformer_fast.testing.oracle import as_results
 from transformer_fast.testing.parity import named, relative_error
 
+pytestmark = pytest.mark.thorough
+
 ISAS: tuple[str | None, ...] = harness.ISAS or (None,)
 MORE = int(os.environ.get("TRANSFORMER_FAST_FUZZ", "0"))
 CALLS = MORE or 1400
@@ -465,7 +467,7 @@ def test_edges_empty_sizes_and_nan(op: str, dtype: torch.dtype) -> None:
         check_kernels(op, arguments, names)
 
 
-@pytest.mark.sampled(10, 50)
+@pytest.mark.sampled(100, 50)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("op", OPS)
 def test_random_calls_are_within_the_budget(op: str, dtype: torch.dtype) -> None:
