@@ -385,3 +385,11 @@ def test_symbolic_sizes_are_supported() -> None:
     traced = make_fx(lambda x, w: functional.linear(x, w), tracing_mode="symbolic")(x, weight)
     expected = torch.nn.functional.linear(x[:7], weight)
     torch.testing.assert_close(traced(x[:7], weight), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_negative_views_of_weights_match() -> None:
+    x, weight = torch.randn(64, 512), torch.nn.Parameter(torch.randn(512, 512))
+    y = functional.linear(x, weight, backend="cpu" if _native.module else None)
+    negative = functional.linear(x, torch._neg_view(weight))
+    torch.testing.assert_close(negative, -y, rtol=1e-4, atol=1e-3)

@@ -275,16 +275,6 @@ def test_int8_feed_forward_is_two_int8_maps(dtype):
     assert same_bits(empty, bias1.expand(7, 40).contiguous())
 
 
-def test_masked_garbage_leaves_gradients_finite():
-    query, key, value = (torch.randn(1, 1, 4, 3) for _ in range(3))
-    value[:, :, 3] = math.nan
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    output, _ = attention(*arrange(*leaves, causal=True))
-    gradients = torch.autograd.grad(output[:, :, :3].sum(), leaves)
-    assert gradients[0][:, :, :3].isfinite().all()
-    assert gradients[2][:, :, :3].isfinite().all()
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 0x299F31D0A4093822, 2**63 - 1])
 @pytest.mark.parametrize("p", [0.0, 1e-300, 2**-16, 0.1, 0.3, 0.5, 1 - 2**-16, 1 - 2**-53, 1.0])
 def test_dropout_matches_philox(p, seed):

@@ -196,9 +196,6 @@ def test_nan_in_ignored_rows_gives_no_gradient(monkeypatch, smoothing):
     assert x.grad[[0, 3]].isfinite().all()
 
 
-# Feed-forward ------------------------------------------------------------------------------------
-
-
 # Selection ----------------------------------------------------------------------------------------
 
 

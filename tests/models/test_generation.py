@@ -345,19 +345,7 @@ LOW_PRECISION = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW_PRECISION])
 @pytest.mark.parametrize("size", SIZES)
-def test_best_is_argmax(size: int, dtype: torch.dtype) -> None:
-    check_best(size, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
-@pytest.mark.parametrize("size", [7, 1087])
-def test_best_is_argmax_on_every_instruction_set(
-    size: int, dtype: torch.dtype, float_isa: str
-) -> None:
-    check_best(size, dtype)
-
-
-def check_best(size: int, dtype: torch.dtype) -> None:
+def test_best_is_argmax(size: int, dtype: torch.dtype, float_isa: str) -> None:
     logits = torch.randn(9, size).to(dtype)
     logits[0, -1] = logits[1, 0] = 100.0
     logits[2] = 1.0  # the first of equal values

@@ -244,6 +244,18 @@ def test_fx_traces_a_module_as_one_node(name: str) -> None:
     torch.testing.assert_close(traced(*given), module(*given))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "encoder layer", "decoder layer"])
+def test_jit_trace_records_pytorch_ops(name: str, training: bool) -> None:
+    inner, args, _ = _made(name)
+    inner.train(training)
+    with torch.set_grad_enabled(training):
+        traced = torch.jit.trace(inner, args)
+        assert "transformer_fast::" not in str(traced.inlined_graph)
+        torch.testing.assert_close(traced(*args), inner(*args))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_vmap_over_masks(compiled: bool) -> None:

@@ -125,9 +125,6 @@ def test_rows_masked_by_finfo_min_attend_to_all_keys(device):
     check_gradients("attention", attention, call, names=("query", "key", "value"))
 
 
-# One query ----------------------------------------------------------------------------------------
-
-
 # Strides -----------------------------------------------------------------------------------------
 
 
