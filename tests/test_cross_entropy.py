@@ -423,7 +423,7 @@ def test_memory_is_one_chunk_of_logits(in_parts, at_once, kernel, dtype):
 
 
 @since_torch(2, 13, why="PyTorch 2.10 gives a program in float16 no gradient")
-@pytest.mark.sampled(30)
+@pytest.mark.thorough
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory_of_compiled_programs_is_one_chunk(monkeypatch, in_parts, dtype, kernel, summed):
@@ -612,6 +612,7 @@ def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
     assert alive.elements < 1280 * 70 / 2
 
 
+@pytest.mark.thorough
 def test_data_dependent_numbers_of_rows_compile(monkeypatch):
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, target = logits_and_target(200, 7)

@@ -202,6 +202,7 @@ def test_the_reference_is_never_preferred(table):
     assert dispatch.explain_call(yielding).backend == "cpu"
 
 
+@pytest.mark.thorough
 def test_preferences_are_ignored_while_tracing():
     """The number of rows is dynamic there."""
     kernel = kernel_of("linear")
@@ -312,19 +313,6 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
 
 
 # explain -----------------------------------------------------------------------------------------
-
-
-def test_explain_a_call_that_a_named_backend_refuses(table):
-    table("reference")
-    table("cpu", dtypes=frozenset({torch.float64}))
-    explanation = dispatch.explain_call(CALL, "cpu")
-    assert explanation.backend is None
-    assert str(explanation) == (
-        "linear cannot run on 'cpu'.\n"
-        "  not 'cpu': it supports float64, and the call has float32.\n"
-        "  not 'reference': use_backend or backend= selects 'cpu'.\n"
-        f"  call: {CALL.arguments}"
-    )
 
 
 def test_explain_groups_backends_of_other_devices_at_the_end():
@@ -442,6 +430,7 @@ def test_explain_bad_call_raises_like_the_function():
 # Environment -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_environment_variables_apply_to_a_new_process():
     code = (
         "import torch, transformer_fast as t\n"
@@ -471,6 +460,7 @@ def test_other_values_than_whole_numbers_raise(monkeypatch, value):
         _switches.count("TRANSFORMER_FAST_PACKED_MB", 5)
 
 
+@pytest.mark.thorough
 def test_commands_report_invalid_variables_in_one_line():
     """`_read_environment` is tested in test_switches.py."""
     name = "TRANSFORMER_FAST_BACKEND"

@@ -341,7 +341,7 @@ def test_second_derivatives_are_within_the_budget(
     check_gradients(op, target.kernel.run, on(target, drawn(op, case, dtype)), twice=True)
 
 
-@pytest.mark.sampled(40, 60)
+@pytest.mark.sampled(0, 60)
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(op: str, backend: Backend, dtype: torch.dtype) -> None:
@@ -358,6 +358,7 @@ def test_opcheck(op: str, backend: Backend, dtype: torch.dtype) -> None:
         compiled.add(operator)
 
 
+@pytest.mark.sampled(15)
 @EVERY_KERNEL
 def test_calls_compile_to_one_graph(op: str, backend: Backend) -> None:
     target = backend.of(op)
@@ -369,6 +370,7 @@ def test_calls_compile_to_one_graph(op: str, backend: Backend) -> None:
 COMPILED = ("add_layer_norm", "attention", "linear_cross_entropy")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "op",
     [*COMPILED, *(pytest.param(o, marks=pytest.mark.exhaustive) for o in OPS if o not in COMPILED)],

@@ -97,6 +97,7 @@ def test_rows_of_one_value_are_zero_for_any_eps(value, isa):
     assert not functional.layer_norm(x, (77,), eps=1e-12, backend="cpu").any()
 
 
+@pytest.mark.thorough
 @needs_native
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_the_gradients_of_parameters_have_their_dtype_in_traces(has_weight):
@@ -212,6 +213,7 @@ def t5_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 WRITTEN = {f.__name__: f for f in (llama_norm, t5_norm, root_mean_square, torchs_rms_norm)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRITTEN)
 def test_hand_written_rms_norms_are_rewritten(fresh, name):
     model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(WRITTEN[name]))
@@ -228,6 +230,7 @@ def test_hand_written_rms_norms_are_rewritten(fresh, name):
     [report] = check(block, torch.randn(B, T, M), None, causal(), None, add_rms_norm=1, rms_norm=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_rounding_casts_prevent_the_rewrite(fresh, dtype):
     def norm(x: Tensor) -> Tensor:
@@ -239,6 +242,7 @@ def test_rounding_casts_prevent_the_rewrite(fresh, dtype):
     torch.testing.assert_close(ours(x), norm(x), rtol=0, atol=2**-7)
 
 
+@pytest.mark.thorough
 def test_a_wider_weight_gives_the_wider_dtype(fresh):
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         square = x.float().pow(2).mean(-1, keepdim=True)
@@ -331,6 +335,7 @@ def test_second_derivatives_and_forward_mode():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
+@pytest.mark.thorough
 @needs_native
 @pytest.mark.parametrize("kind", [ANNOTATED, ANNOTATED_BIASED])
 def test_opcheck_of_the_annotated_norm(kind):

@@ -62,6 +62,7 @@ def rows(found: models.Generated) -> list[list[int]]:
 
 
 # Not with a shared vocabulary: it can generate a pad token, which recomputing would mask.
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "shared" not in name])
 def test_greedy_equals_recomputing_everything(name: str) -> None:
     model = varied(small(**OPTIONS[name]))
@@ -365,6 +366,7 @@ def test_best_is_argmax(size: int, dtype: torch.dtype, float_isa: str) -> None:
         assert torch.equal(bind_best(rows)(rows), rows.argmax(-1))
 
 
+@pytest.mark.thorough
 def test_best_opcheck_and_errors() -> None:
     if _native.module is None:
         pytest.skip(_native.why_not or "needs the native module")
@@ -403,6 +405,7 @@ def test_sampling_follows_the_softmax(temperature: float) -> None:
 
 
 # With 700 tokens, more than the 256 most probable ones are needed.
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("size", [12, 700])
 @pytest.mark.parametrize("top_k", [None, 9])
 def test_top_p(size: int, top_k: int | None) -> None:
@@ -540,6 +543,7 @@ def check(model: models.Transformer, method: models.BeamSearch, limit: int, **op
             assert got_scores[place] == pytest.approx(score, rel=1e-4)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("beams", [1, 2, 5])
 @pytest.mark.parametrize("power", [0.6, 0.0, 2.0, -0.7])
 @pytest.mark.parametrize("early_stop", [False, True])

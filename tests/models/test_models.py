@@ -26,6 +26,7 @@ from module_checks import check_budget
 from transformer_fast import functional, models
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("example", [[7, 7, 7], [7, 3, 5]], ids=str)
 def test_traced_models_support_padding(example: list[int]) -> None:
@@ -184,6 +185,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 # Dynamo itself triggers this warning when it handles an autograd.Function.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_without_graph_breaks() -> None:
     model = small(num_encoder_layers=1, num_decoder_layers=1)

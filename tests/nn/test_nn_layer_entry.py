@@ -173,6 +173,7 @@ def test_checkpoints_draw_the_same_dropout(entered: list[bool]) -> None:
     assert torch.equal(grad, plain[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("crossed", [False, True])

@@ -164,6 +164,7 @@ def fresh() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_forward_and_backward(name: str) -> None:
     module, args, kwargs = _made(name)
@@ -176,6 +177,7 @@ def test_one_graph_forward_and_backward(name: str) -> None:
         torch.testing.assert_close(compiled(*args, **kwargs), module(*args, **kwargs))
 
 
+@pytest.mark.thorough
 def test_dropout_in_the_graph() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.4, batch_first=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -187,6 +189,7 @@ def test_dropout_in_the_graph() -> None:
     assert torch.equal(compiled(x), first)
 
 
+@pytest.mark.thorough
 def test_one_dynamic_graph_serves_all_lengths() -> None:
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True).eval()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
@@ -213,6 +216,7 @@ class WithMask(torch.nn.Module):
         return nn.functional.linear(y, self.bias[:16, :16], residual=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("learned", [False, True])
 def test_fixed_size_masks_and_repeated_arguments_in_dynamic_graphs(learned: bool) -> None:
     module, x = WithMask(), torch.randn(2, 4, 24, 16, requires_grad=True)
