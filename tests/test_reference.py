@@ -244,18 +244,19 @@ def test_int8_values_differ_by_half_a_step_at_most(scale):
 def test_int8_rows_are_independent():
     """NaN and infinity give NaN in their rows only; tiny rows and rows of zeros give the bias. A
     range that exceeds float32 gives numbers."""
+    # Not gelu, which on some CPUs is NaN at infinity.
     x, *rest, bias = _int8_map(9, 5, 12)
-    alone = int8_linear(x, *rest, bias, "gelu", None)
+    alone = int8_linear(x, *rest, bias, "relu", None)
     garbage = x.clone()
     garbage[1, 3], garbage[2, 0], garbage[3, 1] = math.nan, math.inf, -math.inf
     garbage[4, :2] = torch.tensor([3e38, -3e38])
     garbage[5], garbage[6] = 0.0, x[6] * 2.0**-110
-    found = int8_linear(garbage, *rest, bias, "gelu", None)
+    found = int8_linear(garbage, *rest, bias, "relu", None)
     assert found[1:4].isnan().all()
     assert not found[4].isnan().any()
     assert same_bits(found[[0, 7, 8]], alone[[0, 7, 8]])
     for row in found[5:7]:
-        assert same_bits(row, torch.nn.functional.gelu(bias))
+        assert same_bits(row, bias.relu())
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, DOUBLE], ids=str)
