@@ -42,7 +42,6 @@ from transformer_fast import functional as F
 from transformer_fast._native import TORCH_VERSION
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
-from transformer_fast.ops.attention import TRAINING
 from transformer_fast.reference.attention import empty_output, visible_places
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
@@ -574,40 +573,6 @@ LOWEST[:, :, 3], LOWEST[:, :, 5] = torch.finfo(torch.float32).min, -1e9
 def test_gradients_of_rows_far_from_zero(weights, float_isa):
     q, k, v = tensors(20, 37, 16)
     check_gradients_of(q, k, v, mask=LOWEST.expand(1, 1, 20, 37), weights=weights)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_saved_statistics(dtype, backend):
-    """Weights are exp(score - row_max) / row_sum in every backend; both are 0 where nothing is seen."""
-    target, sizes = backend.of("attention", dtype), (2, 2, 20, 37)
-    q, k, v = tensors(20, 37, 16, dtype=dtype)
-    seen = draw().bools(*sizes)
-    seen[:, :, ::3] = False
-    bias = draw().normal(*sizes).masked_fill(~seen, -math.inf)
-    calls = [
-        {}, {"scale": -0.3}, {"mask": seen}, {"mask": bias}, {"mask": LOWEST.expand(2, 2, 20, 37)},
-        {"causal": True, "lengths": torch.tensor([0, 30])},
-    ]  # fmt: skip
-    for given in calls:
-        given = {"scale": 0.25, **given}
-        arguments = on(target, arrange(q, k, v, **given))
-        if target.refusal(arguments):
-            continue
-        *_, row_max, row_sum = TRAINING.of[backend.name](*arguments[:9], False)
-        row_max, row_sum = row_max.cpu().double(), row_sum.cpu().double()
-        scores = given["scale"] * q.double() @ k.double().mT
-        mask = given.get("mask", torch.ones(()) > 0.0)
-        visible = visible_places(q, k, mask, given.get("lengths"), "causal" in given)
-        visible = visible.expand(sizes)
-        if mask.dtype != torch.bool:
-            scores = scores + mask.double()
-        # Kernels round the sum with the mask to fp32.
-        distance = scores.float().double() - row_max[..., None]
-        total = torch.where(visible, distance.exp(), 0.0).sum(-1)
-        sees = visible.any(-1)
-        assert not torch.stack((row_max, row_sum))[:, ~sees].any()
-        close = 10 * torch.finfo(dtype).eps
-        torch.testing.assert_close(row_sum[sees], total[sees], rtol=close, atol=0.0)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4])

@@ -17,12 +17,10 @@ from torch import Tensor
 from transformer_fast import (
     _native,
     accelerate,
-    dispatch,
     explain,
     functional,
     nn,
     reference,
-    strict,
     testing,
     use_backend,
 )
@@ -358,15 +356,3 @@ def test_the_annotated_norm_is_explained_and_a_named_backend_never_falls_back() 
         norm.double()(x.double())
     with use_backend("cpu"), pytest.raises(NotImplementedError, match="annotated_layer_norm"):
         add_annotated_layer_norm(x[..., :1], x[..., :1], None, None, 1e-6, True, 0.0)
-
-
-def test_strict_mode_refuses_the_annotated_norm_on_the_reference(monkeypatch) -> None:
-    kernels = tuple(
-        kernel
-        for kernel in dispatch.kernels("annotated_layer_norm")
-        if kernel.backend == "reference"
-    )
-    monkeypatch.setitem(dispatch.registry.kernels, "annotated_layer_norm", kernels)
-    norm, x = annotated(3, 8, torch.float32)
-    with strict(), pytest.raises(NotImplementedError, match="strict mode"):
-        norm(x)

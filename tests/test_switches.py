@@ -63,40 +63,6 @@ def test_blocks_end_after_an_error(name: str) -> None:
 
 
 @every_block
-def test_overlapping_threads_leave_nothing_set(name: str) -> None:
-    """The first thread enters before and leaves before the second."""
-    block, value = BLOCKS[name]
-    before = now(name)
-    first_entered, second_entered, first_left = (threading.Event() for _ in range(3))
-    seen: dict[str, list[Any]] = {"first": [], "second": []}
-
-    def first() -> None:
-        outside = now(name)
-        with block():
-            first_entered.set()
-            assert second_entered.wait(10)
-            seen["first"].append(now(name))
-        first_left.set()
-        seen["first"].append(now(name) == outside)
-
-    def second() -> None:
-        assert first_entered.wait(10)
-        outside = now(name)
-        seen["second"].append(outside != value or name == "small_size_fallback")
-        with block():
-            second_entered.set()
-            assert first_left.wait(10)
-            seen["second"].append(now(name))
-        seen["second"].append(now(name) == outside)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(first), pool.submit(second)]:
-            done.result()
-    assert seen == {"first": [value, True], "second": [True, value, True]}
-    assert now(name) == before
-
-
-@every_block
 def test_overlapping_generators_leave_nothing_set(name: str) -> None:
     """A generator runs in its caller's context, so its block holds there until it ends."""
     block, value = BLOCKS[name]

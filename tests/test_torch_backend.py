@@ -135,6 +135,7 @@ def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
     return (x, memory, mask, None, padding, other), {"tgt_is_causal": causal}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
@@ -154,6 +155,7 @@ def test_layers_run_at_most_two_more_operators_than_pytorch(
     assert 15 < ours <= theirs + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_stacks_do_not_synchronize(training, padded):
@@ -167,6 +169,7 @@ def test_stacks_do_not_synchronize(training, padded):
                 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention_runs_at_most_three_more_operators_than_pytorch(need_weights, training):
