@@ -73,26 +73,6 @@ def test_greedy_equals_recomputing_everything(name: str) -> None:
     assert rows(model.generate(source, max_new_tokens=12, use_cache=False)) == expected
 
 
-def test_finished_sequences_leave_the_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: list[int] = []
-    right = CachedDecoder.keep
-
-    def keep(self: CachedDecoder, sources: Tensor) -> None:
-        kept.append(sources.shape[0])
-        right(self, sources)
-
-    monkeypatch.setattr(CachedDecoder, "keep", keep)
-    model = varied(small(norm_first=True), 0.5)
-    source = tokens(23, [7, 3, 5, 1, 6, 2, 4, 7, 7, 3])
-    found = model.generate(source, max_new_tokens=15)
-    assert rows(found) == plain_greedy(model, source, 15)
-    assert len(set(found.lengths.tolist())) >= 3
-    assert len(kept) >= 2
-    assert kept == sorted(kept, reverse=True)
-
-
 @pytest.mark.parametrize("holes", [False, True], ids=["padding at the end", "padding anywhere"])
 def test_padded_sources(holes: bool) -> None:
     model = varied(small(positions=None))
