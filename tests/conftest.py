@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Waiting threads sleep: where several processes share the cores, spinning threads take time from
 # the others. OpenMP reads the variable once, when torch is loaded.
@@ -209,22 +210,18 @@ def _in_use(isa: str) -> Iterator[str]:
         yield isa
 
 
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test on each instruction set of this machine, without those of 8-bit products only."""
-    yield from _in_use(request.param)
+def _each(isas: Sequence[str]) -> Any:
+    """Returns a fixture that runs a test on each of these instruction sets."""
+
+    @pytest.fixture(params=isas or ["none"])
+    def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+        yield from _in_use(request.param)
+
+    return isa
 
 
-@pytest.fixture(params=FLOAT_ISAS or ["none"])
-def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instruction sets with their own builds of the fp32 kernels."""
-    yield from _in_use(request.param)
-
-
-@pytest.fixture(params=INT8_ISAS or ["none"])
-def int8_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test on each instruction set of this machine."""
-    yield from _in_use(request.param)
+#: Those of this machine: without those of 8-bit products only, with own builds of the fp32 kernels, all.
+isa, float_isa, int8_isa = map(_each, (ISAS, FLOAT_ISAS, INT8_ISAS))
 
 
 @pytest.fixture
