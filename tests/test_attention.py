@@ -657,34 +657,6 @@ def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> Non
     torch.testing.assert_close(found, clean, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("garbage", [*GARBAGE, 3e38, 1e-36])
-@pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masked_garbage_does_not_reach_gradients(dtype, garbage, how, backend):
-    """Masked keys and values affect neither the gradient of a query nor other gradients through it."""
-    if backend.name != "cpu" and (dtype != torch.float32 or garbage not in GARBAGE):
-        pytest.skip("for the CPU's units of bfloat16")
-    q, k, v = tensors(40, 60, 16, dtype=dtype)
-    visible = torch.ones(1, 1, 40, 60, dtype=torch.bool)
-    options: dict[str, Any] = {}
-    if how == "lengths":
-        visible[..., 41:] = False
-        options = {"lengths": torch.tensor([41, 41])}
-    elif how == "causal":
-        visible = visible.tril()
-        options = {"causal": True}
-    else:
-        visible[..., 5::7] = False
-        options = {"mask": visible if how == "mask" else torch.where(visible, 0.0, -math.inf)}
-    hidden = ~visible.any(dim=-2)[0, 0]
-    dirty = (x.masked_fill(hidden[:, None], garbage) for x in (k, v))
-    target = backend.of("attention", dtype)
-    clean, found = (trained(target, (q, *kv), q.sin(), **options) for kv in ((k, v), dirty))
-    assert finite(*found)
-    assert_same(found, clean, exact=backend.name == "cpu" and not on_units(target))
-    assert not any(x[:, :, hidden].any() for x in found[2:])
-
-
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_visible_garbage_affects_only_queries_that_see_it(dtype, added, backend):

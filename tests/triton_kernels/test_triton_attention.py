@@ -149,26 +149,6 @@ def test_offsets_beyond_32_bits(device, far):
         assert torch.equal(ours, theirs)
 
 
-def test_garbage_beyond_the_query_lengths_is_ignored(device):
-    """Only rows beyond the query lengths see the garbage, by causality; they and their gradients
-    are 0.
-    """
-    q, k, v = drawn(device, b=1, h=2, key_heads=1, t=20, s=20, dv=8)
-    for x, garbage in ((q, math.inf), (k, math.nan), (v, -math.inf)):
-        x[:, :, 12:] = garbage
-    end = torch.tensor([12], device=device)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    real = [x[:, :, :12].detach().requires_grad_() for x in (q, k, v)]
-    found = attention(*arguments(*leaves, causal=True), end)[0]
-    wanted = attention(*arguments(*real, causal=True))[0]
-    grads = torch.autograd.grad(found.sum(), leaves)
-    for got, want in zip(
-        (found, *grads), (wanted, *torch.autograd.grad(wanted.sum(), real)), strict=True
-    ):
-        torch.testing.assert_close(got[:, :, :12], want)
-        assert not got[:, :, 12:].any()
-
-
 def test_strides_of_results_and_gradients(device):
     """Heads that a view split off are merged by a view; gradients have the strides of their tensors."""
     q, k, v = drawn(device, b=2, h=3, dv=8)

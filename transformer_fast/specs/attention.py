@@ -203,14 +203,35 @@ def _garbage_beyond_lengths(draw: Draw) -> tuple[Any, ...]:
     return arguments
 
 
-def _garbage_beyond_query_lengths(draw: Draw) -> tuple[Any, ...]:
-    arguments = _attention(
-        3, 2, 37, 37, 16, causal=True, query_lengths=_lengths, lengths=_lengths, weights=True
-    )(draw)
-    hidden = (torch.arange(37, device=draw.device) >= arguments[4][:, None])[:, None, :, None]
-    for x, garbage in zip(arguments[:3], (math.nan, math.inf, math.nan), strict=True):
-        x.masked_fill_(hidden, garbage)
-    return arguments
+def _garbage_beyond_query_lengths(causal: bool) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        lengths = torch.tensor([0, 20, 33], device=draw.device)
+        arguments = _attention(
+            3, 2, 37, 37, 16, causal=causal, query_lengths=lambda *_: lengths, weights=True
+        )(draw)
+        beyond = torch.arange(37, device=draw.device) >= lengths[:, None]
+        # Keys that only queries beyond the lengths see.
+        unseen = beyond if causal else (lengths == 0)[:, None].expand(beyond.shape)
+        for x, hidden, garbage in zip(
+            arguments[:3], (beyond, unseen, unseen), (math.nan, math.inf, math.nan), strict=True
+        ):
+            x.masked_fill_(hidden[:, None, :, None], garbage)
+        return arguments
+
+    return build
+
+
+def _garbage_under_a_mask(added: bool) -> Callable[[Draw], tuple[Any, ...]]:
+    def columns(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+        mask = draw.bools(1, 1, t, s, true=0.7) & (torch.arange(s, device=draw.device) % 7 != 5)
+        return torch.where(mask, 0.25, -math.inf).to(draw.dtype) if added else mask
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        arguments = _attention(2, 2, 40, 60, 16, mask=columns)(draw)
+        arguments[1][:, :, 5::7], arguments[2][:, :, 5::7] = math.nan, math.inf
+        return arguments
+
+    return build
 
 
 def _garbage_in_the_future(draw: Draw) -> tuple[Any, ...]:
@@ -303,8 +324,11 @@ CASES = (
     case("query lengths, weights, dropout",
          _attention(3, 2, 37, 23, 16, weights=True, dropout_p=0.2, query_lengths=lambda draw,
                     b, h, t, s: torch.tensor([t // 2], device=draw.device).expand(b))),
-    case("garbage beyond query lengths", _garbage_beyond_query_lengths),
+    case("garbage beyond query lengths", _garbage_beyond_query_lengths(causal=False)),
+    case("garbage beyond query lengths, causal", _garbage_beyond_query_lengths(causal=True)),
     case("garbage in the future", _garbage_in_the_future),
+    case("garbage under a bool mask", _garbage_under_a_mask(added=False)),
+    case("garbage under a float mask", _garbage_under_a_mask(added=True)),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
     case("one key head", _attention(2, 4, 17, 23, 16, key_heads=1, causal=True)),
     case("fewer key heads, mask",
