@@ -191,36 +191,17 @@ def trained(target, x, classes, up):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_garbage_in_ignored_rows_has_no_effect(backend, dtype, garbage):
-    """Losses and gradients of ignored rows are 0; other rows are as without garbage.
-
-    The same holds for garbage in the incoming gradient.
-    """
-    x, target = logits_and_target(9, 150, dtype=dtype)
-    target[1::3] = -100
-    results = []
-    for spoilt in (False, True):
-        up = torch.linspace(1.0, 2.0, 9)
-        if spoilt:
-            x[1::3] = garbage
-            x[4, ::2] = 1.0
-            up[1] = math.nan
-        results.append(trained(backend.of("cross_entropy", dtype), x, target, up))
-        assert not any(found[1::3].any() for found in results[-1])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("values", "column"), [((math.nan,), 0), ((math.inf,), 149), ((-math.inf,) * 150, 70)]
 )
 def test_garbage_affects_only_its_row(backend, column, values):
-    """As in PyTorch, only these rows become NaN."""
+    """As in PyTorch, only these rows become NaN; garbage in the gradient of an ignored row does not."""
     x, target = logits_and_target(9, 150)
     x[3, torch.arange(column, column + len(values)) % 150] = torch.tensor(values)
-    losses, gradient = trained(backend.of("cross_entropy"), x, target, torch.ones(9))
+    up = torch.ones(9)
+    target[5], up[5] = -100, values[0]
+    losses, gradient = trained(backend.of("cross_entropy"), x, target, up)
+    assert not gradient[5].any()
     assert torch.equal(losses.isnan().cpu(), torch.arange(9) == 3)
     assert torch.equal(gradient.isnan().all(1).cpu(), torch.arange(9) == 3)
     assert gradient.isfinite().all(1).sum() == 8
