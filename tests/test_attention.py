@@ -59,7 +59,7 @@ from transformer_fast.testing.oracle import oracle, promote
 from transformer_fast.testing.parity import compare
 
 pytestmark = [
-    pytest.mark.sampled(25, 45),
+    pytest.mark.sampled(15, 45),
     pytest.mark.usefixtures("two_threads", "small_tiles"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]

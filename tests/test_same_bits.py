@@ -249,6 +249,7 @@ def called(call: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> list[
         return [y, *torch.autograd.grad(y.float().square().sum(), x)] if training else [y]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_layers_do_not_depend_on_the_number_of_threads(
     isa: str, calls: Calls, training: bool, threads: None
@@ -259,6 +260,7 @@ def test_layers_do_not_depend_on_the_number_of_threads(
             check_threads(lambda: called(call, x, training))  # noqa: B023
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_attention_does_not_depend_on_the_number_of_threads(
     isa: str, calls: Calls, training: bool, threads: None
