@@ -143,11 +143,6 @@ def test_norms_of_strided_rows(device):
         hold("layer_norm", (input, (width,), weight[:width], None, 1e-5))
 
 
-def test_dropout_with_two_normalized_dimensions(device):
-    input, residual = (rows_of((3, 4, 10), torch.float32, device, seed) for seed in (1, 2))
-    hold("add_layer_norm", (input, residual, (4, 10), None, None, 1e-5, 0.5, SEED.to(device)))
-
-
 #: Function of a (2, 5, 24) input -> the arguments of an invalid norm, and a part of the error
 #: message.
 WRONG_NORMS = {
