@@ -234,6 +234,22 @@ def _garbage_under_a_mask(added: bool) -> Callable[[Draw], tuple[Any, ...]]:
     return build
 
 
+def _garbage_in_padding(causal: bool) -> Callable[[Draw], tuple[Any, ...]]:
+    """Padding on the left, on the right, everywhere and nowhere, as a mask (B, 1, 1, S)."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        key = torch.arange(37, device=draw.device)
+        real = torch.stack((key >= 9, key < 30, key < 0, key >= 0))
+        arguments = _attention(
+            4, 2, 37, 37, 16, causal=causal, mask=lambda *_: real[:, None, None]
+        )(draw)
+        for x, garbage in zip(arguments[1:3], (math.nan, math.inf), strict=True):
+            x.masked_fill_(~real[:, None, :, None], garbage)
+        return arguments
+
+    return build
+
+
 def _garbage_in_the_future(draw: Draw) -> tuple[Any, ...]:
     # NaN and inf at keys 25 and later. Queries stop at 24, so the causal mask hides them from all.
     arguments = _attention(1, 2, 25, 40, 16, causal=True)(draw)
@@ -327,6 +343,8 @@ CASES = (
     case("garbage beyond query lengths", _garbage_beyond_query_lengths(causal=False)),
     case("garbage beyond query lengths, causal", _garbage_beyond_query_lengths(causal=True)),
     case("garbage in the future", _garbage_in_the_future),
+    case("garbage in padding", _garbage_in_padding(causal=False)),
+    case("garbage in padding, causal", _garbage_in_padding(causal=True)),
     case("garbage under a bool mask", _garbage_under_a_mask(added=False)),
     case("garbage under a float mask", _garbage_under_a_mask(added=True)),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
