@@ -71,6 +71,8 @@ if interpreted.WHY_NOT is not None:
 _OF_GPUS = {"triton": (0, 6), "cuda": (0, 100)}
 if torch.cuda.is_available():
     _OF_GPUS = {"triton": (4, 100), "cuda": (15, 100)}
+#: The compile backend beyond test_compile_backend.py: its programs are the same on every machine.
+_COMPILED = ("test_compile_constants.py", "test_compile_modes.py", "test_compile_sublayers.py")
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.
 _BETWEEN = 40
 _GOLDEN = (5**0.5 - 1) / 2
@@ -98,6 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         percents = [(100, 100), *(_OF_GPUS[name] for name in of_gpus)]
         percents += [(*mark.args, 100)[:2] for mark in item.iter_markers("sampled")]
         percents += [(100, _BETWEEN)] if between else []
+        percents += [(0, 100)] if item.path.name in _COMPILED else []
         test = item.nodeid.partition("[")[0], *sorted(of_gpus)
         each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", INT8_ISAS)
         some, most = (min(column) for column in zip(*percents, strict=True))

@@ -35,7 +35,7 @@ from transformer_fast.testing.oracle import as_results, oracle
 from transformer_fast.testing.parity import compare
 
 pytestmark = [
-    pytest.mark.sampled(50),
+    pytest.mark.sampled(35),
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]

@@ -49,12 +49,14 @@ def check_forward(model: models.Transformer, padded: bool, **args: Any) -> None:
             check_budget(model(source, target, **args)[real], plain[real], exact[real])
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("padded", [False, True])
 def test_forward_equals_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
     check_forward(small(**options), padded)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("given", [(), ("source",), ("target",), ("memory",), ("heads",)], ids=str)

@@ -91,7 +91,7 @@ def check(
 _OWN_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -110,7 +110,7 @@ def test_layers_match_float64(isa: str, dtype: torch.dtype, norm_first: bool, ca
         assert called == (3 if crossed else 2)
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -389,7 +389,7 @@ def gated_layer(
     return x + y @ down.t() if norm_first else norm(x + y @ down.t())
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("isa", "int8"), ISAS_AND_INT8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
