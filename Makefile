@@ -1,7 +1,7 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
 #   make compare   parity and speed of every kernel against the reference, here
-#   make test      the tests that show the kernels are correct here, some seven minutes of two cores;
+#   make test      the tests that show the kernels are correct here, some five CPU minutes;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every kind of test (emulators, fuzzing, several processes, the tools' own), a
 #                  sanitized part and the small benchmarks; compiles CUDA kernels where nvcc is found

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Waiting threads sleep: where several processes share the cores, spinning threads take time from
 # the others. OpenMP reads the variable once, when torch is loaded.
@@ -65,11 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
 if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton_kernels/test_triton_[!h]*.py"]
 
-#: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`;
-#: their emulators are slow.
-_EMULATED = {"triton": (0, 6), "cuda": (15, 100)}
+#: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`.
+#: Without a GPU they are emulated, which is slow and says nothing about this machine.
+_OF_GPUS = {"triton": (0, 6), "cuda": (0, 100)}
 if torch.cuda.is_available():
-    _EMULATED = {"triton": (4, 100), "cuda": (15, 100)}
+    _OF_GPUS = {"triton": (4, 100), "cuda": (15, 100)}
+#: The compile backend beyond test_compile_backend.py: its programs are the same on every machine.
+_COMPILED = ("test_compile_constants.py", "test_compile_modes.py", "test_compile_sublayers.py")
 #: Percentage of the cases on instruction sets between the lowest and the best in `make test-all`.
 _BETWEEN = 40
 _GOLDEN = (5**0.5 - 1) / 2
@@ -91,12 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else [*callspec.params.values()]
-        emulated = [v.name for v in values if isinstance(v, Backend) and v.name in _EMULATED]
+        of_gpus = {v.name for v in values if isinstance(v, Backend) and v.name in _OF_GPUS}
+        of_gpus |= {"cuda"} if item.path.parent.name == "cuda" else set()
         between = _names(values, "isa", INT8_ISAS[1:-1])
-        percents = [(100, 100), *(_EMULATED[name] for name in emulated)]
+        percents = [(100, 100), *(_OF_GPUS[name] for name in of_gpus)]
         percents += [(*mark.args, 100)[:2] for mark in item.iter_markers("sampled")]
         percents += [(100, _BETWEEN)] if between else []
-        test = item.nodeid.partition("[")[0], *emulated
+        percents += [(0, 100)] if item.path.name in _COMPILED else []
+        test = item.nodeid.partition("[")[0], *sorted(of_gpus)
         each = "each", *test, *_names(values, "op", OPS), *_names(values, "isa", INT8_ISAS)
         some, most = (min(column) for column in zip(*percents, strict=True))
         exhaustive = item.get_closest_marker("exhaustive") is not None
@@ -208,22 +213,18 @@ def _in_use(isa: str) -> Iterator[str]:
         yield isa
 
 
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test on each instruction set of this machine, without those of 8-bit products only."""
-    yield from _in_use(request.param)
+def _each(isas: Sequence[str]) -> Any:
+    """Returns a fixture that runs a test on each of these instruction sets."""
+
+    @pytest.fixture(params=isas or ["none"])
+    def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+        yield from _in_use(request.param)
+
+    return isa
 
 
-@pytest.fixture(params=FLOAT_ISAS or ["none"])
-def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Instruction sets with their own builds of the fp32 kernels."""
-    yield from _in_use(request.param)
-
-
-@pytest.fixture(params=INT8_ISAS or ["none"])
-def int8_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test on each instruction set of this machine."""
-    yield from _in_use(request.param)
+#: Those of this machine: without those of 8-bit products only, with own builds of the fp32 kernels, all.
+isa, float_isa, int8_isa = map(_each, (ISAS, FLOAT_ISAS, INT8_ISAS))
 
 
 @pytest.fixture

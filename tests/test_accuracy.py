@@ -287,6 +287,7 @@ FINE = (
 COARSE_BUGS = [bug for bug in ALL_BUGS if not any(word in str(bug.id) for word in FINE)]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("op", "bug", "case"), COARSE_BUGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_planted_bugs_fail_in_low_precision(op, bug, case, dtype):

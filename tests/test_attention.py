@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -43,7 +42,6 @@ from transformer_fast import functional as F
 from transformer_fast._native import TORCH_VERSION
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.clock import peak
-from transformer_fast.ops.attention import TRAINING
 from transformer_fast.reference.attention import empty_output, visible_places
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
@@ -61,7 +59,7 @@ from transformer_fast.testing.oracle import oracle, promote
 from transformer_fast.testing.parity import compare
 
 pytestmark = [
-    pytest.mark.sampled(25, 45),
+    pytest.mark.sampled(15, 45),
     pytest.mark.usefixtures("two_threads", "small_tiles"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
@@ -439,17 +437,6 @@ def test_fully_masked_rows_are_exactly_zero(target):
         assert torch.equal(weights[:, :, ::3], torch.zeros_like(weights[:, :, ::3]))
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("target", CPU_TARGETS)
-def test_any_distance_between_first_and_largest_scores(target, weights):
-    """Row sums, relative to the first keys' scores, have all magnitudes up to the dtype's limits."""
-    distance = torch.linspace(85.0, 92.0, 120)[:, None]
-    below = torch.where(torch.arange(70) < 40, -distance, 0.0)[None, None]
-    query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)
-    tensors = [x.to(target.dtype) for x in (query, key, value[None, None])]
-    check_target(target, accepted(target, arrange(*tensors, mask=below, weights=weights)))
-
-
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": torch.tensor(7)}], ids=len)
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("target", HALF)
@@ -564,51 +551,6 @@ def test_equal_values_give_query_and_key_gradients_near_zero(queries, dtype, isa
     assert dkey.abs().max() <= rounding * query.abs().max() / math.sqrt(16) * queries
 
 
-#: Whole rows whose scores are far from 0, where log-sum-exp would round to the maximum.
-LOWEST = torch.zeros(1, 1, 20, 1)
-LOWEST[:, :, 3], LOWEST[:, :, 5] = torch.finfo(torch.float32).min, -1e9
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_gradients_of_rows_far_from_zero(weights, float_isa):
-    q, k, v = tensors(20, 37, 16)
-    check_gradients_of(q, k, v, mask=LOWEST.expand(1, 1, 20, 37), weights=weights)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_saved_statistics(dtype, backend):
-    """Weights are exp(score - row_max) / row_sum in every backend; both are 0 where nothing is seen."""
-    target, sizes = backend.of("attention", dtype), (2, 2, 20, 37)
-    q, k, v = tensors(20, 37, 16, dtype=dtype)
-    seen = draw().bools(*sizes)
-    seen[:, :, ::3] = False
-    bias = draw().normal(*sizes).masked_fill(~seen, -math.inf)
-    calls = [
-        {}, {"scale": -0.3}, {"mask": seen}, {"mask": bias}, {"mask": LOWEST.expand(2, 2, 20, 37)},
-        {"causal": True, "lengths": torch.tensor([0, 30])},
-    ]  # fmt: skip
-    for given in calls:
-        given = {"scale": 0.25, **given}
-        arguments = on(target, arrange(q, k, v, **given))
-        if target.refusal(arguments):
-            continue
-        *_, row_max, row_sum = TRAINING.of[backend.name](*arguments[:9], False)
-        row_max, row_sum = row_max.cpu().double(), row_sum.cpu().double()
-        scores = given["scale"] * q.double() @ k.double().mT
-        mask = given.get("mask", torch.ones(()) > 0.0)
-        visible = visible_places(q, k, mask, given.get("lengths"), "causal" in given)
-        visible = visible.expand(sizes)
-        if mask.dtype != torch.bool:
-            scores = scores + mask.double()
-        # Kernels round the sum with the mask to fp32.
-        distance = scores.float().double() - row_max[..., None]
-        total = torch.where(visible, distance.exp(), 0.0).sum(-1)
-        sees = visible.any(-1)
-        assert not torch.stack((row_max, row_sum))[:, ~sees].any()
-        close = 10 * torch.finfo(dtype).eps
-        torch.testing.assert_close(row_sum[sees], total[sees], rtol=close, atol=0.0)
-
-
 @pytest.mark.parametrize("queries", [1, 2, 4])
 def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generator):
     """The backward recomputes the scores of the forward, although inference has another code path
@@ -689,34 +631,6 @@ def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> Non
     eps = torch.finfo(found[0].dtype).eps
     close = 0.0 if exact else max(1e-5, 10 * eps)
     torch.testing.assert_close(found, clean, rtol=close, atol=close)
-
-
-@pytest.mark.parametrize("garbage", [*GARBAGE, 3e38, 1e-36])
-@pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masked_garbage_does_not_reach_gradients(dtype, garbage, how, backend):
-    """Masked keys and values affect neither the gradient of a query nor other gradients through it."""
-    if backend.name != "cpu" and (dtype != torch.float32 or garbage not in GARBAGE):
-        pytest.skip("for the CPU's units of bfloat16")
-    q, k, v = tensors(40, 60, 16, dtype=dtype)
-    visible = torch.ones(1, 1, 40, 60, dtype=torch.bool)
-    options: dict[str, Any] = {}
-    if how == "lengths":
-        visible[..., 41:] = False
-        options = {"lengths": torch.tensor([41, 41])}
-    elif how == "causal":
-        visible = visible.tril()
-        options = {"causal": True}
-    else:
-        visible[..., 5::7] = False
-        options = {"mask": visible if how == "mask" else torch.where(visible, 0.0, -math.inf)}
-    hidden = ~visible.any(dim=-2)[0, 0]
-    dirty = (x.masked_fill(hidden[:, None], garbage) for x in (k, v))
-    target = backend.of("attention", dtype)
-    clean, found = (trained(target, (q, *kv), q.sin(), **options) for kv in ((k, v), dirty))
-    assert finite(*found)
-    assert_same(found, clean, exact=backend.name == "cpu" and not on_units(target))
-    assert not any(x[:, :, hidden].any() for x in found[2:])
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -966,23 +880,6 @@ def test_a_row_does_not_depend_on_the_others(target, name):
             assert torch.equal(one[:, :, 1::2], two[:, :, 1::2]), far
 
 
-@pytest.mark.parametrize("target", BF16X3)
-def test_errors_are_smaller_than_pytorchs(target):
-    """The error is smaller than that of PyTorch's attention in fp32."""
-    shares = []
-    for sizes in ((36, 36, 16), (64, 100, 40), (100, 100, 64), (200, 300, 128), (77, 33, 256)):
-        for causal in (False, True):
-            qkv = tensors(*sizes)
-            arguments = arrange(*qkv, causal=causal)
-            got, true = run(target, arguments), oracle("attention", arguments)[0]
-            check("attention", got, arguments)
-            theirs = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
-            errors = [(x.double() - true).square().mean().sqrt().item() for x in (got[0], theirs)]
-            shares.append(errors[0] / errors[1])
-    assert max(shares) < 1.0, shares
-    assert statistics.median(shares) < 0.75, shares
-
-
 # Memory, layouts and autograd --------------------------------------------------------------------
 
 
@@ -1175,6 +1072,7 @@ def test_packed_sequences_without_queries_or_keys(lengths):
     assert not F.varlen_attn(rows, rows, rows, some, some, 0, 2).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", [CPU, CUDA], indirect=True, ids=str)
 def test_packed_sequences_compile_to_one_graph(backend):
     """Queries and keys have the same offsets."""
@@ -1346,23 +1244,6 @@ def test_large_softcap_is_none_and_small_scores_keep_their_precision():
     plain = F.scaled_dot_product_attention(query, key, value)
     capped = F.scaled_dot_product_attention(query, key, value, softcap=1e6)
     torch.testing.assert_close(capped, plain)
-
-
-@pytest.mark.parametrize("target", FLOAT32)
-def test_scores_near_the_cap_keep_their_precision(target):
-    """An error of one unit in tanh's last place is multiplied by the cap, before the exponential."""
-    ratios = []
-    for seed in range(20):
-        normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-        qkv = 30.0 * normal(3, 1, 17, 80), normal(3, 1, 17, 80), normal(3, 1, 17, 3)
-        given = arrange(*qkv, scale=-0.5, softcap=50.0)
-        expected, _ = OPS["attention"].reference(*promote(given))
-        ours, theirs = (
-            (output.double() - expected).abs().max().item()
-            for output, _ in (run(target, given), OPS["attention"].reference(*given))
-        )
-        ratios.append(ours / theirs)
-    assert statistics.median(ratios) < 1.4  # it would be 2.1 with an error of 2 units
 
 
 def test_packed_results_are_contiguous():

@@ -56,6 +56,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", ["layer_norm", "linear", "feed_forward", "attention"])
 def test_compiled_calls_support_any_number_of_rows(op):
     """The same for any number of queries and keys of attention."""

@@ -34,46 +34,11 @@ from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.cases import Size, twins
 from transformer_fast.measure.clock import Plan, speed_up, summarise
-from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("threads")]
 
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PEERS)
-def test_peers_compute_the_same_or_give_a_reason(name, dtype):
-    if name in ("torch_compile", "inductor_tuned", "torchao"):
-        pytest.skip("compiling takes long; torch's own tests are about it")
-    peer = PEERS[name]
-    if (reason := peer.why_not()) is not None:
-        pytest.skip(reason)
-    limits = (
-        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    )
-    if hasattr(peer, "op"):
-        for op in ("linear", "feed_forward"):
-            arguments = OPS[op].cases[0].build(dtype, "cpu", None)
-            for offered in peers.candidates([peer], "op", op, arguments):
-                if offered.run is not None:
-                    right = OPS[op].reference(*arguments)
-                    torch.testing.assert_close(offered.run(*arguments), right, **limits)
-    if hasattr(peer, "encoder_layer"):
-        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True).eval().to(dtype)
-        padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-        for hidden in (None, padding):
-            arguments = torch.randn(2, 5, 32).to(dtype), None, hidden
-            (offered,) = peers.candidates([peer], "encoder_layer", layer, arguments)
-            assert not offered.ours
-            if offered.run is None:
-                assert offered.reason
-                continue
-            with torch.no_grad():
-                real = slice(None) if hidden is None else ~hidden
-                got, right = offered.run(*arguments), layer(*arguments)
-            torch.testing.assert_close(got[real], right[real], **limits)
 
 
 def _translators() -> tuple[Any, Any]:

@@ -67,6 +67,7 @@ def test_the_cpu_quota_of_version_1(tmp_path: Path, write: Write) -> None:
     assert cpu_quota(tmp_path) == 2.5
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads")
 def test_more_threads_than_the_quota_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

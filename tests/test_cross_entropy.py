@@ -191,53 +191,20 @@ def trained(target, x, classes, up):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_garbage_in_ignored_rows_has_no_effect(backend, dtype, garbage):
-    """Losses and gradients of ignored rows are 0; other rows are as without garbage.
-
-    The same holds for garbage in the incoming gradient.
-    """
-    x, target = logits_and_target(9, 150, dtype=dtype)
-    target[1::3] = -100
-    results = []
-    for spoilt in (False, True):
-        up = torch.linspace(1.0, 2.0, 9)
-        if spoilt:
-            x[1::3] = garbage
-            x[4, ::2] = 1.0
-            up[1] = math.nan
-        results.append(trained(backend.of("cross_entropy", dtype), x, target, up))
-        assert not any(found[1::3].any() for found in results[-1])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("values", "column"), [((math.nan,), 0), ((math.inf,), 149), ((-math.inf,) * 150, 70)]
 )
 def test_garbage_affects_only_its_row(backend, column, values):
-    """As in PyTorch, only these rows become NaN."""
+    """As in PyTorch, only these rows become NaN; garbage in the gradient of an ignored row does not."""
     x, target = logits_and_target(9, 150)
     x[3, torch.arange(column, column + len(values)) % 150] = torch.tensor(values)
-    losses, gradient = trained(backend.of("cross_entropy"), x, target, torch.ones(9))
+    up = torch.ones(9)
+    target[5], up[5] = -100, values[0]
+    losses, gradient = trained(backend.of("cross_entropy"), x, target, up)
+    assert not gradient[5].any()
     assert torch.equal(losses.isnan().cpu(), torch.arange(9) == 3)
     assert torch.equal(gradient.isnan().all(1).cpu(), torch.arange(9) == 3)
     assert gradient.isfinite().all(1).sum() == 8
-
-
-@pytest.mark.parametrize("value", [-math.inf, -3e38, -1e30])
-@pytest.mark.parametrize("shape", [(9, 150), (9, 150, 5), (9, 3)], ids=str)
-def test_masked_targets_have_the_gradients_of_pytorch(shape, value, isa):
-    """The loss is infinite or huge, but the probability of the target is 0, and p - 1 is -1."""
-    x, target = torch.randn(shape), torch.full((shape[0], *shape[2:]), 2)
-    x[3, 2] = value
-    results = []
-    for function, how in ((TF.cross_entropy, {}), (F.cross_entropy, {"backend": "cpu"})):
-        leaf = x.clone().requires_grad_()
-        losses = function(leaf, target, reduction="none", label_smoothing=0.1, **how)
-        results.append(torch.autograd.grad(losses.sum(), leaf)[0])
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["kernels", "small calls"])
@@ -423,7 +390,7 @@ def test_memory_is_one_chunk_of_logits(in_parts, at_once, kernel, dtype):
 
 
 @since_torch(2, 13, why="PyTorch 2.10 gives a program in float16 no gradient")
-@pytest.mark.sampled(30)
+@pytest.mark.thorough
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory_of_compiled_programs_is_one_chunk(monkeypatch, in_parts, dtype, kernel, summed):
@@ -612,6 +579,7 @@ def test_memory_of_derivatives_is_one_chunk(monkeypatch, name):
     assert alive.elements < 1280 * 70 / 2
 
 
+@pytest.mark.thorough
 def test_data_dependent_numbers_of_rows_compile(monkeypatch):
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, target = logits_and_target(200, 7)

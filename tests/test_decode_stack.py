@@ -122,6 +122,7 @@ def step_of_parts(
     return x
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(
@@ -356,6 +357,7 @@ def test_invalid_steps_raise() -> None:
             step(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck_of_decode_stack(crossed: bool) -> None:
     eps = [1e-5] * (6 if crossed else 4)

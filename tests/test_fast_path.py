@@ -150,27 +150,6 @@ def test_unusual_arguments_go_through_the_dispatcher(
     assert chosen
 
 
-@needs_entries
-@pytest.mark.parametrize("eps", [None, 1e-6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rms_norms_are_bitwise_equal_on_the_fast_path(
-    dtype: torch.dtype, eps: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, weight = torch.randn(3, 8, dtype=dtype) * 1e-3, torch.randn(8, dtype=dtype)
-    calls = (
-        lambda: functional.rms_norm(x, (8,), weight, eps),
-        lambda: torch.cat(functional.add_rms_norm(x, x, (8,), weight, eps)),
-    )
-    with fast_path.small_size_fallback(short=False):
-        expected = [call() for call in calls]
-    monkeypatch.delitem(functional.rms_norm.__globals__, "run")
-    assert all(torch.equal(call(), one) for call, one in zip(calls, expected, strict=True))
-    x = x.double()
-    for call in calls:
-        with pytest.raises(NameError, match="run"):
-            call()
-
-
 def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):
@@ -221,26 +200,6 @@ def test_small_attention_falls_back_only_if_pytorch_agrees(change: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
         found = _ours(lambda: functional.scaled_dot_product_attention(q, k, v, **options))
     assert bool(found) == (change != "lead")
-
-
-@needs_entries
-@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 1, 5, 7), (2, 4, 5, 1)])
-def test_attention_with_a_bool_mask_is_bitwise_equal_on_the_fast_path(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
-    mask = torch.rand(shape) < 0.5
-
-    def run(mask: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, mask)
-
-    with fast_path.small_size_fallback(short=False):
-        expected = run(mask)
-    monkeypatch.delitem(functional.scaled_dot_product_attention.__globals__, "general_attention")
-    assert torch.equal(run(mask), expected)
-    for other in (mask.float(), mask[0], mask.expand(2, 4, 5, 7)[..., :6]):
-        with pytest.raises(NameError, match="general_attention"):
-            run(other)
 
 
 @pytest.mark.parametrize("keys", [5, 2048])
@@ -346,22 +305,6 @@ def test_hooks_and_parametrisations_take_effect() -> None:
             after = module(x) - module(torch.zeros_like(x)) * (name == "weight")
             expected = 2.0 * before if name == "weight" else before + base
             torch.testing.assert_close(after, expected)
-
-
-def test_small_modules_under_autocast_and_transforms() -> None:
-    linear, theirs = nn.Linear(8, 8), torch.nn.Linear(8, 8)
-    theirs.load_state_dict(linear.state_dict())
-    x = torch.randn(3, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(x).dtype == torch.bfloat16
-    torch.testing.assert_close(torch.vmap(linear)(x), theirs(x))
-    _, tangent = torch.func.jvp(linear, (x,), (x,))
-    torch.testing.assert_close(tangent, x @ linear.weight.T)
-    (first,) = torch.autograd.grad(nn.LayerNorm(8)(y := x.clone().requires_grad_()).pow(3).sum(), y,
-                                   create_graph=True)  # fmt: skip
-    assert torch.autograd.grad(first.sum(), y)[0].isfinite().all()
-    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), theirs(x))
 
 
 @pytest.mark.usefixtures("threads")

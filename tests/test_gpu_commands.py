@@ -638,34 +638,6 @@ def proving(monkeypatch, a_gpu, triton):
     return run
 
 
-def lines_until_crash(count):
-    """Returns verdicts of the first trials of layer_norm."""
-    planned = list(on_device.trials("layer_norm"))[:count]
-    return [
-        [
-            verdict(
-                op="layer_norm", dtype=str(dtype)[6:], gradients=gradients,
-                shape=on_device.class_of(one),
-            )
-        ]
-        for one, dtype, gradients in planned
-    ]  # fmt: skip
-
-
-def test_results_are_kept_after_a_crash(proving, capsys):
-    """Keeps other ops, and classes whose cases had all been measured."""
-    count = len(list(on_device.trials("layer_norm"))) - 1
-    lines = lines_until_crash(count)
-    [*_, (case, dtype, gradients)] = on_device.trials("layer_norm")
-    missing = str(dtype)[6:], on_device.class_of(case), gradients
-    write_record(verdict(op="layer_norm", dtype="float64"))
-    assert proving({"layer_norm": program(*lines, dies=True), "linear": program([verdict()])}) == 1
-    shown = capsys.readouterr().out
-    assert "layer_norm: its process ended before it was done (signal 11)" in shown
-    kept = {one for [one] in lines if one[2:5] != missing}
-    assert verdicts_of_file() == {verdict(), *kept}
-
-
 def test_earlier_verdicts_are_kept_or_replaced():
     """Replaces verdicts on the same class and kernel; drops those of ops whose process crashed."""
     of_attention, slower = verdict(op="attention"), verdict(time=9.0)

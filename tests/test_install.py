@@ -23,7 +23,7 @@ import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.backends import cuda
 
-pytestmark = pytest.mark.sampled(20)
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -105,7 +105,6 @@ def reason_recorded(checkout, **environment):
     return runpy.run_path(str(checkout / "transformer_fast" / "_build_info.py"))["REASON"]
 
 
-@pytest.mark.thorough
 def test_the_source_archive_builds_a_pure_wheel(checkout, tmp_path):
     """A build without kernels gives a wheel for any platform, whatever was built in place before."""
     target, package = tmp_path / "site", checkout / "transformer_fast"
@@ -213,7 +212,6 @@ def without_kernels(checkout):
     (checkout / "transformer_fast" / "_build_info.py").write_text(record)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command", [["info", "--probe"], ["compare", "--quick", "--op", "layer_norm"]]
 )
@@ -280,12 +278,10 @@ def test_a_build_without_kernels_on_purpose_does_not_warn(checkout, tmp_path):
     assert line == "[]"
 
 
-@pytest.mark.thorough
 def test_without_kernels_pytorchs_ops_run(without_kernels, checkout, tmp_path):
     run_python("-W", "ignore", "-c", WITHOUT_KERNELS, cwd=tmp_path, PYTHONPATH=str(checkout))
 
 
-@pytest.mark.thorough
 @pytest.mark.exhaustive
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_the_native_wheel_contains_the_module(checkout, tmp_path):
@@ -326,7 +322,6 @@ def test_the_reason_of_a_failing_build_is_recorded(failure, checkout):
     assert re.match(FAILURES[failure], reason_recorded(checkout, **failure(checkout)), re.DOTALL)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

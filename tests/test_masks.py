@@ -142,6 +142,7 @@ def test_other_masks_do_not_warn() -> None:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_seen")
 def test_traced_programs_do_not_read_the_mask() -> None:
     x, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4).tril()

@@ -169,6 +169,7 @@ def test_resizing_in_place_raises_unless_caching_is_off() -> None:
     assert y[0, 0] == 2.0
 
 
+@pytest.mark.thorough
 @since_torch(2, 11, why="PyTorch 2.10 cannot use memory of ours")
 def test_cached_memory_is_freed_before_allocation_fails() -> None:
     """If memory is still insufficient, the error is PyTorch's."""

@@ -320,6 +320,7 @@ def test_losses_without_classes_are_zero() -> None:
     assert torch.equal(known, torch.zeros(3, 2))
 
 
+@pytest.mark.thorough
 @needs_native
 @pytest.mark.parametrize("wants", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -392,6 +393,7 @@ def test_dropout_matches_the_reference(p, dtype, isa):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.thorough
 @needs_native
 def test_opcheck_of_dropout():
     arguments = torch.randn(3, 5), 0.5, torch.tensor(1)

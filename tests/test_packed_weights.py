@@ -264,6 +264,7 @@ class Viewed(torch.nn.Module):
         return F.linear(x, first) * F.linear(x, second)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize("inner", [None, "aot_eager"])
 @pytest.mark.parametrize("viewed", [False, True])
@@ -290,6 +291,7 @@ def test_compiled_programs_use_copies_at_run_time(inner: str | None, viewed: boo
     assert not memory.program.parameters
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_compiled_programs_detect_writes_to_shared_memory() -> None:
     """A write to one of them is detected although the other's version counter does not change."""

@@ -244,6 +244,7 @@ def test_documents_state_the_version():
 
 
 # Other libraries emit warnings of their own.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("section", sections())
 def test_documented_snippets_run(section, capsys, tmp_path, monkeypatch):

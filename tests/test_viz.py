@@ -23,7 +23,7 @@ from matplotlib.patches import FancyArrowPatch
 from examples import pictures
 from transformer_fast import functional, models, nn, training, viz
 
-pytestmark = pytest.mark.sampled(40)
+pytestmark = pytest.mark.thorough
 
 
 def draw(figure: Figure) -> FigureCanvasAgg:
@@ -426,7 +426,6 @@ def test_unsupported_models_raise() -> None:
 # The page
 
 
-@pytest.mark.thorough
 def test_the_page_contains_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "pictures"
     pictures.main(["--out", str(folder), "--steps", "2"])

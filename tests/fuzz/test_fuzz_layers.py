@@ -20,7 +20,7 @@ from torch import Tensor
 from transformer_fast import models
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, nan_memory
 
-pytestmark = pytest.mark.sampled(10)
+pytestmark = pytest.mark.thorough
 
 CALLS = MORE // 20 or 20
 #: Runs of PyTorch's layer whose worst error counts, if ours exceeds the budget of fewer runs.

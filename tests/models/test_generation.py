@@ -62,6 +62,7 @@ def rows(found: models.Generated) -> list[list[int]]:
 
 
 # Not with a shared vocabulary: it can generate a pad token, which recomputing would mask.
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "shared" not in name])
 def test_greedy_equals_recomputing_everything(name: str) -> None:
     model = varied(small(**OPTIONS[name]))
@@ -70,26 +71,6 @@ def test_greedy_equals_recomputing_everything(name: str) -> None:
     assert len({token for row in expected for token in row}) > 1
     assert rows(model.generate(source, max_new_tokens=12, use_cache=True)) == expected
     assert rows(model.generate(source, max_new_tokens=12, use_cache=False)) == expected
-
-
-def test_finished_sequences_leave_the_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: list[int] = []
-    right = CachedDecoder.keep
-
-    def keep(self: CachedDecoder, sources: Tensor) -> None:
-        kept.append(sources.shape[0])
-        right(self, sources)
-
-    monkeypatch.setattr(CachedDecoder, "keep", keep)
-    model = varied(small(norm_first=True), 0.5)
-    source = tokens(23, [7, 3, 5, 1, 6, 2, 4, 7, 7, 3])
-    found = model.generate(source, max_new_tokens=15)
-    assert rows(found) == plain_greedy(model, source, 15)
-    assert len(set(found.lengths.tolist())) >= 3
-    assert len(kept) >= 2
-    assert kept == sorted(kept, reverse=True)
 
 
 @pytest.mark.parametrize("holes", [False, True], ids=["padding at the end", "padding anywhere"])
@@ -345,19 +326,7 @@ LOW_PRECISION = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW_PRECISION])
 @pytest.mark.parametrize("size", SIZES)
-def test_best_is_argmax(size: int, dtype: torch.dtype) -> None:
-    check_best(size, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
-@pytest.mark.parametrize("size", [7, 1087])
-def test_best_is_argmax_on_every_instruction_set(
-    size: int, dtype: torch.dtype, float_isa: str
-) -> None:
-    check_best(size, dtype)
-
-
-def check_best(size: int, dtype: torch.dtype) -> None:
+def test_best_is_argmax(size: int, dtype: torch.dtype, float_isa: str) -> None:
     logits = torch.randn(9, size).to(dtype)
     logits[0, -1] = logits[1, 0] = 100.0
     logits[2] = 1.0  # the first of equal values
@@ -377,6 +346,7 @@ def check_best(size: int, dtype: torch.dtype) -> None:
         assert torch.equal(bind_best(rows)(rows), rows.argmax(-1))
 
 
+@pytest.mark.thorough
 def test_best_opcheck_and_errors() -> None:
     if _native.module is None:
         pytest.skip(_native.why_not or "needs the native module")
@@ -415,6 +385,7 @@ def test_sampling_follows_the_softmax(temperature: float) -> None:
 
 
 # With 700 tokens, more than the 256 most probable ones are needed.
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("size", [12, 700])
 @pytest.mark.parametrize("top_k", [None, 9])
 def test_top_p(size: int, top_k: int | None) -> None:
@@ -552,6 +523,7 @@ def check(model: models.Transformer, method: models.BeamSearch, limit: int, **op
             assert got_scores[place] == pytest.approx(score, rel=1e-4)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("beams", [1, 2, 5])
 @pytest.mark.parametrize("power", [0.6, 0.0, 2.0, -0.7])
 @pytest.mark.parametrize("early_stop", [False, True])

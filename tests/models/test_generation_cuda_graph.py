@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformer_fast import models
 from transformer_fast.models.generation import cuda_graph, decoders, search
 
+pytestmark = pytest.mark.thorough
+
 
 def storage(x: Tensor) -> Any:
     return x.untyped_storage()._cdata

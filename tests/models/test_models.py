@@ -26,6 +26,7 @@ from module_checks import check_budget
 from transformer_fast import functional, models
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("example", [[7, 7, 7], [7, 3, 5]], ids=str)
 def test_traced_models_support_padding(example: list[int]) -> None:
@@ -48,12 +49,14 @@ def check_forward(model: models.Transformer, padded: bool, **args: Any) -> None:
             check_budget(model(source, target, **args)[real], plain[real], exact[real])
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("padded", [False, True])
 def test_forward_equals_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
     check_forward(small(**options), padded)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("given", [(), ("source",), ("target",), ("memory",), ("heads",)], ids=str)
@@ -184,6 +187,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 # Dynamo itself triggers this warning when it handles an autograd.Function.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_without_graph_breaks() -> None:
     model = small(num_encoder_layers=1, num_decoder_layers=1)

@@ -516,9 +516,6 @@ def test_wrong_state_dicts_raise_and_change_nothing() -> None:
     assert torch.equal(model.output.weight, before["output.weight"] + 1)
 
 
-# torch.nn.Transformer
-
-
 # Decoder-only
 
 

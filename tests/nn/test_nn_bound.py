@@ -34,6 +34,24 @@ def double(module: Any, given: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
+class Adapted(torch.nn.Module):
+    """A low-rank adapter around a linear layer, as fine-tuning libraries insert."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = parameter(2, base.in_features)
+        self.b = parameter(base.out_features, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T.to(x.dtype) @ self.b.T.to(x.dtype)
+
+
+def parametrise(layer: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(layer.linear1)
+    layer.linear1.parametrizations.weight.original0.data.mul_(2)
+
+
 def set_hooks(layer: Any) -> None:
     layer.linear2._forward_hooks = OrderedDict()
     layer.linear2.register_forward_hook(double)
@@ -73,7 +91,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "data": lambda layer: setattr(layer.norm2.weight, "data", torch.randn(M)),
     "in place": lambda layer: layer.self_attn.in_proj_weight.data.mul_(2),
     "module": lambda layer: setattr(layer, "linear1", torch.nn.Linear(M, 64)),
+    "adapter": lambda layer: setattr(layer, "linear2", Adapted(layer.linear2)),
+    "parametrisation": parametrise,
     "norm": lambda layer: setattr(layer, "norm1", torch.nn.RMSNorm(M)),
+    "no norm": lambda layer: setattr(layer, "norm1", torch.nn.Identity()),
     "eps": lambda layer: setattr(layer.norm1, "eps", 1.0),
     "activation": lambda layer: setattr(layer, "activation", torch.nn.functional.silu),
     "norm_first": lambda layer: setattr(layer, "norm_first", not layer.norm_first),

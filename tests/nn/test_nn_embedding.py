@@ -165,6 +165,7 @@ def test_second_derivatives_and_functorch_transforms() -> None:
     assert torch.equal(found, torch.autograd.grad(loss(ours.weight), ours.weight)[0])
 
 
+@pytest.mark.thorough
 @needs_native
 def test_compiles_and_opcheck() -> None:
     ours, theirs = _pair(11, 6)

@@ -114,34 +114,34 @@ def test_results_are_those_of_the_ops(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_decoder_layers_trained_in_part(entered: list[bool]) -> None:
-    """Trains some parameters only, or the memory only; then writes to a saved tensor."""
-    model, (x, memory) = make(True), given_to(True)
-    every = gradients(model, x, memory, **masks("decoder"))
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("parity", [0, 1])
+def test_layers_trained_in_part(crossed: bool, parity: int, entered: list[bool]) -> None:
+    """The last input alone, every second parameter, and a saved tensor that was written to."""
+    model, (*others, last) = make(crossed), given_to(crossed)
+    hidden = masks("decoder" if crossed else "none")
+    every = gradients(model, *others, last, **hidden)[1 + len(others) :]
 
-    def loss(memory: Tensor) -> Tensor:
-        return loss_of(model(x.detach(), memory, **masks("decoder")))
+    def loss(last: Tensor) -> Tensor:
+        return loss_of(model(*(x.detach() for x in others), last, **hidden))
 
-    (found,) = torch.autograd.grad(loss(memory), memory)
-    torch.testing.assert_close(found, every[2])
-    model.linear1.requires_grad_(False)
-    model.multihead_attn.requires_grad_(False)
+    (found,) = torch.autograd.grad(loss(last), last)
+    torch.testing.assert_close(found, every[0])
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == parity)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    expected = [
-        grad
-        for parameter, grad in zip(model.parameters(), every[3:], strict=True)
-        if parameter.requires_grad
-    ]
-    for one, other in zip(
-        torch.autograd.grad(loss(memory.detach()), wanted), expected, strict=True
-    ):
-        torch.testing.assert_close(one, other)
-    assert all(entered)
-    result = loss(memory)
+    found_all = torch.autograd.grad(loss(last.detach()), wanted)
+    torch.testing.assert_close(list(found_all), every[1 + parity :: 2])
+    result = loss(last)
     with torch.no_grad():
-        model.multihead_attn.in_proj_weight.mul_(2.0)
+        model.linear2.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+    result = loss(last)
+    result.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        result.backward()
+    assert all(entered)
 
 
 @pytest.mark.parametrize("crossed", [False, True])
@@ -173,23 +173,7 @@ def test_checkpoints_draw_the_same_dropout(entered: list[bool]) -> None:
     assert torch.equal(grad, plain[1])
 
 
-def test_gradients_of_a_part_and_frozen_weights(entered: list[bool]) -> None:
-    model, x = layer(), inputs()
-    every = gradients(model, x)[1:]
-    names = [name for name, _ in model.named_parameters()]
-    for index, parameter in enumerate(model.parameters()):
-        parameter.requires_grad_(index % 2 == 0)
-    torch.manual_seed(2)
-    loss = loss_of(model(x.detach()))
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, wanted)
-    expected = every[1::2]
-    assert all(entered)
-    assert len(names[::2]) == len(found)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("crossed", [False, True])
@@ -211,19 +195,6 @@ def test_compiled_autograd(crossed: bool, norm_first: bool, entered: list[bool])
     assert entered == [True, True]
     assert counters["compiled_autograd"]["captures"] == 1
     assert same_bits([leaf.grad for leaf in leaves], expected)
-
-
-def test_writes_between_forward_and_backward_are_errors() -> None:
-    model, x = layer(), inputs()
-    loss = model(x).sum()
-    with torch.no_grad():
-        model.linear1.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    loss = model(x).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
 
 
 def _hooked(model: Any) -> None:

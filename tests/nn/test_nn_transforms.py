@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from harness import Operators
-from module_cases import CASES, PLAIN
+from module_cases import CASES, PLAIN, B, H, M, T, hidden
+from module_cases import x as rows
 from module_checks import cast, check_budget, fast_path, run, tensors, to_ours
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -129,20 +130,7 @@ def test_without_kernels_autocast_casts_parameters_once(
         assert all(w.grad is not None and w.grad.dtype == torch.float32 for w in weights)
 
 
-B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
-
-
-def _padding(length: int) -> Tensor:
-    hidden = torch.zeros(B, length, dtype=torch.bool)
-    hidden[1, 2:] = True
-    return hidden
-
-
-def _x(length: int = T) -> Tensor:
-    return torch.randn(B, length, M)
-
-
-#: The case whose module gets a hook.
+#: The case to which a hook is added.
 HOOKED = "encoder layer, causal"
 COMPILED = (
     *("LayerNorm", "RMSNorm", "Linear", "attention", "attention, other sizes", HOOKED),
@@ -164,6 +152,7 @@ def fresh() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_forward_and_backward(name: str) -> None:
     module, args, kwargs = _made(name)
@@ -176,10 +165,11 @@ def test_one_graph_forward_and_backward(name: str) -> None:
         torch.testing.assert_close(compiled(*args, **kwargs), module(*args, **kwargs))
 
 
+@pytest.mark.thorough
 def test_dropout_in_the_graph() -> None:
-    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.4, batch_first=True)
+    layer = nn.TransformerEncoderLayer(M, H, 48, 0.4, batch_first=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = _x()
+    x = rows()
     torch.manual_seed(5)
     first = compiled(x)
     assert not torch.equal(compiled(x), first)
@@ -187,14 +177,16 @@ def test_dropout_in_the_graph() -> None:
     assert torch.equal(compiled(x), first)
 
 
+@pytest.mark.thorough
 def test_one_dynamic_graph_serves_all_lengths() -> None:
-    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True).eval()
+    layer = nn.TransformerEncoderLayer(M, H, 48, 0.0, batch_first=True).eval()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
         for length in (5, 6, 9):
-            x, hidden = _x(length), _padding(length)
+            given, padding = rows(length), hidden(B, length)
             torch.testing.assert_close(
-                compiled(x, src_key_padding_mask=hidden), layer(x, src_key_padding_mask=hidden)
+                compiled(given, src_key_padding_mask=padding),
+                layer(given, src_key_padding_mask=padding),
             )
 
 
@@ -213,6 +205,7 @@ class WithMask(torch.nn.Module):
         return nn.functional.linear(y, self.bias[:16, :16], residual=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("learned", [False, True])
 def test_fixed_size_masks_and_repeated_arguments_in_dynamic_graphs(learned: bool) -> None:
     module, x = WithMask(), torch.randn(2, 4, 24, 16, requires_grad=True)
@@ -260,9 +253,9 @@ def test_jit_trace_records_pytorch_ops(name: str, training: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_vmap_over_masks(compiled: bool) -> None:
     """Under vmap, the values of a mask are unknown: it cannot be recognised as causal."""
-    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(M, H, 48, 0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.stack([_x(), _x()])
+    x = torch.stack([rows(), rows()])
     masks = torch.stack([torch.ones(T, T, dtype=torch.bool).triu(k) for k in (1, 2)])
     run = torch.vmap(lambda x, mask: encoder(x, mask))
     found = (
@@ -278,13 +271,13 @@ def test_vmap_over_masks(compiled: bool) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_per_sample_gradients() -> None:
     """vmap of grad, as used by differential privacy and meta-learning."""
-    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(M, H, 48, 0.0, batch_first=True)
     parameters = dict(layer.named_parameters())
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(layer, parameters, (x[None],)).square().sum()
 
-    x = _x()
+    x = rows()
     found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for index in range(B):
         layer.zero_grad()

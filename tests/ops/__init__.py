@@ -5,8 +5,9 @@ This module defines `Row` and what rows share: random calls, and helpers in NumP
 
 ``Row.defined`` computes the op by its definition, in NumPy and fp64, as the oracle of the fuzz
 tests. It shares no code with the package. It returns the results and a function that maps their
-gradients to those of the arguments. The gradients are derived by hand; fuzz/test_fuzz_ops.py checks
-them by finite differences. Values at masked positions never enter a computation.
+gradients to those of the arguments. The gradients are derived by hand; fuzz/test_fuzz_ops.py compares
+them with the reference's, and test_reference.py those with finite differences. Values at masked
+positions never enter a computation.
 """
 
 from __future__ import annotations

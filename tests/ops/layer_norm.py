@@ -164,7 +164,7 @@ def _sum_defined(
     eps: float, p: float, seed: int | None, centre: bool = True,
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array], Grads]]:  # fmt: skip
     factor = kept(x.shape, p, seed)
-    total = residual + x * factor
+    total = residual + np.where(factor == 0, 0.0, x) * factor
     y, back_of_norm = defined(total, shape, weight, bias, eps, centre)
 
     def back(dy: Array, dtotal: Array) -> Grads:

@@ -67,14 +67,6 @@ def test_registers_spills_and_instructions(architecture):
         assert {max(one["columns"]) for one in products} == {128, 256}
 
 
-def test_tile_lists_have_as_many_loads_in_flight():
-    """With tile lists, the tile numbers are known before the loads of their tiles."""
-    calls = r"attention bfloat16 head 64( bool mask|)$"
-    plain, listed = compiled(90, calls, "attention_forward")
-    assert max(plain["in_flight"]) == 2
-    assert max(listed["in_flight"]) >= 2
-
-
 WARM = """
 import triton
 from triton.backends.compiler import GPUTarget

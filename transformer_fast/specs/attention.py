@@ -158,66 +158,37 @@ def _query_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return lengths.repeat_interleave(2)[::2]
 
 
-# Layouts.
-
-
-def _packed(draw: Draw) -> tuple[Any, ...]:
-    packed = draw.normal(2, 29, 3, 4, 16)
-    return arrange(*(x.transpose(1, 2) for x in packed.unbind(2)), causal=True)
-
-
-def _key_transposed(draw: Draw) -> tuple[Any, ...]:
-    query, value = draw.normal(2, 3, 19, 20), draw.normal(2, 3, 22, 33).transpose(-2, -1)
-    return arrange(query, draw.normal(2, 3, 20, 33).transpose(-2, -1), value)
-
-
-def _expanded_batch(draw: Draw) -> tuple[Any, ...]:
-    key, value = (draw.normal(1, 2, 21, 16).expand(3, 2, 21, 16) for _ in range(2))
-    return arrange(draw.normal(3, 1, 15, 16).expand(3, 2, 15, 16), key, value)
-
-
-def _one_key_expanded(draw: Draw) -> tuple[Any, ...]:
-    key, value = (draw.normal(2, 2, 1, 16).expand(2, 2, 37, 16) for _ in range(2))
-    return arrange(draw.normal(2, 2, 15, 16), key, value)
-
-
-def _one_tensor(draw: Draw) -> tuple[Any, ...]:
-    x = draw.normal(2, 3, 21, 16)
-    return arrange(x, x, x)
-
-
-def _equal_keys(draw: Draw) -> tuple[Any, ...]:
-    key = draw.normal(1, 2, 1, 16, scale=10.0).expand(1, 2, 90, 16)
-    return arrange(draw.normal(1, 2, 20, 16), key, draw.normal(1, 2, 90, 16))
-
-
 # NaN and inf at masked-out positions.
 
 
-def _garbage_beyond_lengths(draw: Draw) -> tuple[Any, ...]:
-    arguments = _attention(3, 2, 21, 37, 16, lengths=_lengths)(draw)
-    key, value, lengths = arguments[1], arguments[2], arguments[4]
-    hidden = torch.arange(37, device=draw.device) >= lengths[:, None]
-    key.masked_fill_(hidden[:, None, :, None], math.nan)
-    value.masked_fill_(hidden[:, None, :, None], math.inf)
-    return arguments
+def _padded(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # On the left, on the right, everywhere and nowhere.
+    key = torch.arange(s, device=draw.device)
+    return torch.stack((key >= 9, key < s - 7, key < 0, key >= 0))[:, None, None]
 
 
-def _garbage_beyond_query_lengths(draw: Draw) -> tuple[Any, ...]:
-    arguments = _attention(
-        3, 2, 37, 37, 16, causal=True, query_lengths=_lengths, lengths=_lengths, weights=True
-    )(draw)
-    hidden = (torch.arange(37, device=draw.device) >= arguments[4][:, None])[:, None, :, None]
-    for x, garbage in zip(arguments[:3], (math.nan, math.inf, math.nan), strict=True):
-        x.masked_fill_(hidden, garbage)
-    return arguments
+def _columns_hidden(draw: Draw, b: int, h: int, t: int, s: int, added: bool = False) -> Tensor:
+    mask = draw.bools(1, 1, t, s, true=0.7) & (torch.arange(s, device=draw.device) % 7 != 5)
+    return torch.where(mask, 0.25, -math.inf).to(draw.dtype) if added else mask
 
 
-def _garbage_in_the_future(draw: Draw) -> tuple[Any, ...]:
-    # NaN and inf at keys 25 and later. Queries stop at 24, so the causal mask hides them from all.
-    arguments = _attention(1, 2, 25, 40, 16, causal=True)(draw)
-    arguments[1][:, :, 25:], arguments[2][:, :, 25:] = math.nan, -math.inf
-    return arguments
+def _garbage(
+    hidden: Callable[[Tensor, Any], Tensor], *sizes: int, **options: Any
+) -> Callable[[Draw], tuple[Any, ...]]:
+    """Builds calls with NaN in keys and infinity in values that ``hidden`` marks, (S) or (B, S), and
+    NaN in queries beyond their lengths.
+    """
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        query, key, value, *rest = arguments = _attention(*sizes, **options)(draw)
+        place = torch.arange(sizes[3], device=draw.device)
+        for x, garbage in ((key, math.nan), (value, math.inf)):
+            x.masked_fill_(hidden(place, arguments)[..., None, :, None], garbage)
+        if rest[-1] is not None:
+            query.masked_fill_((place >= rest[-1][:, None])[:, None, :, None], math.nan)
+        return arguments
+
+    return build
 
 
 CASES = (
@@ -249,7 +220,10 @@ CASES = (
     case("first keys smallest", _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest)),
     case("first keys smallest, few queries",
          _attention(8, 1, 2, 110, 16, mask=_first_keys_smallest)),
-    case("equal keys", _equal_keys),
+    case("equal keys",
+         lambda draw: arrange(draw.normal(1, 2, 20, 16),
+                              draw.normal(1, 2, 1, 16, scale=10.0).expand(1, 2, 90, 16),
+                              draw.normal(1, 2, 90, 16))),
     case("causal", _attention(2, 2, 31, 31, 16, causal=True)),
     case("causal, more keys", _attention(2, 2, 19, 43, 16, causal=True)),
     case("causal, more queries", _attention(2, 2, 43, 19, 16, causal=True)),
@@ -285,7 +259,8 @@ CASES = (
         _attention(3, 2, 30, 30, 16, lengths=_lengths, mask=_bools("ts"), causal=True),
     ),
     case("key lengths, many tiles", _attention(3, 1, 70, 600, 16, lengths=_lengths)),
-    case("garbage beyond key lengths", _garbage_beyond_lengths),
+    case("garbage beyond key lengths",
+         _garbage(lambda key, call: key >= call[4][:, None], 3, 2, 21, 37, 16, lengths=_lengths)),
     case("query lengths", _attention(3, 2, 37, 21, 16, query_lengths=_query_lengths)),
     case("query lengths at the ends",
          _attention(4, 2, 17, 23, 16, query_lengths=lambda draw, b, h, t, s:
@@ -303,8 +278,21 @@ CASES = (
     case("query lengths, weights, dropout",
          _attention(3, 2, 37, 23, 16, weights=True, dropout_p=0.2, query_lengths=lambda draw,
                     b, h, t, s: torch.tensor([t // 2], device=draw.device).expand(b))),
-    case("garbage beyond query lengths", _garbage_beyond_query_lengths),
-    case("garbage in the future", _garbage_in_the_future),
+    # Keys of sequences without queries, and keys that only queries beyond the lengths see.
+    case("garbage beyond query lengths",
+         _garbage(lambda key, call: (call[11] == 0)[:, None] & (key >= 0), 3, 2, 37, 37, 16,
+                  query_lengths=_query_lengths)),
+    case("garbage beyond query lengths, causal",
+         _garbage(lambda key, call: key >= call[11][:, None], 3, 2, 37, 37, 16, causal=True,
+                  query_lengths=_query_lengths, weights=True)),
+    # Queries stop at 24.
+    case("garbage in the future", _garbage(lambda key, _: key >= 25, 1, 2, 25, 40, 16, causal=True)),
+    *(case(f"garbage in padding{', causal' * causal}",
+           _garbage(lambda key, call: ~call[3][:, 0, 0], 4, 2, 37, 37, 16, mask=_padded, causal=causal))
+      for causal in (False, True)),
+    *(case(f"garbage under a {kind} mask",
+           _garbage(lambda key, _: key % 7 == 5, 2, 2, 40, 60, 16, mask=mask))
+      for kind, mask in (("bool", _columns_hidden), ("float", partial(_columns_hidden, added=True)))),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
     case("one key head", _attention(2, 4, 17, 23, 16, key_heads=1, causal=True)),
     case("fewer key heads, mask",
@@ -320,11 +308,19 @@ CASES = (
     case("weights, key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths, weights=True)),
     case("heads inside",
          lambda draw: arrange(*(draw.normal(2, n, 3, 24).transpose(1, 2) for n in (19, 27, 27)))),
-    case("packed q, k, v", _packed),
-    case("key and value transposed", _key_transposed),
-    case("expanded batch", _expanded_batch),
-    case("one key, expanded", _one_key_expanded),
-    case("one tensor", _one_tensor),
+    case("packed q, k, v",
+         lambda draw: arrange(*(x.transpose(1, 2) for x in draw.normal(2, 29, 3, 4, 16).unbind(2)),
+                              causal=True)),
+    case("key and value transposed",
+         lambda draw: arrange(draw.normal(2, 3, 19, 20), draw.normal(2, 3, 20, 33).mT,
+                              draw.normal(2, 3, 22, 33).mT)),
+    case("expanded batch",
+         lambda draw: arrange(draw.normal(3, 1, 15, 16).expand(3, 2, 15, 16),
+                              *(draw.normal(1, 2, 21, 16).expand(3, 2, 21, 16) for _ in "kv"))),
+    case("one key, expanded",
+         lambda draw: arrange(draw.normal(2, 2, 15, 16),
+                              *(draw.normal(2, 2, 1, 16).expand(2, 2, 37, 16) for _ in "kv"))),
+    case("one tensor", lambda draw: arrange(*[draw.normal(2, 3, 21, 16)] * 3)),
     case("every third of the head size",
          lambda draw: arrange(*(draw.normal(2, 2, n, 48)[..., 1::3] for n in (17, 40, 40)))),
     case("dropout", _attention(2, 3, 17, 23, 16, dropout_p=0.1)),

@@ -99,10 +99,10 @@ def _nothing_but_hidden(smoothing: float) -> Any:
     return build
 
 
-def _hidden_target(smoothing: float) -> Any:
+def _hidden_target(smoothing: float, value: float = -math.inf) -> Any:
     def build(draw: Draw) -> tuple[Any, ...]:
         x, target, *rest = _loss(260, 150, smoothing=smoothing)(draw)
-        return x.scatter(1, target[:, None], -math.inf), target, *rest
+        return x.scatter(1, target[:, None], value), target, *rest
 
     return build
 
@@ -139,6 +139,7 @@ _CASES = (
     case("garbage: nothing but hidden classes, smoothing", _nothing_but_hidden(0.1)),
     case("garbage: hidden targets", _hidden_target(0.0)),
     case("garbage: hidden targets, smoothing", _hidden_target(0.1)),
+    case("targets far below", _hidden_target(0.1, -6e4)),
     case("transposed", _laid_out(56, 270, lambda x: x.t())),
     case("every third row", _laid_out(780, 48, lambda x: x[::3])),
     case("columns of wider rows", _laid_out(260, 100, lambda x: x[:, 3:67])),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..reference.dropout import dropout
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 _EPS = 1e-5
@@ -99,6 +102,12 @@ def _with_residual(name: str, dropout_p: float = 0.0) -> Any:
     return build
 
 
+def _garbage_dropped(draw: Draw) -> tuple[Any, ...]:
+    x, *rest, p, seed = _with_residual("three dimensions", 0.5)(draw)
+    dropped = dropout(torch.ones_like(x), p, seed) == 0
+    return x.masked_fill(dropped, math.nan), *rest, p, seed
+
+
 def _same_tensor_twice(draw: Draw) -> tuple[Any, ...]:
     x, shape, weight, bias, eps = _plain(9, 64)(draw)
     return x, x, shape, weight, bias, eps, 0.0, None
@@ -116,6 +125,7 @@ _ADD_CASES = (
     case("dropout", _with_residual("three dimensions", 0.1)),
     case("dropout, two dimensions normalised", _with_residual("two dimensions normalised", 0.3)),
     case("dropout, prime columns", _with_residual("prime columns", 0.5)),
+    case("dropout, garbage in dropped elements", _garbage_dropped),
     case("everything dropped", _with_residual("rows of 64", 1.0)),
 )
 

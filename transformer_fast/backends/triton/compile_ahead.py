@@ -58,7 +58,6 @@ _INSTRUCTIONS = {
     "LDG.128": r"\bLDG\S*\.128",
     "LDGSTS.128": r"\bLDGSTS\S*\.128",
 }
-_WAIT = r"\bDEPBAR\.LE SB0, (0x\w+)"
 
 
 class Case(NamedTuple):
@@ -292,8 +291,6 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                     "fits": compiled.fits,
                     # Columns (N) of the result of Hopper's matrix instructions.
                     "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
-                    # Numbers of asynchronous load groups that stay in flight at waits.
-                    "in_flight": sorted({int(n, 16) for n in re.findall(_WAIT, code)}),
                     "instructions": {
                         name: len(re.findall(pattern, code))
                         for name, pattern in _INSTRUCTIONS.items()
