@@ -220,7 +220,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
-    has_entry = _native.autograd is not None and op in _ENTRIES
+    has_entry = _native.autograd is not None and op in _ENTRIES and entry_limit(op) > 0
     aside = ", unless an entry in C++ runs them" if has_entry else ""
     drops = "dropout_p" in RECORDS[op]._fields
 
@@ -268,6 +268,7 @@ _ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
     "linear": (1 << 22, LINEAR, linear.products),
     "feed_forward": (1 << 23, FEED_FORWARD, feed_forward.gradients_again),
     "attention": (1 << 22, None, attention.gradients_again),
+    "cross_entropy": (0, CROSS_ENTROPY, None),
 }
 #: The dtypes of kernels, numbered as Element in csrc/types.h.
 _ELEMENTS = {FLOAT: 1, torch.bfloat16: 2, torch.float16: 3}
