@@ -278,8 +278,8 @@ struct PartsBackward : Function<3, 7> {
   }
 };
 
-// compile/run_time.prepare_hidden in one pass over a small mask. Arguments: condition, hides, whether
-// the fill is finite, rank of the scores; returns the fields of its Mask.
+// compile/run_time.prepare_hidden in one pass over a small mask. Arguments: condition, hides,
+// whether the fill is finite, rank of the scores; returns the fields of its Mask.
 PyObject* enter_hidden_mask(Op&, Arguments given, Py_ssize_t count) {
   const Tensor* condition = count == 4 && is_plain_state() ? plain(given[0]) : nullptr;
   if (!condition || condition->scalar_type() != at::kBool || condition->dim() > 4 ||

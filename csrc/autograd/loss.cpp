@@ -44,9 +44,9 @@ PyObject* enter_cross_entropy(Op& op, Arguments given, Py_ssize_t count) {
       !std::isfinite(input->detach().sum().item<float>()))
     return dispatch();
   // The sums are in float32.
-  return wrap(at::cross_entropy_loss(input->to(at::kFloat), *target, {}, reduction, ignored,
-                                     smoothing)
-                  .to(input->scalar_type()));
+  return wrap(
+      at::cross_entropy_loss(input->to(at::kFloat), *target, {}, reduction, ignored, smoothing)
+          .to(input->scalar_type()));
 }
 
 }  // namespace

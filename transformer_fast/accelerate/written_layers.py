@@ -105,7 +105,9 @@ class WrittenLayer(FusedLayer):
                 return None
             x = next(iter(tensors.values()))
             width = x.shape[-1]
-            if torch.is_grad_enabled() and not fused_layers.is_small(x.numel() // width, width):
+            if torch.is_grad_enabled() and not fused_layers.is_small(
+                x.numel() // width, width, True
+            ):
                 return None
             if form < CALLS_BEFORE:
                 forms[kind] = form + 1

@@ -308,12 +308,7 @@ def linear_cross_entropy(
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         logits = linear(input, linear_weight, linear_bias)
-        given = None, None, ignored, None, reduction, label_smoothing
-        if (loss := _enter(logits, target, *given)) is not None:
-            return loss  # type: ignore[no-any-return]
-        # In PyTorch, NaN and infinity in ignored rows reach the gradients.
-        if fast_path.ignores_no_nan(logits, target, ignored):
-            return F.cross_entropy(logits, target, *given)
+        return cross_entropy(logits, target, None, None, ignored, None, reduction, label_smoothing)
     probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:

@@ -159,9 +159,9 @@ _dtype = attrgetter("dtype")
 _enter = fast_path.entry("encoder_layer")
 
 
-def is_small(rows: int, width: int) -> bool:
+def is_small(rows: int, width: int, grad: bool) -> bool:
     """True if layers on x (rows, width) may run in their entry, which limits the size of products."""
-    limit = fast_path.entry_limit("linear")
+    limit = fast_path.LAYER_LIMITS[grad]
     return _native.autograd is not None and 3 * rows * width * width < limit
 
 
@@ -191,7 +191,7 @@ def _try_enter(
     if x.dim() != 3 or is_plain_eager(x, memory) is None:
         return None
     width = x.shape[2]
-    if width == 0 or not is_small(x.numel() // width, width):
+    if width == 0 or not is_small(x.numel() // width, width, torch.is_grad_enabled()):
         return None
     try:
         bound = bound_to(owner, (network, kind), partial(read, owner, network=network, kind=kind))
