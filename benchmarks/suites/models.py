@@ -181,6 +181,16 @@ class Case(NamedTuple):
         return [[(draw(one), draw(one))] for one in map(scope.generator, range(2))]
 
 
+#: The sizes of tutorials, at which the overhead of calls dominates.
+TUTORIALS = [
+    Case(batch, length, 100, 2, width=width)
+    for batch, length, width in (
+        (1, 1, 64), (1, 20, 64), (1, 32, 64), (2, 10, 64), (32, 10, 64), (4, 12, 128), (4, 80, 128),
+        (8, 32, 256),
+    )
+]  # fmt: skip
+
+
 def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     return transformer_case(
         str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
@@ -285,6 +295,9 @@ def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
         *([_torch_fused(theirs)] if fuses else []),
         Candidate(EAGER, Step(theirs), ours=False),
     ]
+    if not scope.quick and not fuses:
+        other = copy.deepcopy(theirs)
+        candidates += scope.offered("training", other, lambda run: Step(other, run=run))
     names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
     return scope.case(
         "training step", f"{case}{', fused loss' if fuses else ''}", inputs, candidates,
@@ -468,9 +481,10 @@ layers = suite_of(
 )
 _INT8 = [*_SMALL, *_FULL, _PADDED[0]]
 int8_layers = suite_of(("int8", _int8_layers, _INT8, [Layers(1, 32), Layers(2, 8, 0.65)]))
-transformers = suite_of(("transformer", _transformer, [_BASE, _BASE._replace(share=0.65)], _ONE))
+_MODELS = [_BASE, _BASE._replace(share=0.65), *TUTORIALS]
+transformers = suite_of(("transformer", _transformer, _MODELS, _ONE))
 training = suite_of(
-    ("training step", _training, [_BASE], _ONE),
+    ("training step", _training, [_BASE, *TUTORIALS], _ONE),
     ("training step, fused loss,", functools.partial(_training, fuses=True), [_BASE], _ONE),
 )
 _DECODINGS = (

@@ -28,9 +28,7 @@ from transformer_fast.measure.cases import (
     TIMES_FORWARD,
     Seq2Seq,
     Size,
-    encoder_work,
     parameter_bytes,
-    real_places,
     twins,
     with_fast_path,
 )
@@ -38,7 +36,7 @@ from transformer_fast.models import SinusoidalPositions
 
 from ..peers import compiled_steps
 from . import ACCELERATED, EAGER, Maker, Scope, accelerated, spread_biases, suite_of
-from .models import START, Case, Decoding, Gradients, GreedyJudge, Layers, Step, flops_of
+from .models import START, TUTORIALS, Case, Decoding, Gradients, GreedyJudge, Step, flops_of
 
 REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
@@ -170,7 +168,7 @@ Models = tuple[nn.Module, nn.Module, nn.Module]
 
 
 def _forward(
-    scope: Scope, name: str, case: Layers | Case, models: Models, adapt: Callable[..., Any],
+    scope: Scope, name: str, case: Case, models: Models, adapt: Callable[..., Any],
     real: Callable[..., Tensor], work: Callable[..., Sequence[float]],
 ) -> BenchmarkCase:  # fmt: skip
     """Returns the case of a forward pass; ``adapt``: adapts hand-written models to the inputs."""
@@ -198,23 +196,6 @@ def _models(scope: Scope, make: Callable[[Any], nn.Module], written: nn.Module) 
     return ours, theirs, written.eval().to(scope.device, scope.dtype)
 
 
-def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
-    size = Size()
-
-    def make(nn: Any) -> nn.Module:
-        return nn.TransformerEncoderLayer(size.model, size.heads, size.hidden, batch_first=True)
-
-    def visible(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def forward(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-            return run(x, None if padding is None else ~padding[:, None, None, :])
-
-        return forward
-
-    models = _models(scope, make, Layer(size))
-    work = encoder_work(size, parameter_bytes(models[1]))
-    return _forward(scope, "encoder_layer", case, models, visible, real_places, work)
-
-
 def models_of(scope: Scope, size: Size, dropout: float) -> Models:
     make = functools.partial(Seq2Seq, size=size, dropout=dropout)
     return _models(scope, lambda nn: spread_biases(make(nn)), Transformer(size))
@@ -237,6 +218,9 @@ def training_step(scope: Scope, case: Case) -> BenchmarkCase:
         Candidate("reference", reference),
         Candidate(EAGER, _step(copy.deepcopy(written)), ours=False),
     ]
+    if not scope.quick:
+        other = copy.deepcopy(written)
+        candidates += scope.offered("training", other, functools.partial(_step, other))
     inputs = case.inputs(scope)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     return scope.case(
@@ -281,16 +265,12 @@ def _projections(name: str) -> str:
 
 
 _ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
-#: The sizes of tutorials, at which the overhead of calls dominates.
-_TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
 
-_MODELS = [_BASE, _BASE._replace(share=0.65), *_TUTORIALS]
-_PADDED = [Layers(8, 128, 0.65)]
+_MODELS = [_BASE, _BASE._replace(share=0.65), *TUTORIALS]
 hand_written = suite_of(
-    ("hand-written encoder_layer", _layer, [Layers(8, 128), *_PADDED], _PADDED),
     ("hand-written transformer", _transformer, _MODELS, [_ONE._replace(share=0.65)]),
     # Without padding, because results at padded positions differ and are part of the loss.
-    ("hand-written training step", training_step, [_BASE, *_TUTORIALS], [_ONE]),
+    ("hand-written training step", training_step, [_BASE, *TUTORIALS], [_ONE]),
 )
 
 

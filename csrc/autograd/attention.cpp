@@ -278,6 +278,55 @@ struct PartsBackward : Function<3, 7> {
   }
 };
 
+// compile/run_time.prepare_hidden in one pass over a small mask. Arguments: condition, hides,
+// whether the fill is finite, rank of the scores; returns the fields of its Mask.
+PyObject* enter_hidden_mask(Op&, Arguments given, Py_ssize_t count) {
+  const Tensor* condition = count == 4 && is_plain_state() ? plain(given[0]) : nullptr;
+  if (!condition || condition->scalar_type() != at::kBool || condition->dim() > 4 ||
+      !condition->is_contiguous() || condition->numel() == 0 || condition->numel() >= 1 << 16)
+    return dispatch();
+  const bool hides = given[1] == Py_True, is_finite = given[2] == Py_True;
+  int64_t sizes[] = {1, 1, 1, 1};
+  std::copy(condition->sizes().begin(), condition->sizes().end(), sizes + 4 - condition->dim());
+  // Three dimensions are (B, T, S), if the scores have no more.
+  if (condition->dim() == 3 && PyLong_AsLong(given[3]) == 3) std::swap(sizes[0], sizes[1]);
+  const int64_t length = sizes[2], keys = sizes[3], rows = condition->numel() / keys;
+  Tensor visible = empty(sizes, at::kBool), hidden_rows;
+  const auto* from = condition->const_data_ptr<bool>();
+  auto* to = visible.mutable_data_ptr<bool>();
+  int64_t shown = 0;
+  for (int64_t i = 0; i < rows; ++i, from += keys, to += keys) {
+    int64_t of_row = 0;
+    for (int64_t j = 0; j < keys; ++j) of_row += to[j] = from[j] != hides;
+    shown += of_row;
+    if (of_row > 0 || !is_finite) continue;
+    if (!hidden_rows.defined()) {
+      hidden_rows = empty({sizes[0], sizes[1], length, 1}, at::kBool);
+      std::fill_n(hidden_rows.mutable_data_ptr<bool>(), rows, false);
+    }
+    hidden_rows.mutable_data_ptr<bool>()[i] = true;
+    std::fill_n(to, keys, true);
+  }
+  const auto answer = [](Tensor mask, Tensor fully_masked, bool causal) {
+    return Py_BuildValue("(NNN)", wrap(std::move(mask)), wrap(std::move(fully_masked)),
+                         PyBool_FromLong(causal));
+  };
+  if (shown == rows * keys) return answer({}, {}, false);
+  if (hidden_rows.defined()) return answer(visible, hidden_rows, false);
+  bool is_causal = length == keys && length > 1, all_shown = true;
+  to = visible.mutable_data_ptr<bool>();
+  for (int64_t i = 0; i < rows && is_causal; ++i) {
+    const int64_t row = i % length;
+    const bool* last = to + (i - row + length - 1) * keys;
+    for (int64_t j = 0; j < keys; ++j) {
+      is_causal &= to[i * keys + j] == (j <= row && last[j]);
+      all_shown &= last[j];
+    }
+  }
+  if (!is_causal) return answer(visible, {}, false);
+  return answer(all_shown ? Tensor() : visible.narrow(2, length - 1, 1), {}, true);
+}
+
 }  // namespace
 
 bool mask_fits(const Tensor& mask, at::IntArrayRef sizes, at::ScalarType type) {
@@ -313,5 +362,6 @@ Tensor attend_parts(const Op& op, const HeadParts& parts, const Tensor* mask, bo
 }
 
 TF_ENTRY(attention, enter_attention)
+TF_ENTRY(hidden_mask, enter_hidden_mask)
 
 }  // namespace tf::autograd

@@ -55,7 +55,7 @@ struct Op {
   PyObject* direct = nullptr;
   PyObject* formula = nullptr;  // see Backward::by_formula
   // Calls below `own` run in the entry. Calls below torch[needs gradients] run on PyTorch's op if
-  // they have at most `weights` weights or are below any_weights.
+  // they have at most `weights` weights or are below any_weights. Layers: see are_small.
   int64_t own = 0, torch[2] = {0, 0}, weights = 0, any_weights = 0;
   unsigned limited = 0;  // dtypes whose training calls are dispatched, as bits of Element
 
@@ -201,7 +201,7 @@ inline PyObject* wrap(Tensor first, Tensor second) {
   return pair;
 }
 // Runs the kernel's Python function on these arguments, which were checked.
-PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments);
+PyObject* run_direct(const Op& op, at::ArrayRef<PyObject*> arguments);
 
 // Dropout of a call: its probability and its seed, an int64 scalar; none: 0 and no tensor.
 struct Drop {

@@ -71,20 +71,17 @@ bool is_map(const Tensor* weight, const Tensor* bias, int64_t outputs, int64_t i
          (!bias || bias->size(0) == outputs);
 }
 
-// True if all shapes fit, and each step is smaller than its op's limit.
+// True if all shapes fit, all steps have kernels, and each product is smaller than the limit.
 bool are_small(const Layers& layers) {
-  static Op &linear = *find_op("linear"), &network = *find_op("feed_forward"),
-            &attention = *find_op("attention"), &norm = *find_op("layer_norm"),
-            &add_norm = *find_op("add_layer_norm");
-  for (const Op* each : {&linear, &network, &attention, &norm, &add_norm})
-    if (!each->direct) return false;
+  for (const char* each : {"linear", "feed_forward", "attention", "layer_norm", "add_layer_norm"})
+    if (!find_op(each)->direct) return false;
+  const int64_t limit = layers.op->torch[layers.grad];
   const Tensor& x = *layers.x;
   const int64_t width = x.size(2), rows = x.numel() / width;
   const int64_t length = x.size(layers.batch_first ? 1 : 0);
   const int64_t keys = layers.memory ? layers.memory->numel() / width : rows;
-  if (std::max(rows, keys) * width * 3 * width >= linear.own ||
-      rows * width * std::max(length, keys) >= attention.own ||
-      rows * width >= std::min(norm.own, add_norm.own))
+  if (std::max(rows, keys) * width * 3 * width >= limit ||
+      rows * width * std::max(length, keys) >= limit)
     return false;
   bool is_split = false;  // the previous pair has the maps of queries and keys
   for (const Pair& pair : layers.pairs) {
@@ -92,7 +89,7 @@ bool are_small(const Layers& layers) {
       if (each && each->size(0) != width) return false;
     const int64_t first = pair.weight1->size(0);
     if (pair.kind == kFeedForward) {
-      if (first == 0 || 2 * rows * width * first >= network.own ||
+      if (first == 0 || rows * width * first >= limit ||
           !is_map(pair.weight1, pair.bias1, first, width) ||
           !is_map(pair.weight2, pair.bias2, width, first))
         return false;

@@ -102,14 +102,7 @@ PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
     const int64_t size = x->numel() * weight->size(0);
     if (size > 0 && size < op.own && are_contiguous(tensors) && (!grad || are_savable(tensors)))
       return wrap(multiply(op, *x, *weight, bias, activation, grad));
-    if (op.prefers_torch(size, weight->numel(), grad)) {
-      Tensor y;
-      {
-        const WithoutGil released(size);
-        y = activate(at::linear(*x, *weight, maybe(bias)), activation);
-      }
-      return wrap(std::move(y));
-    }
+    if (op.prefers_torch(size, weight->numel(), grad)) return dispatch();
   }
   if (grad && op.limits(*x)) return dispatch();
   return run_direct(op, {given[0], given[1], given[2], given[3]});
@@ -218,15 +211,7 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
         are_contiguous(tensors) && (!grad || are_savable(tensors)))
       return wrap(
           run_network(op, *x, *weight1, bias1, *weight2, bias2, activation, Drop::draw(p), grad));
-    if (p == 0.0 && op.prefers_torch(size, weights, grad)) {
-      Tensor y;
-      {
-        const WithoutGil released(size);
-        y = activate(at::linear(*x, *weight1, maybe(bias1)), activation);
-        y = at::linear(y, *weight2, maybe(bias2));
-      }
-      return wrap(std::move(y));
-    }
+    if (p == 0.0 && op.prefers_torch(size, weights, grad)) return dispatch();
   }
   if (grad && op.limits(*x)) return dispatch();
   const Reference seed(wrap(Drop::draw(p).seed));

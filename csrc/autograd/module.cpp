@@ -61,7 +61,7 @@ Tensor activate(const Tensor& input, int code) {
   }
 }
 
-PyObject* run_direct(const Op& op, std::initializer_list<PyObject*> arguments) {
+PyObject* run_direct(const Op& op, at::ArrayRef<PyObject*> arguments) {
   const Reference record(
       PyObject_Vectorcall(op.record, arguments.begin(), arguments.size(), nullptr));
   return record.object ? PyObject_CallOneArg(op.direct, record.object) : nullptr;

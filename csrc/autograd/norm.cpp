@@ -173,15 +173,10 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
   if (grad && op.limits(*norm.input)) return dispatch();
   const Reference number(PyFloat_FromDouble(eps)), seed(wrap(Drop::draw(p).seed));
   if (!number.object) return nullptr;
-  if constexpr (!adds && has_bias)
-    return run_direct(op, {given[0], given[1], given[2], given[3], number.object});
-  if constexpr (!adds && !has_bias)
-    return run_direct(op, {given[0], given[1], given[2], number.object});
-  if constexpr (adds && has_bias)
-    return run_direct(op, {given[0], given[1], given[2], given[3], given[4], number.object,
-                           given[6], seed.object});
-  return run_direct(op,
-                    {given[0], given[1], given[2], given[3], number.object, given[5], seed.object});
+  c10::SmallVector<PyObject*, 8> all(given, given + eps_at);
+  all.push_back(number.object);
+  if (adds) all.append({given[eps_at + 1], seed.object});
+  return run_direct(op, all);
 }
 
 }  // namespace

@@ -10,7 +10,9 @@ namespace tf::autograd {
 #define TF_ENTRIES(X) \
   X(layer_norm)       \
   X(add_layer_norm)   \
-  X(rms_norm) X(add_rms_norm) X(linear) X(feed_forward) X(attention) X(encoder_layer)
+  X(rms_norm)         \
+  X(add_rms_norm)     \
+  X(linear) X(feed_forward) X(attention) X(hidden_mask) X(encoder_layer) X(cross_entropy)
 
 #define TF_DECLARE_ENTRY(op) PyObject* op(PyObject* module, Arguments given, Py_ssize_t count);
 TF_ENTRIES(TF_DECLARE_ENTRY)

@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from transformer_fast import _native
 from transformer_fast.compile.sublayers import Sublayers
 from transformer_fast.measure.calls import record
+from transformer_fast.nn import fused_layers
+from transformer_fast.testing.parity import compare
 
 pytestmark = [
     pytest.mark.sampled(15, 30),
@@ -246,16 +248,38 @@ def test_results_read_in_other_places(what: str, stacks: list[int]) -> None:
     assert reports[0].stacks == stacks
 
 
-def test_gradients_run_the_ops() -> None:
+@pytest.mark.usefixtures("small_calls")
+@pytest.mark.skipif(_native.autograd is None, reason=str(_native.why_no_autograd))
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_small_layers_are_trained_in_one_call(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry and the nodes that it replaces, in float32 and float64, draw the same dropout."""
+    x, memory = torch.randn(B, T, M), torch.randn(B, T, M)
+    model = Block(True, False, p=p).train()
+    entered, enter = [], fused_layers._enter
+
+    def gradients(enters: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        def spy(*given: Any) -> Any:
+            entered.append(enter(*given) if enters else None)
+            return entered[-1]
+
+        monkeypatch.setattr(fused_layers, "_enter", spy)
+        ours, reports = compiled(copy.deepcopy(model).to(dtype))
+        given = [one.detach().to(dtype).requires_grad_() for one in (x, memory)]
+        torch.manual_seed(0)
+        y = ours(*given, causal(), padding())
+        assert reports[0].stacks == [3]
+        return torch.autograd.grad((y * torch.arange(M)).sum(), [*given, *ours.parameters()])
+
+    found, composed = gradients(True, torch.float32), gradients(False, torch.float32)
+    assert [y is not None for y in entered] == [True, False]
+    for one, other, true in zip(found, composed, gradients(False, torch.float64), strict=True):
+        parity = compare("a gradient", one, other, true, factor=3.0)
+        assert parity.ok, parity.where
+
+
+def test_a_frozen_graph_may_get_an_input_that_needs_gradients() -> None:
     x = torch.randn(B, T, M)
-    model = Block(False, False).eval()
-    ours, reports = compiled(copy.deepcopy(model))
-    assert_same_numbers(ours, model, (x, x, None, None), {}, grad=True)
-    assert reports[0].stacks == []
-    # Without trained parameters the graph may still get an input that needs gradients.
-    frozen = model.requires_grad_(False)
-    ours, reports = compiled(frozen)
-    assert reports == []
+    ours, reports = compiled(Block(False, False).eval().requires_grad_(False))
     ours(x, x, None, None)
     assert reports[0].stacks == [2]
     assert ours(x.requires_grad_(), x, None, None).requires_grad

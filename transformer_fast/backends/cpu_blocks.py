@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _native, fast_path
+from .. import _native
 from .._context import are_plain_on_cpu
 from ..dispatch import Call, Kernel
 from ..ops.arguments import LayerStack
@@ -23,8 +23,6 @@ from .cpu_packing import PackedWeights
 #: Width of a panel of packed weights. Cross-attention splits one packed weight into the parts of
 #: queries and keys, and a gated network into gate and values, which is possible only between panels.
 _PANEL = 32
-_enter = fast_path.entry("encoder_layer")
-_NO_DROPOUTS: list[float] = []
 
 
 def _refuse(call: Call) -> str | None:
@@ -78,11 +76,6 @@ def layers(
             the same for the memory. None: not ragged.
         cos, sin: rotate queries and keys of self-attention, (1 or B, T, channels) or (rows, channels).
     """
-    if starts is None and cos is None and (given := stack.for_entry) is not None:
-        masks = mask, is_causal, memory, memory_mask, memory_is_causal
-        y = _enter(input, *given, *masks, _NO_DROPOUTS)
-        if y is not None:
-            return y  # type: ignore[no-any-return]
     if stack.packed is None:
         stack.packed = PackedWeights(), stack.weights()
     packed, weights = stack.packed

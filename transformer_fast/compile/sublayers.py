@@ -1,14 +1,17 @@
-"""Runs consecutive sub-layers of a graph in one call, for inference.
+"""Runs consecutive sub-layers of a graph in one call, for inference, and for training if small.
 
 A sub-layer is attention with its projections, or a feed-forward network, with the residual sum and
-the norm: ``norm(x + f(x))``, or ``x + f(norm(x))``. The call runs the kernel for whole layers.
+the norm: ``norm(x + f(x))``, or ``x + f(norm(x))``. The call runs the kernel for whole layers, or with
+gradients and dropout the entry for small layers.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+import math
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,8 +161,8 @@ def match_sublayer(
     """Returns the sub-layer with the residual sum ``total``, or None.
 
     rotation: None, or the cosines and sines by which a layer may rotate its queries and keys, if any.
-    With it, sub-layers without a norm, with dropout, gated networks, and attention with another factor,
-    grouped heads or heads of other sizes match, too.
+    With it, sub-layers without a norm, gated networks, and attention with another factor, grouped heads
+    or heads of other sizes match, too.
     """
     op = read(total)
     assert op is not None
@@ -169,9 +172,9 @@ def match_sublayer(
             continue
         if rank(x) != 3 and not (is_whole and rank(x) == 2):
             continue
-        f, dropout_p = (is_whole and dropout_of(f)) or (f, 0.0)
+        f, dropout_p = dropout_of(f) or (f, 0.0)
         block = _network_block(f, is_whole) or _attention(f, rotation)
-        if block is None or not _is_like(block.input, x) or (block.dropout_p and not is_whole):
+        if block is None or not _is_like(block.input, x):
             continue
         last = only_user(total)
         before, after = norm_of(block.input), None if last is None else norm_of(last)
@@ -184,7 +187,7 @@ def match_sublayer(
         else:
             continue
         one.dropout_p = dropout_p
-        if _is_contiguous(one.y) and _set_nodes(one) and _is_inference(editor, one):
+        if _is_contiguous(one.y) and _set_nodes(one) and _has_kernel(editor, one):
             return one
     return None
 
@@ -408,15 +411,20 @@ def _set_nodes(one: SublayerNodes) -> bool:
     return all(user in one.nodes for n in one.nodes if n is not one.y for user in n.users)
 
 
-def _is_inference(editor: Editor, one: SublayerNodes) -> bool:
+def _has_kernel(editor: Editor, one: SublayerNodes) -> bool:
+    """True if the kernel for layers runs the sub-layer; with gradients or dropout their entry."""
     modes = editor.modes.at(one.y)
     inputs = _inputs(one.nodes)
     if modes.has_autocast or editor.obstacle(one.y, inputs) is not None:
         return False
     tensors = [x for x in map(value, inputs) if isinstance(x, Tensor)]
-    return all(x.is_cpu for x in tensors) and not (
-        modes.grad and any(x.requires_grad for x in tensors)
-    )
+    if not all(x.is_cpu for x in tensors):
+        return False
+    drops = one.dropout_p + one.block.dropout_p > 0.0
+    if not drops and not (modes.grad and any(x.requires_grad for x in tensors)):
+        return True
+    *rows, width = (number(size) for size in value(one.x).shape)
+    return one.norm.kind == NormKind.LAYER and fused_layers.is_small(math.prod(rows), width, modes.grad)
 
 
 def _inputs(nodes: Iterable[Node]) -> list[Node]:
@@ -486,6 +494,8 @@ class _Plan(NamedTuple):
     #: (hidden, added, is_causal) of self-attention and of attention to the memory.
     own: tuple[int, int, bool]
     cross: tuple[int, int, bool]
+    #: Probabilities of dropout of each sub-layer: within it, and of its output; empty: none is active.
+    dropouts: list[float]
 
 
 def _plan(stack: list[SublayerNodes], places: dict[Any, int]) -> _Plan:
@@ -509,7 +519,9 @@ def _plan(stack: list[SublayerNodes], places: dict[Any, int]) -> _Plan:
         memory = memory or block.memory
     x, of_memory = at(stack[0].x, memory)
     own, cross = masks[Kind.SELF_ATTENTION], masks[Kind.CROSS_ATTENTION]
-    return _Plan(Layer(tuple(sublayers), stack[0].norm_first, activation), x, of_memory, own, cross)
+    layer = Layer(tuple(sublayers), stack[0].norm_first, activation)
+    dropouts = [p for one in stack for p in (one.block.dropout_p, one.dropout_p)]
+    return _Plan(layer, x, of_memory, own, cross, dropouts if any(dropouts) else [])
 
 
 class Sublayers(torch.nn.Module):
@@ -523,7 +535,7 @@ class Sublayers(torch.nn.Module):
         super().__init__()
         self.body, self.plan = body, plan
         #: The tensors of the last call's parameters, and the sub-layers bound to them.
-        self._kept: tuple[list[Any], Bound | None] = [], None
+        self._kept: tuple[Sequence[Any], Bound | None] = (), None
 
     def forward(self, *given: Any) -> Tensor:
         y = None if is_traced() else self._in_one_call(given)
@@ -542,19 +554,24 @@ class Sublayers(torch.nn.Module):
         bound = self._bind(given)
         if bound is None:
             return None
-        return fused_layers.try_run_bound(bound, x, None, own, inputs[plan.memory], cross)
+        memory = inputs[plan.memory]
+        return fused_layers.try_run_bound(
+            bound, x, None, own, memory, cross, dropouts=plan.dropouts
+        )
 
     def _bind(self, given: tuple[Any, ...]) -> Bound | None:
         """Returns the sub-layers, bound to their parameters among the inputs; cached for these."""
-        later: list[Any] = []
-        found = [
-            quantized(given[place], later) if place in self._int8 else given[place]
-            for place in self._parameters_at
-        ]
-        if later and not unchanged(later):
-            return None
+        found: Sequence[Any] = self._choose(given)
+        if self._int8:
+            later: list[Any] = []
+            found = [
+                quantized(tensor, later) if place in self._int8 else tensor
+                for place, tensor in zip(self._parameters_at, found, strict=True)
+            ]
+            if later and not unchanged(later):
+                return None
         kept, bound = self._kept
-        if bound is None or any(one is not other for one, other in zip(found, kept, strict=True)):
+        if bound is None or not all(map(operator.is_, found, kept)):
             tensors = dict(zip(self._parameters_at, found, strict=True))
             bound = Bound([self.plan.layer.each(tensors.__getitem__)])
             self._kept = found, bound
@@ -566,6 +583,11 @@ class Sublayers(torch.nn.Module):
         found: dict[int, None] = {}
         self.plan.layer.each(lambda place: found.setdefault(place))
         return [*found]
+
+    @functools.cached_property
+    def _choose(self) -> operator.itemgetter[Any]:
+        """Returns a function of the inputs that returns the parameters."""
+        return operator.itemgetter(*self._parameters_at)
 
     @functools.cached_property
     def _int8(self) -> frozenset[int]:

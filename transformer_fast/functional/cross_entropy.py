@@ -35,6 +35,7 @@ _PYTORCHS_LINEAR = (
     "dimensions of weights or with options is that of PyTorch 2.13"
 )
 _REDUCTIONS = ("mean", "sum", "none")
+_enter = fast_path.entry("cross_entropy")
 
 
 def _is_floating(target: Any) -> bool:
@@ -173,25 +174,13 @@ def cross_entropy(
 
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
     """
-    others = weight is not None or size_average is not None or reduce is not None
-    if (
-        backend is None
-        and not others
-        and type(target) is Tensor
-        and target.dtype is torch.int64
-        and type(ignore_index) is int
-        and 0.0 <= label_smoothing <= 1.0
-        and (grad := is_plain_eager(input)) is not None
-        and input.dtype in fast_path.CROSS_ENTROPY.dtypes
-        and fast_path.logits_size(input) < fast_path.CROSS_ENTROPY.below[grad]
-        and settings.current.falls_back
-        and (not grad or fast_path.ignores_no_nan(input, target, ignore_index))
-    ):
-        wide = input if input.dtype is fast_path.FLOAT else input.float()  # see `_run_pytorchs`
-        loss = F.cross_entropy(
-            wide, target, None, None, ignore_index, None, reduction, label_smoothing
+    if backend is None:
+        loss = _enter(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-        return loss if wide is input else loss.to(_result_dtype(input))
+        if loss is not None:
+            return loss  # type: ignore[no-any-return]
+    others = weight is not None or size_average is not None or reduce is not None
     probable = _is_floating(target)
     deferred = defers_to_torch("cross_entropy", backend, input, target)
     if deferred or others or probable:
@@ -319,11 +308,7 @@ def linear_cross_entropy(
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         logits = linear(input, linear_weight, linear_bias)
-        # In PyTorch, NaN and infinity in ignored rows reach the gradients.
-        if fast_path.ignores_no_nan(logits, target, ignored):
-            return F.cross_entropy(
-                logits, target, None, None, ignored, None, reduction, label_smoothing
-            )
+        return cross_entropy(logits, target, None, None, ignored, None, reduction, label_smoothing)
     probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:

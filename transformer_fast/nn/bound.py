@@ -221,6 +221,12 @@ class Bound:
             same[-1][2].append(max(p, default=0.0))
         return [Group(alike, max(p)) for _, alike, p in same]
 
+    @functools.cached_property
+    def active_dropouts(self) -> list[float]:
+        """Returns the probabilities of all layers; empty if none is active."""
+        found = [p for each in self.dropouts for p in each]
+        return found if any(found) else []
+
     def needs_grad(self) -> bool:
         """True if a parameter is trained."""
         if self.parameters is not None:

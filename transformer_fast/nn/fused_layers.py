@@ -159,10 +159,10 @@ _dtype = attrgetter("dtype")
 _enter = fast_path.entry("encoder_layer")
 
 
-def is_small(x: Tensor) -> bool:
-    """True if layers on x (B, T, M) may run in their entry, which limits the size of products."""
-    limit = fast_path.entry_limit("linear")
-    return _native.autograd is not None and 3 * x.numel() * x.shape[-1] < limit
+def is_small(rows: int, width: int, grad: bool) -> bool:
+    """True if layers on x (rows, width) may run in their entry, which limits the size of products."""
+    limit = fast_path.LAYER_LIMITS[grad]
+    return _native.autograd is not None and 3 * rows * width * width < limit
 
 
 def _entered(
@@ -175,7 +175,7 @@ def _entered(
 ) -> Tensor | None:
     """Returns the output of a layer in one call of its entry; None if that declines.
 
-    dropouts: a list; see `recipe.Layer`. own, cross: as in `Fused`.
+    dropouts: a list, as `Bound.active_dropouts`. own, cross: as in `Fused`.
     """
     given = group.stack.for_entry
     if given is None:
@@ -183,17 +183,28 @@ def _entered(
     return _enter(x, *given, *own, memory, *cross, dropouts)  # type: ignore[no-any-return]
 
 
-def try_enter(layer: Any, x: Tensor, own: Masks, memory: Tensor, cross: Masks) -> Tensor | None:
-    """Returns the output of a decoder layer in training, or None if its modules must be called."""
-    if is_plain_eager(x, memory) is None or not x.dim() == memory.dim() == 3:
+def _try_enter(
+    owner: torch.nn.Module, x: Tensor, own: Masks, memory: Tensor | None, cross: Masks, network: bool,
+    kind: type | None,
+) -> Tensor | None:  # fmt: skip
+    """Returns the output of small layers, with gradients and dropout; arguments: as in `find`."""
+    if x.dim() != 3 or is_plain_eager(x, memory) is None:
+        return None
+    width = x.shape[2]
+    if width == 0 or not is_small(x.numel() // width, width, torch.is_grad_enabled()):
         return None
     try:
-        bound = bind(layer)
+        bound = bound_to(owner, (network, kind), partial(read, owner, network=network, kind=kind))
+        if len(bound.groups) != 1:
+            return None
         (group,) = bound.groups
-        masks = (_to_sdpa(own, x, x, group.stack), _to_sdpa(cross, memory, x, group.stack))
+        mask = NO_MASK if own is NO_MASKS else _to_sdpa(own, x, x, group.stack)
+        other = NO_MASK
+        if memory is not None and cross is not NO_MASKS:
+            other = _to_sdpa(cross, memory, x, group.stack)
     except Unreadable:
         return None
-    return _entered(group, bound.dropouts[0], x, masks[0], memory, masks[1])
+    return _entered(group, bound.active_dropouts, x, mask, memory, other)
 
 
 def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
@@ -206,8 +217,6 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         (group,) = bound.groups
     except Unreadable:
         return None
-    if own is NO_MASKS and (y := _entered(group, bound.dropouts[0], x)) is not None:
-        return y
     assert bound.parameters is not None
     tensors = bound.parameters.tensors
     if x.shape[2] != group.width or is_plain_eager(x, *tensors) is None:
@@ -221,10 +230,6 @@ def try_compose(layer: Any, x: Tensor, own: Masks) -> Tensor | None:
         mask, is_causal = _to_sdpa(own, x, x, group.stack)
     except Unreadable:
         return None
-    if own is not NO_MASKS:
-        y = _entered(group, bound.dropouts[0], x, (mask, is_causal))
-        if y is not None:
-            return y
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]
@@ -270,11 +275,20 @@ def try_run(
     x: Tensor,
     own: Masks,
     memory: Tensor | None = None,
-    *rest: Any,
-    **named: Any,
+    cross: Masks = NO_MASKS,
+    network: bool = True,
+    kind: type | None = None,
 ) -> Tensor | None:
-    """Returns the output of all layers, or None if `find` returns None; arguments: as in `find`."""
-    found = find(owner, x, own, memory, *rest, **named)
+    """Returns the output of all layers, or None if their modules must be called; see `find`.
+
+    Small layers run in their entry, in training, too.
+    """
+    given = own, memory, cross, network, kind
+    if (y := _try_enter(owner, x, *given)) is not None:
+        return y
+    if is_trained(owner if kind is None else owner[0]):  # type: ignore[index]
+        return None
+    found = find(owner, x, *given)
     return None if found is None else run(found, x, memory)
 
 
@@ -296,20 +310,23 @@ def try_run_bound(
         rotation: cosines and sines (1 or B, T, channels) of rotary position embeddings; empty: none.
         dropouts: a list with the probabilities of dropout, as of `Bound`; empty: none is active.
     """
-    if not dispatch.supports_context("encoder_layer", x):
+    try:
+        (group,) = bound.groups
+    except Unreadable:
+        return None
+    if starts is None and not rotation:
+        y = _entered(group, dropouts or [], x, own, memory, cross)
+        if y is not None:
+            return y
+    if any(dropouts) or not dispatch.supports_context("encoder_layer", x):
         return None
     if wants_grad(*rotation) or is_transformed(*rotation):
         return None
+    grad = bound.needs_grad() or wants_grad(x, memory, own[0], cross[0])
     try:
-        (group,) = bound.groups
-        grad = bound.needs_grad() or wants_grad(x, memory, own[0], cross[0])
         call = _call(group, x, memory, grad)
     except Unreadable:
         return None
-    if grad or any(dropouts):
-        if starts is not None or rotation:
-            return None
-        return _entered(group, dropouts or [], x, own, memory, cross)
     kernel = dispatch.find(call)
     if kernel is None:
         return None

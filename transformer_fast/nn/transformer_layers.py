@@ -190,14 +190,13 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
                 src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
             own = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)
 
-        if torch.is_grad_enabled() and fused_layers.is_trained(self):
+        done = fused_layers.try_run(self, src, own)
+        is_trained = fused_layers.is_trained(self)
+        if done is None and is_trained:
             done = fused_layers.try_compose(self, src, own)
-            if done is not None:
-                return done
-        else:
-            done = fused_layers.try_run(self, src, own)
-            if done is not None:
-                return done
+        if done is not None:
+            return done
+        if not is_trained:
             # If only the network must be composed, attention is still one call.
             done = fused_layers.try_run(self, src, own, network=False)
             if done is not None:
@@ -265,8 +264,7 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
 
         own = fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
-        run = fused_layers.try_enter if fused_layers.is_trained(self) else fused_layers.try_run
-        done = run(self, tgt, own, memory, cross)
+        done = fused_layers.try_run(self, tgt, own, memory, cross)
         if done is not None:
             return done
 
