@@ -42,7 +42,7 @@ from ..nn.guard import Guard, Unreadable
 from ..recipe import Layer, Place
 from ..testing import GRADIENT_FACTOR
 from ..testing.parity import compare
-from . import classes, formula, packing
+from . import classes, formula, generate_calls, packing
 from .classes import ClassChange
 from .padded_places import undisturbed
 from .parts import is_model, is_ours
@@ -85,6 +85,10 @@ class StepDecoder(DropIn):
     _names: tuple[str, ...]
     _cache: str
     _call: _Call
+
+
+#: Classes that change nothing but how `generate` runs.
+KINDS = StepDecoder, generate_calls.GeneratingModel
 
 
 class _Call(NamedTuple):
@@ -548,7 +552,21 @@ def make_plan(
         else:
             notes[name] = ONE_CALL
             changes.append(found)
+    decoders = {change.module for change in changes}
+    for name, model in root.named_modules() if decoders else ():
+        if not is_generating(model) or decoders.isdisjoint(model.modules()):
+            continue
+        kind, original = type(model), original_class(model)
+        made = generate_calls.class_of(kind)
+        if is_wanted(model, name) and not isinstance(made, str):
+            earlier = None if original is kind else original
+            changes.append(ClassChange(name, model, kind, made, original=earlier))
     return changes, notes
+
+
+def is_generating(model: Any) -> bool:
+    """True for models with the method `generate` of transformers."""
+    return is_model(model) and isinstance(model, load("transformers.generation", "GenerationMixin"))
 
 
 def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
@@ -574,8 +592,8 @@ def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
 
 
 def is_change(change: Any) -> bool:
-    """True for the change of a decoder's class; the report has no entry for it."""
-    return isinstance(change, ClassChange) and issubclass(change.after, StepDecoder)
+    """True for the change of a decoder's class, or of its model's; the report has no entry for it."""
+    return isinstance(change, ClassChange) and issubclass(change.after, KINDS)
 
 
 def _stack_of(module: Any) -> str | None:
