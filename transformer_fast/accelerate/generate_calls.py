@@ -1,7 +1,7 @@
 """Calls of transformers' `generate` by a model whose decoder has native steps (`generation`).
 
 transformers' own code runs, with four things around it. Untracked writes to weights are looked for
-once a call (`memory.compared_once`). Logits processors that search the vocabulary for their tokens in
+once a search (`memory.compared_once`). Logits processors that search the vocabulary for their tokens in
 each step do so once. Beam search finds the highest scores by blocks, greedy search with our argmax.
 """
 
@@ -34,16 +34,6 @@ def class_of(kind: Any) -> Any:
 
 
 @functools.cache
-def _generate_of(kind: Any) -> Any:
-    @functools.wraps(kind.generate)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with memory.compared_once():
-            return kind.generate(self, *args, **kwargs)
-
-    return generate
-
-
-@functools.cache
 def _processors_of(kind: Any) -> Any:
     @functools.wraps(kind._get_logits_processor)
     def processors(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,16 +61,27 @@ def _sample_of(kind: Any) -> Any:
         # Scores that are returned must be plain tensors.
         if processors is not None and config is not None and not config.output_scores:
             kwargs["logits_processor"] = _greedy_class(type(processors))(processors)
-        return kind._sample(self, input_ids, *args, **kwargs)
+        with memory.compared_once():
+            return kind._sample(self, input_ids, *args, **kwargs)
 
     return sample
 
 
+@functools.cache
+def _beams_of(kind: Any) -> Any:
+    @functools.wraps(kind._beam_search)
+    def search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with memory.compared_once():
+            return kind._beam_search(self, *args, **kwargs)
+
+    return search
+
+
 _METHODS = {
-    "generate": _generate_of,
-    "_sample": _sample_of,
+    "_beam_search": _beams_of,
     "_get_logits_processor": _processors_of,
     "_get_top_k_continuations": _continuations_of,
+    "_sample": _sample_of,
 }
 
 

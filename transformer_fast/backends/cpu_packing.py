@@ -373,7 +373,7 @@ class PackedWeights:
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = [entry.packed for entry in last]
             states = [*zip(owners or weights, weights, [x.state for x in last], strict=True)]
-            if all([entry.alive for entry in last]) and memory.are_unchanged(states):
+            if all(entry.alive for entry in last) and memory.are_unchanged(states):
                 prints = [x.fingerprint for x in last if x.fingerprint is not None]
                 if not prints or _all_hold(prints, rows):
                     now = next(_clock)

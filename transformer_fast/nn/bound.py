@@ -107,7 +107,7 @@ class Parameters:
                 return False
         later = [snapshot for *_, snapshot in self.quantized]
         # The guard has checked that the parameters and their factors are the same.
-        is_same = all([x is not None and x.alive and x.storage() is not None for x in later])
+        is_same = all(x is not None and x.alive and x.storage() is not None for x in later)
         if torch.is_grad_enabled():
             is_same = is_same and not any(x.requires_grad for x, *_ in self.states)
         if not (is_same and memory.are_unchanged(self.states)):
