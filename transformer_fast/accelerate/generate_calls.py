@@ -1,13 +1,15 @@
 """Calls of transformers' `generate` by a model whose decoder has native steps (`generation`).
 
-transformers' own code runs, with four things around it. Untracked writes to weights are looked for
+transformers' own code runs, with five things around it. Untracked writes to weights are looked for
 once a search (`memory.compared_once`). Logits processors that search the vocabulary for their tokens in
 each step do so once. Beam search finds the highest scores by blocks, greedy search with our argmax.
+The first tokens of beams, which are equal, are computed for one beam of each source.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from .. import memory
 from .._context import is_traced
 from ..models.generation.methods import bind_best, top
 from ..nn.drop_in import DropIn, subclass
-from .private_names import OBJECTS, load
+from .private_names import CACHES, OBJECTS, load
 
 _PROCESSORS = "transformers.generation.logits_process"
 
@@ -77,10 +79,77 @@ def _beams_of(kind: Any) -> Any:
     return search
 
 
+@functools.cache
+def _prefill_of(kind: Any) -> Any:
+    @functools.wraps(kind._prefill)
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # fmt: skip
+        from .generation import keep_shared  # which imports this module
+
+        beams = generation_config.num_beams
+        one = None
+        if beams > 1 and self.config.is_encoder_decoder:
+            one = _of_one_beam(generation_config, {**model_kwargs, "input_ids": input_ids})
+        if one is None:
+            return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        tokens = one.pop("input_ids")
+        outputs = kind._prefill(self, tokens, generation_config, one, *args, **kwargs)
+        cache = _cache_of(one)
+        cache.self_attention_cache.batch_repeat_interleave(beams)
+        for layer in cache.cross_attention_cache.layers:
+            layer.keys, layer.values = (_repeated(x, beams) for x in (layer.keys, layer.values))
+        keep_shared(cache.cross_attention_cache, beams)
+        outputs["logits"] = _repeated(outputs.logits, beams)
+        return outputs
+
+    return prefill
+
+
+def _cache_of(given: dict[str, Any]) -> Any:
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+
+
+def _repeated(x: Tensor, beams: int) -> Tensor:
+    """Returns (B * beams, ...), for one source without a copy."""
+    return x.expand(beams, *x.shape[1:]) if len(x) == 1 else x.repeat_interleave(beams, 0)
+
+
+def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of the first beam of each source; None if beams differ, or of other calls."""
+    names = "DynamicCache", "EncoderDecoderCache"
+    plain, both = (load("transformers.cache_utils", name) for name in names)
+    cache, encoded, beams = _cache_of(given), given["encoder_outputs"], config.num_beams
+    if (
+        type(cache) is not both
+        or {type(cache.self_attention_cache), type(cache.cross_attention_cache)} != {plain}
+        or cache.get_seq_length() > 0
+        or any(
+            part.offloading for part in (cache.self_attention_cache, cache.cross_attention_cache)
+        )
+        or config.output_attentions
+        or config.output_hidden_states
+        or not isinstance(encoded, dict)
+        or [*encoded] != ["last_hidden_state"]
+    ):
+        return None
+    found = {**given, "encoder_outputs": encoded[0]}
+    for name, x in found.items():
+        if isinstance(x, Tensor):
+            if x.dim() == 0 or len(x) != len(given["input_ids"]) or len(x) % beams > 0:
+                return None
+            each = x.unflatten(0, (-1, beams))
+            if not torch.equal(each[:, 1:], each[:, :-1]):
+                return None
+            found[name] = x[::beams]
+    return {**found, "encoder_outputs": type(encoded)(last_hidden_state=found["encoder_outputs"])}
+
+
 _METHODS = {
     "_beam_search": _beams_of,
     "_get_logits_processor": _processors_of,
     "_get_top_k_continuations": _continuations_of,
+    "_prefill": _prefill_of,
     "_sample": _sample_of,
 }
 
@@ -186,4 +255,6 @@ def _class_of_processors(kind: Any) -> Any:
         with self._once:
             return kind.__call__(self, input_ids, scores)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__slots__": ("_once",)})
+    made: Any = call
+    made.__signature__ = inspect.signature(kind.__call__)  # transformers asks for it in each step
+    return type(kind.__name__, (kind,), {"__call__": made, "__slots__": ("_once",)})
