@@ -15,7 +15,9 @@ changes. `forget_packed` drops the copies after writes that cannot be detected.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,37 @@ class Copies(NamedTuple):
 
 #: Backend -> its functions.
 COPIES: dict[str, Copies] = {}
+
+
+#: Within `compared_once`: the fingerprints whose weights were compared. None: each call compares.
+compared: ContextVar[set[Any] | None] = ContextVar("compared", default=None)
+
+
+@contextmanager
+def compared_once() -> Iterator[None]:
+    """Within the block, only the first call compares a weight's memory with its fingerprint.
+
+    Later calls find what PyTorch tracks. To read a part of each row takes a quarter of an int8 step.
+    """
+    token = compared.set(set() if compared.get() is None else compared.get())
+    try:
+        yield
+    finally:
+        compared.reset(token)
+
+
+def state_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what changes whenever PyTorch tracks a change of a tensor, which is a view of ``owner``."""
+    # Assignment to ``.data`` may keep the memory, and change only how it is read.
+    return owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _compare(tensors: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]) -> bool:
+    return all(state == state_of(tensor, owner) for owner, tensor, state in tensors)
+
+
+#: (list of (owner, tensor, `state_of` them)) -> True if none of the states has changed.
+are_unchanged = _compare if _native.autograd is None else _native.autograd.are_unchanged
 
 
 class _Program(threading.local):

@@ -1,4 +1,5 @@
-// holds: verifies the checks of a transformer_fast.nn.guard.Guard in one pass.
+// holds: verifies the checks of a transformer_fast.nn.guard.Guard in one pass. are_unchanged: compares
+// tensors with their earlier states.
 #include "autograd/ops.h"
 
 namespace tf::autograd {
@@ -39,7 +40,29 @@ bool all(PyObject* list, const Check& check) {
   return true;
 }
 
+bool are_sizes(c10::IntArrayRef sizes, PyObject* tuple) {
+  if (PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(sizes.size())) return false;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (PyLong_AsLongLong(item(tuple, static_cast<Py_ssize_t>(i))) != sizes[i]) return false;
+  return true;
+}
+
 }  // namespace
+
+// Argument: a list of (owner, tensor, state), see transformer_fast.memory.are_unchanged.
+PyObject* are_unchanged(PyObject*, Arguments given, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const bool found = all(given[0], [](PyObject* one) {
+    const Tensor &owner = THPVariable_Unpack(item(one, 0)), &x = THPVariable_Unpack(item(one, 1));
+    PyObject* state = item(one, 2);
+    return PyLong_AsLongLong(item(state, 0)) == static_cast<int64_t>(owner._version()) &&
+           PyLong_AsVoidPtr(item(state, 1)) == x.const_data_ptr() &&
+           are_sizes(x.sizes(), item(state, 2)) && are_sizes(x.strides(), item(state, 3)) &&
+           reinterpret_cast<PyObject*>(torch::getTHPDtype(x.scalar_type())) == item(state, 4);
+  });
+  return PyBool_FromLong(found);
+  END_HANDLE_TH_ERRORS
+}
 
 // Arguments: the lists `values`, `empty`, `classes`, `methods` and `equal` of a Guard, and
 // `ABSENT`.

@@ -42,7 +42,7 @@ from ..nn.guard import Guard, Unreadable
 from ..recipe import Layer, Place
 from ..testing import GRADIENT_FACTOR
 from ..testing.parity import compare
-from . import classes, formula, packing
+from . import classes, formula, generate_calls, packing
 from .classes import ClassChange
 from .padded_places import undisturbed
 from .parts import is_model, is_ours
@@ -85,6 +85,10 @@ class StepDecoder(DropIn):
     _names: tuple[str, ...]
     _cache: str
     _call: _Call
+
+
+#: Classes that change nothing but how `generate` runs.
+KINDS = StepDecoder, generate_calls.GeneratingModel
 
 
 class _Call(NamedTuple):
@@ -264,7 +268,7 @@ class _Chain:
             if isinstance(kept, _Memory) and kept.holds(self.parts[1], dtype, self.mask):
                 memory = kept
             else:
-                memory = _Memory(self.parts[1], dtype, self.mask)
+                memory = _Memory(self.parts[1], dtype, self.mask, kept)
         places = _kept.get(part)
         beams = None if memory is None else memory.beams
         if not (isinstance(places, _Places) and places.holds(own, dtype, beams)):
@@ -318,10 +322,15 @@ def _layers_of(cache: Any, count: int, is_crossed: bool) -> tuple[list[Any], ...
 
 
 #: Part of a cache -> our buffers for it, from the last step.
-_kept: WeakKeyDictionary[Any, _Places | _Memory] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, _Places | _Shared] = WeakKeyDictionary()
 
 
-def _keep(part: Any, kept: _Places | _Memory) -> None:
+def keep_shared(part: Any, beams: int) -> None:
+    """Records that adjacent beams have equal keys and values of the encoder's output."""
+    _keep(part, _Shared(part.layers, beams))
+
+
+def _keep(part: Any, kept: _Places | _Shared) -> None:
     part.__class__ = _cache_class()
     _kept[part] = kept
 
@@ -461,36 +470,14 @@ class _Places:
         return True
 
 
-class _Memory:
-    """Keys and values of the encoder's output: one tensor (2, B, H, S, D) for each layer."""
+class _Shared:
+    """Keys and values of the encoder's output that adjacent ``beams`` have in common."""
 
-    def __init__(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> None:
-        self.dtype = dtype
-        #: (R, S), True at places that are not padding; None: no mask.
-        self.real = None if mask is None else mask != 0
-        self.beams = _beams(layers, self.real)
-        self.tensors = []
-        for layer in layers:
-            keys, values = layer.keys[:: self.beams], layer.values[:: self.beams]
-            both = decoders.empty_cache(keys, (2, *keys.shape), dtype)
-            both[0].copy_(keys)
-            both[1].copy_(values)
-            self.tensors.append(both)
-            if self.beams == 1 and dtype == keys.dtype:
-                layer.keys, layer.values = both.unbind(0)  # frees the original
-        padding = None if self.real is None else ~self.real[:: self.beams]
-        self.places = decoders.MemoryPlaces.of(padding)
+    def __init__(self, layers: Sequence[Any], beams: int) -> None:
+        self.beams = beams
         self.shown = [(x, _version(x)) for layer in layers for x in (layer.keys, layer.values)]
 
-    def holds(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> bool:
-        """True if the layers and the mask (R, S) have the values that the tensors were made from."""
-        if dtype != self.dtype or not self._are_shown(layers):
-            return False
-        if mask is None or self.real is None:
-            return mask is self.real
-        return torch.equal(mask != 0, self.real)
-
-    def _are_shown(self, layers: Sequence[Any]) -> bool:
+    def are_shown(self, layers: Sequence[Any]) -> bool:
         tensors = [x for layer in layers for x in (layer.keys, layer.values)]
         return len(tensors) == len(self.shown) and all(
             x is y and _version(x) == version
@@ -501,20 +488,59 @@ class _Memory:
         """True if the reordering changes nothing, because beams of one source have equal tensors."""
         return (
             len(rows) == len(self.shown[0][0])
-            and self._are_shown(layers)
+            and self.are_shown(layers)
             and _are_within_sources(rows, self.beams)
         )
+
+
+class _Memory(_Shared):
+    """Copies of such keys and values: one tensor (2, B, H, S, D) for each layer."""
+
+    def __init__(
+        self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None, kept: Any
+    ) -> None:
+        """``kept``: what is known of the layers' tensors."""
+        self.dtype = dtype
+        #: (R, S), True at places that are not padding; None: no mask.
+        self.real = None if mask is None else mask != 0
+        is_known = isinstance(kept, _Shared) and kept.are_shown(layers)
+        beams = _beams(layers, self.real, kept.beams if is_known else None)
+        self.tensors = []
+        for layer in layers:
+            keys, values = layer.keys[::beams], layer.values[::beams]
+            both = decoders.empty_cache(keys, (2, *keys.shape), dtype)
+            both[0].copy_(keys)
+            both[1].copy_(values)
+            self.tensors.append(both)
+            if beams == 1 and dtype == keys.dtype:
+                layer.keys, layer.values = both.unbind(0)  # frees the original
+        padding = None if self.real is None else ~self.real[::beams]
+        self.places = decoders.MemoryPlaces.of(padding)
+        super().__init__(layers, beams)
+
+    def holds(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> bool:
+        """True if the layers and the mask (R, S) have the values that the tensors were made from."""
+        if dtype != self.dtype or not self.are_shown(layers):
+            return False
+        if mask is None or self.real is None:
+            return mask is self.real
+        return torch.equal(mask != 0, self.real)
 
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _beams(layers: Sequence[Any], real: Tensor | None) -> int:
-    """Returns how many adjacent sequences have equal keys and values of the encoder's output."""
+def _beams(layers: Sequence[Any], real: Tensor | None, known: int | None = None) -> int:
+    """Returns how many adjacent sequences have equal keys and values of the encoder's output.
+
+    known: the result without the mask, or None.
+    """
     rows = len(layers[0].keys)
     differ = torch.zeros(max(0, rows - 1), dtype=torch.bool)
-    for layer in layers:
+    if known is not None:
+        differ[known - 1 :: known] = True
+    for layer in layers if known is None else ():
         for x in (layer.keys, layer.values):
             differ |= (x[1:] != x[:-1]).flatten(1).any(1)
     if real is not None:
@@ -548,7 +574,21 @@ def make_plan(
         else:
             notes[name] = ONE_CALL
             changes.append(found)
+    decoders = {change.module for change in changes}
+    for name, model in root.named_modules() if decoders else ():
+        if not is_generating(model) or decoders.isdisjoint(model.modules()):
+            continue
+        kind, original = type(model), original_class(model)
+        made = generate_calls.class_of(kind)
+        if is_wanted(model, name) and not isinstance(made, str):
+            earlier = None if original is kind else original
+            changes.append(ClassChange(name, model, kind, made, original=earlier))
     return changes, notes
+
+
+def is_generating(model: Any) -> bool:
+    """True for models with the method `generate` of transformers."""
+    return is_model(model) and isinstance(model, load("transformers.generation", "GenerationMixin"))
 
 
 def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
@@ -574,8 +614,8 @@ def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
 
 
 def is_change(change: Any) -> bool:
-    """True for the change of a decoder's class; the report has no entry for it."""
-    return isinstance(change, ClassChange) and issubclass(change.after, StepDecoder)
+    """True for the change of a decoder's class, or of its model's; the report has no entry for it."""
+    return isinstance(change, ClassChange) and issubclass(change.after, KINDS)
 
 
 def _stack_of(module: Any) -> str | None:

@@ -228,7 +228,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
         if module in left:
             ours -= set(_modules(module))
         elif isinstance(
-            module, (packing.UnpaddedLayers, padded_places.PaddedModel, generation.StepDecoder)
+            module, (packing.UnpaddedLayers, padded_places.PaddedModel, *generation.KINDS)
         ):
             pass  # the modules inside are counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:

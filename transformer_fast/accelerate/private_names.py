@@ -17,6 +17,11 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         "NewGELUActivation", "SiLUActivation",
     ),
     "transformers.cache_utils": ("DynamicCache", "DynamicLayer", "EncoderDecoderCache"),
+    "transformers.generation": ("GenerationMixin",),
+    "transformers.generation.logits_process": (
+        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
+    ),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
     "transformers.masking_utils": (
         "and_masks", "bidirectional_mask_function", "causal_mask_function", "sdpa_mask",

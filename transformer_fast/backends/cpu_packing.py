@@ -61,10 +61,7 @@ class Snapshot:
         self, tensor: Tensor, owner: Tensor, when_freed: Callable[[Any], None] | None = None
     ) -> None:
         """``owner``: the tensor that ``tensor`` is a view of, or itself."""
-        # Assignment to ``.data`` may keep the memory, and change only how it is read.
-        self.state = (
-            owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        )  # fmt: skip
+        self.state = memory.state_of(tensor, owner)
         self.alive = True
         self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
         #: None if only this package writes to the tensor. Then `is_of` suffices.
@@ -75,16 +72,13 @@ class Snapshot:
 
         An equal address is the same memory as long as the storage exists.
         """
-        return self.alive and self.state == (
-            owner._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        )  # fmt: skip
+        return self.alive and self.state == memory.state_of(tensor, owner)
 
     def is_unchanged(self, tensor: Tensor, rows: int, later: list[Snapshot] | None = None) -> bool:
         """True if the tensor has not changed. The more ``rows`` the caller computes, the more memory is
         compared. With ``later``, no memory is read, and the snapshot is appended to the list for
         `all_unchanged`.
         """
-        assert _native.module is not None
         if self.storage() is None or not self.is_of(tensor, tensor):
             return False
         if self.fingerprint is None:
@@ -92,13 +86,24 @@ class Snapshot:
         if later is not None:
             later.append(self)
             return True
-        return bool(_native.module.all_hold([self.fingerprint], rows))
+        return _all_hold([self.fingerprint], rows)
+
+
+def _all_hold(fingerprints: Sequence[Any], rows: int) -> bool:
+    assert _native.module is not None
+    done = memory.compared.get()
+    if done is None:
+        return bool(_native.module.all_hold(fingerprints, rows))
+    new = [one for one in fingerprints if one not in done]
+    if new and not _native.module.all_hold(new, rows):
+        return False
+    done.update(new)
+    return True
 
 
 def all_unchanged(snapshots: Sequence[Snapshot]) -> bool:
     """Compares the memory of all tensors, in several threads; False: all snapshots are stale now."""
-    assert _native.module is not None
-    if _native.module.all_hold([one.fingerprint for one in snapshots], 1):
+    if _all_hold([one.fingerprint for one in snapshots], 1):
         return True
     _drop_all(snapshots)
     return False
@@ -287,9 +292,7 @@ def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry 
     entry = _entries.get(key)
     if entry is not None:
         state = entry.fingerprint
-        if entry.is_of(weight, owner) and (
-            state is None or _native.module.all_hold([state], rows)  # type: ignore[union-attr]
-        ):
+        if entry.is_of(weight, owner) and (state is None or _all_hold([state], rows)):
             entry.used = now
             return entry
         _drop(key)
@@ -368,19 +371,11 @@ class PackedWeights:
         )
         before, last = self._last
         if pieces == before and len(last) == len(weights):
-            packed: list[Tensor | None] = []
-            states = []
-            # A loop, since each step of a generator costs a function call.
-            for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
-                packed.append(entry.packed)
-                if entry.fingerprint is not None:
-                    states.append(entry.fingerprint)
-                if not entry.alive or entry.state != (  # `is_of`, inlined to save a call
-                    owner._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
-                ):  # fmt: skip
-                    break
-            else:
-                if not states or _native.module.all_hold(states, rows):
+            packed: list[Tensor | None] = [entry.packed for entry in last]
+            states = [*zip(owners or weights, weights, [x.state for x in last], strict=True)]
+            if all(entry.alive for entry in last) and memory.are_unchanged(states):
+                prints = [x.fingerprint for x in last if x.fingerprint is not None]
+                if not prints or _all_hold(prints, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .. import memory
 from .._context import dispatch_modes
 from ..ops.arguments import LayerArguments, LayerStack
 from ..ops.autograd import wants_grad
@@ -40,11 +41,10 @@ class Parameters:
         self.guard = guard
         #: All tensors that are parameters of the modules.
         self.tensors: list[Tensor] = []
-        #: For each quantised weight: the function that returns it, its last result, the float weight,
-        #: its `_state` and its snapshot.
-        self.quantized: list[
-            tuple[Callable[..., Weight], Weight, Tensor, tuple[Any, ...], Any]
-        ] = []
+        #: For each quantised weight: the function that returns it, its last result and its snapshot, and
+        #: (the float weight, twice, and its state).
+        self.quantized: list[tuple[Callable[..., Weight], Weight, Any]] = []
+        self.states: list[tuple[Tensor, Tensor, tuple[Any, ...]]] = []
         #: Freed weights, whose values and scales are written in place, and their factors.
         self.freed: list[tuple[FreedWeight, Tensor | None]] = []
         #: Parameters that kernels read through views, and their addresses.
@@ -93,7 +93,8 @@ class Parameters:
             factors = self.guard.value(record.factors, name)
             factors = None if factors is ABSENT else factors
             snapshot = snapshot_of(parameter, record.transposed, factors)
-            self.quantized.append((read, weight, parameter, _state(parameter), snapshot))
+            self.quantized.append((read, weight, snapshot))
+            self.states.append((parameter, parameter, memory.state_of(parameter, parameter)))
         return weight
 
     def are_current(self) -> bool:
@@ -104,21 +105,14 @@ class Parameters:
         for freed, factors in self.freed:
             if freed.held.factors is not factors:
                 return False
-        later: list[Any] = []
-        is_grad = torch.is_grad_enabled()
-        for read, before, x, state, snapshot in self.quantized:
-            # `_state`, inlined: its 48 calls took 7 % of a decoding step of a small model. The guard
-            # has checked that the parameter and its factors are the same objects.
-            now = x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad
-            is_same = state == now and not (is_grad and x.requires_grad)
-            if (
-                is_same
-                and snapshot is not None
-                and snapshot.alive
-                and snapshot.storage() is not None
-            ):
-                later.append(snapshot)
-            elif read(later) is not before:
+        later = [snapshot for *_, snapshot in self.quantized]
+        # The guard has checked that the parameters and their factors are the same.
+        is_same = all(x is not None and x.alive and x.storage() is not None for x in later)
+        if torch.is_grad_enabled():
+            is_same = is_same and not any(x.requires_grad for x, *_ in self.states)
+        if not (is_same and memory.are_unchanged(self.states)):
+            later = []
+            if any(read(later) is not before for read, before, _ in self.quantized):
                 return False
         return not later or unchanged(later)
 
@@ -129,11 +123,6 @@ class Parameters:
         if not guard.attribute(module, "training") or not hasattr(module, name):
             return 0.0
         return guard.attribute(module, name)  # type: ignore[no-any-return]
-
-
-def _state(x: Tensor) -> tuple[Any, ...]:
-    """Returns properties of a tensor; every change that PyTorch tracks alters one of them."""
-    return x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 class Group:

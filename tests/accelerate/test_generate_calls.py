@@ -1,0 +1,191 @@
+"""What `accelerate` does around transformers' search, and the pages examples/translate.py and
+examples/transcribe.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import wave
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_fast import _native, accelerate, memory, restore
+from transformer_fast.accelerate import generate_calls
+
+pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
+)
+from test_generation_steps import build, sources
+from torch.overrides import TorchFunctionMode
+from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
+
+from examples import transcribe, translate
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+
+def generated(model: Any, *processors: Any, **options: Any) -> Any:
+    given = {"logits_processor": LogitsProcessorList(processors)} if processors else {}
+    return model.generate(**sources(), max_new_tokens=20, **given, **options)
+
+
+def test_models_get_their_class_back() -> None:
+    model = build("marian")
+    kind = type(model)
+    accelerate(model)
+    assert isinstance(model, generate_calls.GeneratingModel)
+    assert isinstance(copy.deepcopy(model), generate_calls.GeneratingModel)
+    assert type(pickle.loads(pickle.dumps(model))) is kind
+    restore(model)
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = build("marian", vocab_size=6000), []
+    options = {"num_beams": beams, "suppress_tokens": [5, 6], "min_new_tokens": 9}
+    expected = generated(model, **options)
+    accelerate(model)
+    for name in ("top", "bind_best"):
+        run = getattr(generate_calls, name)
+        monkeypatch.setattr(
+            generate_calls, name, lambda *a, run=run, name=name: calls.append(name) or run(*a)
+        )
+    assert torch.equal(generated(model, **options), expected)
+    assert calls == ["bind_best" if beams == 1 else "top"] * 20
+    scores = generated(model, output_scores=True, return_dict_in_generate=True, num_beams=beams)
+    assert {type(each) for each in scores.scores} == {Tensor}
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
+def test_highest_scores_are_those_of_pytorch(kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 900 if kind == "short" else 20_011)
+    if kind == "ties":
+        x = (9 * x).round()
+    elif kind != "random":
+        x[1, 7::500] = torch.nan if kind == "NaN" else -torch.inf
+        x[0, 11:] = -torch.inf if kind == "infinite" else x[0, 11:]
+    for k in (1, 8, 10):
+        with generate_calls._Blocks():
+            found = torch.topk(x, k=k)
+        expected = torch.topk(x, k=k)
+        assert torch.equal(found.indices, expected.indices)
+        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
+    best = torch.argmax(x.as_subclass(generate_calls._Scores), dim=-1)
+    assert type(best) is Tensor
+    assert torch.equal(best, x.argmax(-1))
+
+
+class Searches(TorchFunctionMode):
+    """Counts the searches of a vocabulary."""
+
+    count = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.isin
+        return function(*args, **(kwargs or {}))
+
+
+def test_processors_search_the_vocabulary_once() -> None:
+    theirs = [
+        logits_process.SuppressTokensLogitsProcessor([3, 4, 400]),
+        logits_process.SuppressTokensAtBeginLogitsProcessor([3, 5], 2),
+        logits_process.MinLengthLogitsProcessor(5, [2]),
+        logits_process.MinNewTokensLengthLogitsProcessor(1, 2, [2, 7]),
+    ]
+    for one in theirs:
+        ours = generate_calls._searching_once(one)
+        assert isinstance(ours, type(one))
+        assert ours is not one
+        for size, length in ((90, 2), (90, 3), (80, 9), (90, 2)):
+            ids, scores = torch.zeros(2, length, dtype=torch.long), torch.randn(2, size)
+            before = scores.clone()
+            assert torch.equal(ours(ids, scores), one(ids, scores))
+            assert torch.equal(scores, before)
+        (tokens,) = (value for value in vars(one).values() if isinstance(value, Tensor))
+        tokens += 1
+        assert torch.equal(ours(ids, scores), one(ids, scores))
+        with Searches() as searches:
+            one(ids, scores)
+            assert searches.count == 1
+            ours(ids, scores[:, :70]), ours(ids, scores[:, :70])
+            assert searches.count == 2
+    assert generate_calls._searching_once(generate_calls) is generate_calls
+
+
+class Changing(LogitsProcessor):
+    """Changes a weight amid a call."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 9:
+            self.weight.neg_()
+        return scores
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_changes_of_weights_are_found(quantize: Any) -> None:
+    model, other = build("marian"), build("marian")
+    for each in (model, other):
+        accelerate(each, quantize=quantize)
+    weight = model.model.decoder.layers[1].fc1.weight
+    before = generated(model)
+    found = generated(model, Changing(weight))  # tracked
+    assert torch.equal(found[:, :10], before[:, :10])
+    assert not torch.equal(found, before)
+    assert memory.compared.get() is None
+    weight.data.neg_()  # not tracked
+    assert torch.equal(generated(model), before)
+    weight.data[3] = 1.0
+    other.model.decoder.layers[1].fc1.weight.data[3] = 1.0
+    restore(other)
+    accelerate(other, quantize=quantize)
+    assert torch.equal(generated(model), generated(other))
+
+
+@pytest.mark.thorough
+def test_the_pages_translate_and_transcribe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["One line of text.", "", "A longer one, with some more words.", "Short."]
+    (tmp_path / "in.txt").write_text("\n".join(lines), "utf-8")
+    given = ["--text", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.txt")]
+    translate.main([*given, "--make", "--tokens", "9", "--float32"])
+    found = (tmp_path / "out.txt").read_text("utf-8").split("\n")
+    assert len(found) == 5
+    assert [bool(each) for each in found] == [True, False, True, True, False]
+    printed = capsys.readouterr()
+    assert "3 of 3 translations are the same" in printed.out
+    assert "generate: one call a step" in printed.out
+    assert "3 lines" in printed.err
+
+    samples = (3000 * torch.randn(16_000 * 33)).short().numpy().tobytes()
+    for path, rate in ((tmp_path / "talk.wav", 16_000), (tmp_path / "other.wav", 8_000)):
+        with wave.open(str(path), "wb") as file:
+            file.setparams((1, 2, rate, 0, "NONE", ""))
+            file.writeframes(samples)
+    given = ["--make", "--out", str(tmp_path / "out.txt")]
+    transcribe.main([*given, str(tmp_path / "talk.wav")])
+    path, *segments = (tmp_path / "out.txt").read_text("utf-8").splitlines()
+    assert path.endswith("talk.wav")
+    times = [re.match(r"\[(\d+\.\d\d) - (\d+\.\d\d)\]", each) for each in segments]
+    assert {each and float(each[1]) <= float(each[2]) for each in times} == {True}
+    assert any(each and float(each[1]) > 30 for each in times)  # of the second window
+    assert "33 of 33 s" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="16 bits at 8000 Hz, not 16 bits at 16000 Hz"):
+        transcribe.main([*given, str(tmp_path / "other.wav")])
