@@ -424,7 +424,9 @@ def _has_kernel(editor: Editor, one: SublayerNodes) -> bool:
     if not drops and not (modes.grad and any(x.requires_grad for x in tensors)):
         return True
     *rows, width = (number(size) for size in value(one.x).shape)
-    return one.norm.kind == NormKind.LAYER and fused_layers.is_small(math.prod(rows), width, modes.grad)
+    return one.norm.kind == NormKind.LAYER and fused_layers.is_small(
+        math.prod(rows), width, modes.grad
+    )
 
 
 def _inputs(nodes: Iterable[Node]) -> list[Node]:
