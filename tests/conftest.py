@@ -189,6 +189,14 @@ def small_calls(small_calls_on_kernels: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh() -> Iterator[None]:
+    """Programs of torch.compile are captured anew in the test, and forgotten after it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20170612)
 

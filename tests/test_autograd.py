@@ -21,6 +21,7 @@ from transformer_fast.testing.oracle import as_results, is_floating
 
 pytestmark = [
     pytest.mark.sampled(60),
+    pytest.mark.usefixtures("fresh"),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
 
@@ -49,11 +50,6 @@ def first(result: Any) -> Tensor:
 def gradients(op: str, arguments: tuple[Any, ...], run: Any = None) -> tuple[Tensor, ...]:
     loss = first((run or run_of(op))(*arguments)).sin().sum()
     return torch.autograd.grad(loss, leaves_of(arguments))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
 
 
 @pytest.mark.thorough

@@ -11,7 +11,6 @@ from harness import kernel_of
 
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
-from transformer_fast.cli import info
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +34,7 @@ def test_info_lists_versions_and_kernels(capsys):
     if _native.module is not None:
         assert f"{_native.module.isa()} in use" in text
         assert _native.module.build_info()["compiler"] in text
+    assert "none: torch" in text or torch.cuda.is_available()
 
 
 def test_info_gives_the_reason_of_unavailable_kernels(capsys):
@@ -43,11 +43,6 @@ def test_info_gives_the_reason_of_unavailable_kernels(capsys):
     text = shown(capsys)
     assert "cpu: the compiler is on strike (linear)" in text
     assert "cannot run" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_gpu_has_a_reason():
-    assert info.gpu_state().startswith("none: torch")
 
 
 def test_unsupported_gpus_are_reported(monkeypatch):

@@ -164,13 +164,6 @@ def test_norms_of_transformers_with_other_code_are_left(model, name):
     assert not accelerate(norm).swapped
 
 
-@pytest.fixture
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def llama_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)

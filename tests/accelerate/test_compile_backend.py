@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,10 @@ from torch.fx import GraphModule
 from transformer_fast import _native, accelerate, compile_backend, compile_reports
 from transformer_fast.compile import inner
 
-pytestmark = pytest.mark.sampled(12, 25)
+pytestmark = [pytest.mark.sampled(12, 25), pytest.mark.usefixtures("fresh")]
 
 #: The default of users; tests in this folder run the rest eagerly.
 COMPILE_REST = {"inner": inner.compile_rest}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def _x() -> Tensor:

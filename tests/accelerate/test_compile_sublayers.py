@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,15 +40,9 @@ from transformer_fast.testing.parity import compare
 
 pytestmark = [
     pytest.mark.sampled(15, 30),
+    pytest.mark.usefixtures("fresh"),
     pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def check(model: nn.Module, *args: Any, stacks: list[int]) -> int:

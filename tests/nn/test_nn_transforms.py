@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from transformer_fast import dispatch, nn, use_backend
 from transformer_fast import functional as F
 
-pytestmark = pytest.mark.sampled(15, 50)
+pytestmark = [pytest.mark.sampled(15, 50), pytest.mark.usefixtures("fresh")]
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -145,11 +145,6 @@ def _made(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     if name == HOOKED:
         module.linear1.register_forward_hook(lambda module, args, output: output + 1)
     return module, case.inputs(), case.masks
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch.compiler.reset()
 
 
 @pytest.mark.thorough

@@ -57,7 +57,7 @@ def stubbed() -> Iterator[Machine]:
     machine = Machine()
 
     class Binary(CompiledKernel):  # type: ignore[misc]
-        def __init__(self, src: Any, target: Any, options: Any) -> None:
+        def __init__(self, src: Any, target: Any = None, options: Any = None, **_: Any) -> None:
             self.src, self.name, self.packed_metadata = src, src.fn.__name__, None
             self.module, self.function, self.metadata = self, id(self), None
             self.hash = f"{src.hash()} {options['num_warps']} {options['num_stages']}"
@@ -79,10 +79,7 @@ def stubbed() -> Iterator[Machine]:
         def get_active_torch_device(self) -> Any:
             return torch.device("cpu")
 
-    def compiles(src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
-        return Binary(src, target, options)
-
-    triton.compiler.compile = triton.compile = compiles
+    triton.compiler.compile = triton.compile = Binary
     driver.set_active(Driver())
     for kernel in kernels(interpreted=True):
         dispatch.register(kernel)
