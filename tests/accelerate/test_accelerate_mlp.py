@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import logging.handlers
 import pickle
 import textwrap
 from collections.abc import Callable
@@ -439,6 +440,21 @@ def test_captures_have_no_side_effects() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(vars(module)) for module in model.modules()] == before
     assert [x._version for x in (*model.parameters(), *model.buffers())] == versions
+
+
+def test_calls_that_fail_in_a_capture_are_not_logged() -> None:
+    class Turned(Modules):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w_out(self.act(self.w_in(x.mT)))  # a trial's x is not square
+
+    log, handler = (
+        logging.getLogger("torch._subclasses.fake_tensor"),
+        logging.handlers.BufferingHandler(9),
+    )
+    log.addHandler(handler)
+    accelerate(Turned(nn.GELU()))
+    log.removeHandler(handler)
+    assert not handler.buffer
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -1076,6 +1076,14 @@ def test_pytorch_encoder_layers(options: dict[str, Any], masks: dict[str, Any]) 
 
 
 @torch.no_grad()
+def test_pytorch_encoder_layers_return_the_dtype_of_autocast() -> None:
+    layer, x = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), torch.ones(2, 7, 32)
+    ours = torch.compile(layer.eval(), backend=compile_backend, options={"inner": "aot_eager"})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == layer(x).dtype == torch.bfloat16
+
+
+@torch.no_grad()
 def test_pytorch_encoder_layers_with_an_empty_batch() -> None:
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     model, x = Called(layer, src_mask=_CAUSAL), torch.randn(0, 7, 32)

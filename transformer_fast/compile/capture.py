@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -120,6 +121,14 @@ def _is_container(value: Any) -> bool:
     )
 
 
+#: Logs each failure of an operator with its traceback. A call that fails is no error of the user's.
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _discard(_: logging.LogRecord) -> bool:
+    return False
+
+
 def capture(
     module: torch.nn.Module, call: Callable[..., Any], arguments: dict[str, Tensor],
     class_of: Callable[[Any], type] = type, training: bool = False,
@@ -144,6 +153,7 @@ def capture(
             are drawn, a tensor is read that is no argument, parameter or buffer, or the call fails.
     """
     state = torch.get_rng_state()
+    _FAKE_LOG.addFilter(_discard)
     try:
         shapes = None if width is None else ShapeEnv()
         # With the dispatcher in Python, matmul of PyTorch 2.10 keeps sizes that are symbols.
@@ -172,6 +182,7 @@ def capture(
     except Exception as error:
         raise NotCapturedError(f"a trial call failed ({type(error).__name__}: {error})") from error
     finally:
+        _FAKE_LOG.removeFilter(_discard)
         draws = not torch.equal(state, torch.get_rng_state())
         if draws:
             torch.set_rng_state(state)

@@ -263,7 +263,8 @@ def encoder_layer(
         mask = mask[0, 0] if is_one else mask.flatten(0, 1)
     hidden = None if mask is None else mask.to(torch.bool)
     masks = {"src_key_padding_mask" if mask_type == 1 else "src_mask": hidden}
-    found: Tensor = layer.forward(src, **masks)
+    # PyTorch's function returns autocast's dtype, the layer itself the dtype of src.
+    found: Tensor = layer.forward(*autocast(src), **masks)
     return found
 
 
