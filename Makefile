@@ -10,7 +10,7 @@
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make test-arm  cross-compiles for 64-bit ARM and tests the kernels under qemu: outputs of every op,
-#                  8-bit products, some gradients, same bits; Debian or Ubuntu; some twelve minutes
+#                  8-bit products, some gradients, same bits; Debian or Ubuntu; some nine minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions
