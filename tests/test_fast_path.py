@@ -195,18 +195,6 @@ def test_named_backends_and_transforms_bypass_the_fast_path() -> None:
     assert not any(seen)
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
-def test_small_losses_read_values_unless_they_are_traced(
-    op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = _calls(True)[op](20)
-    call = _call(op, arguments)
-    monkeypatch.delitem(functional.cross_entropy.__globals__, "defers_to_torch")
-    assert _ours(call) == []  # a dispatch mode sees PyTorch's operators
-    with pytest.raises(NameError, match="defers_to_torch"):
-        make_fx(lambda target: call())(arguments[-1])
-
-
 @pytest.mark.parametrize("change", ["mask", "causal", "weights", "dropout", "lead", "autocast"])
 def test_small_attention_falls_back_only_if_pytorch_agrees(change: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))

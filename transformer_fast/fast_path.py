@@ -66,16 +66,12 @@ class Limit:
 _INTEL = _native.module is not None and _native.module.is_intel()
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 _SMALL = 1 << 22
-# With vectors of 8 floats, networks of 128/512 take 1.07 to 1.13 times PyTorch's time in training
-# for 200 to 320 rows, and less than it from 640 rows on (Zen 3).
-_SHORT = _native.module is not None and _native.module.isa() in ("avx2", "avx_vnni")
 LINEAR = Limit(
     "multiply-adds", _SMALL if _TILES else 1 << 25, 1 << 25, weights=1 << 16,
     any_weights=_SMALL if _INTEL else 0,
 )  # fmt: skip
 FEED_FORWARD = Limit(
-    "multiply-adds", _SMALL, 1 << 26 if _SHORT else 1 << 24, weights=1 << 17,
-    any_weights=_SMALL if _INTEL else 0,
+    "multiply-adds", _SMALL, 1 << 24, weights=1 << 17, any_weights=_SMALL if _INTEL else 0,
 )  # fmt: skip
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
 #: Self-attention without masks in evaluation, for which PyTorch has one operator.
@@ -260,7 +256,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
 #: Op -> size below which its entry runs the kernels itself, without the cache of packed weights and
 #: without memory kept for large results: elements of norms, else multiply-adds. Then its limit, if it may
 #: run PyTorch's op, and its formula for second derivatives.
-_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
+_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any] | None]] = {
     "layer_norm": (1 << 18, None, layer_norm.gradients_again),
     "add_layer_norm": (1 << 18, None, layer_norm.gradients_again),
     "rms_norm": (1 << 18, None, layer_norm.gradients_again),

@@ -332,8 +332,8 @@ def try_run_bound(
         return None
     if starts is not None:
         x, rotation = x[0], tuple(table[0] for table in rotation)
-    y: Tensor = kernel.function(group.stack, x, *own, memory, *cross, starts, None, *rotation)
-    return y if starts is None else y[None]
+    done: Tensor = kernel.function(group.stack, x, *own, memory, *cross, starts, None, *rotation)
+    return done if starts is None else done[None]
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
