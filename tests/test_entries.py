@@ -245,11 +245,8 @@ def test_calls_that_the_guard_refuses_are_dispatched(
     op = op_of(name)
     entered: list[Any] = []
     own = case.function.__globals__
-    names = {
-        "add_layer_norm": "_enter_add",
-        "rms_norm": "_enter_rms",
-        "add_rms_norm": "_enter_add_rms",
-    }
+    names = {"add_layer_norm": "_enter_add", "rms_norm": "_enter_rms"}
+    names["add_rms_norm"] = "_enter_add_rms"
     enter = own[names.get(op, "_enter")]
 
     def watch(*given: Any) -> Any:

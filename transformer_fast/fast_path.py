@@ -270,6 +270,8 @@ _ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any] | None]] = {
 #: Larger ones read packed weights or are composed. Two layers in training took 0.66 to 0.97 of the time
 #: of composed ones, M from 64 to 512 (AVX2, AVX-512). Entries have no bf16x3 products, for AMX tiles.
 LAYER_LIMITS = (1 << 22, 1 << 22) if _TILES else (1 << 24, 1 << 30)
+if _native.autograd is None:
+    LAYER_LIMITS = 0, 0
 #: The dtypes of kernels, numbered as Element in csrc/types.h.
 _ELEMENTS = {FLOAT: 1, torch.bfloat16: 2, torch.float16: 3}
 

@@ -29,7 +29,7 @@ from hand_written import (
     rms_norm,
     sentences,
     with_fully_masked_rows,
-)
+)  # fmt: skip
 from module_checks import assert_same_numbers
 from torch import Tensor, nn
 

@@ -143,11 +143,9 @@ class Embedding(DropIn, torch.nn.Embedding):
             and _EMBEDDING.forward is _EMBEDDING_FORWARD
             and current.is_direct
             and current.falls_back
-            and not (
-                torch.is_grad_enabled()
-                and table.requires_grad
-                and table.numel() + 8 * input.numel() * table.shape[-1]
-                >= fast_path.EMBEDDING.below[1]
+            and (
+                table.numel() + 8 * input.numel() * table.shape[-1] < fast_path.EMBEDDING.below[1]
+                or not (torch.is_grad_enabled() and table.requires_grad)
             )
         ):
             return F.embedding(
