@@ -121,21 +121,14 @@ def test_the_direct_kernel_is_the_dispatchers_choice() -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (0, lambda: torch.randn(4096, 7)),
-        (0, lambda: torch.randn(4096, 8).double()),
+        (0, lambda: torch.randn(4096, 7)), (0, lambda: torch.randn(4096, 8).double()),
         (0, lambda: torch.randn(4096, 8).to_sparse()),
         (0, lambda: torch.nested.nested_tensor([torch.randn(3, 8)])),
-        (0, lambda: torch.randn(4096, 8, device="meta")),
-        (1, lambda: [8]),
-        (1, lambda: 8),
-        (1, lambda: (4096, 8)),
-        (2, lambda: torch.randn(7)),
-        (2, lambda: torch.randn(8).double()),
-        (3, lambda: torch.randn(1, 8)),
-        (3, lambda: torch.randn(8, device="meta")),
-        (4, lambda: 1),
+        (0, lambda: torch.randn(4096, 8, device="meta")), (1, lambda: [8]), (1, lambda: 8),
+        (1, lambda: (4096, 8)), (2, lambda: torch.randn(7)), (2, lambda: torch.randn(8).double()),
+        (3, lambda: torch.randn(1, 8)), (3, lambda: torch.randn(8, device="meta")), (4, lambda: 1),
     ],
-)
+)  # fmt: skip
 def test_unusual_arguments_go_through_the_dispatcher(
     place: int, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
