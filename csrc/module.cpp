@@ -181,17 +181,15 @@ PYBIND11_MODULE(_C, m) {
         "From now on every operator calls `function`, in its caller's context: True if a row of a "
         "result must have the same bits whatever the number of rows. Later calls do nothing.");
   m.def("fill_fresh", &tf::fill_empty, py::arg("fill"),
-        "Fills results of operators with NaN before they are written, for tests; returns the "
-        "previous "
+        "Fills results of operators with NaN before they are written, for tests; returns the last "
         "setting.");
   m.def("count_targets", &count_targets, py::arg("address"), py::arg("count"), py::arg("classes"),
         py::arg("ignore_index"),
         "How many of contiguous int64 targets are classes and not ignored, and the first that is "
         "neither a class nor ignored, or None.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
-        "Largest number of rows for which a product reads an unpacked weight of `elements` "
-        "elements of "
-        "float32, bfloat16 or float16.");
+        "Largest number of rows for which a product reads an unpacked weight with so many elements "
+        "of float32, bfloat16 or float16.");
   m.def("packs_pieces", &tf::packs_bf16x3, py::arg("rows"),
         "Whether weights for fp32 products of `rows` rows are packed as bf16x3.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),

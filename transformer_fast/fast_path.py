@@ -66,16 +66,12 @@ class Limit:
 _INTEL = _native.module is not None and _native.module.is_intel()
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 _SMALL = 1 << 22
-# With vectors of 8 floats, networks of 128/512 take 1.07 to 1.13 times PyTorch's time in training
-# for 200 to 320 rows, and less than it from 640 rows on (Zen 3).
-_SHORT = _native.module is not None and _native.module.isa() in ("avx2", "avx_vnni")
 LINEAR = Limit(
     "multiply-adds", _SMALL if _TILES else 1 << 25, 1 << 25, weights=1 << 16,
     any_weights=_SMALL if _INTEL else 0,
 )  # fmt: skip
 FEED_FORWARD = Limit(
-    "multiply-adds", _SMALL, 1 << 26 if _SHORT else 1 << 24, weights=1 << 17,
-    any_weights=_SMALL if _INTEL else 0,
+    "multiply-adds", _SMALL, 1 << 24, weights=1 << 17, any_weights=_SMALL if _INTEL else 0,
 )  # fmt: skip
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
 #: Self-attention without masks in evaluation, for which PyTorch has one operator.
@@ -259,7 +255,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
 #: Op -> (size limit of its entry, limit of PyTorch's op or None, formula of second derivatives). Below
 #: the size limit the entry runs the kernels itself, without cached packed weights or memory kept for
 #: large results. Sizes are elements of norms, else multiply-adds.
-_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
+_ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any] | None]] = {
     "layer_norm": (1 << 18, None, layer_norm.gradients_again),
     "add_layer_norm": (1 << 18, None, layer_norm.gradients_again),
     "rms_norm": (1 << 18, None, layer_norm.gradients_again),
@@ -273,6 +269,8 @@ _ENTRIES: dict[str, tuple[int, Limit | None, Callable[..., Any]]] = {
 #: Larger ones read packed weights or are composed. Two layers in training took 0.66 to 0.97 of the time
 #: of composed ones, M from 64 to 512 (AVX2, AVX-512). Entries have no bf16x3 products, for AMX tiles.
 LAYER_LIMITS = (1 << 22, 1 << 22) if _TILES else (1 << 24, 1 << 30)
+if _native.autograd is None:
+    LAYER_LIMITS = 0, 0
 #: The dtypes of kernels, numbered as Element in csrc/types.h.
 _ELEMENTS = {FLOAT: 1, torch.bfloat16: 2, torch.float16: 3}
 

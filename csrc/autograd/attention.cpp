@@ -290,41 +290,31 @@ PyObject* enter_hidden_mask(Op&, Arguments given, Py_ssize_t count) {
   std::copy(condition->sizes().begin(), condition->sizes().end(), sizes + 4 - condition->dim());
   // Three dimensions are (B, T, S), if the scores have no more.
   if (condition->dim() == 3 && PyLong_AsLong(given[3]) == 3) std::swap(sizes[0], sizes[1]);
-  const int64_t length = sizes[2], keys = sizes[3], rows = condition->numel() / keys;
+  const int64_t length = sizes[2], keys = sizes[3], count_all = condition->numel();
   Tensor visible = empty(sizes, at::kBool), hidden_rows;
   const auto* from = condition->const_data_ptr<bool>();
   auto* to = visible.mutable_data_ptr<bool>();
-  int64_t shown = 0;
-  for (int64_t i = 0; i < rows; ++i, from += keys, to += keys) {
-    int64_t of_row = 0;
-    for (int64_t j = 0; j < keys; ++j) of_row += to[j] = from[j] != hides;
-    shown += of_row;
-    if (of_row > 0 || !is_finite) continue;
-    if (!hidden_rows.defined()) {
-      hidden_rows = empty({sizes[0], sizes[1], length, 1}, at::kBool);
-      std::fill_n(hidden_rows.mutable_data_ptr<bool>(), rows, false);
-    }
-    hidden_rows.mutable_data_ptr<bool>()[i] = true;
-    std::fill_n(to, keys, true);
-  }
+  std::transform(from, from + count_all, to, [&](bool value) { return value != hides; });
   const auto answer = [](Tensor mask, Tensor fully_masked, bool causal) {
     return Py_BuildValue("(NNN)", wrap(std::move(mask)), wrap(std::move(fully_masked)),
                          PyBool_FromLong(causal));
   };
-  if (shown == rows * keys) return answer({}, {}, false);
+  if (std::find(to, to + count_all, false) == to + count_all) return answer({}, {}, false);
+  for (int64_t i = 0; i < count_all && is_finite; i += keys) {
+    if (std::find(to + i, to + i + keys, true) != to + i + keys) continue;
+    if (!hidden_rows.defined()) hidden_rows = at::zeros({sizes[0], sizes[1], length, 1}, at::kBool);
+    hidden_rows.mutable_data_ptr<bool>()[i / keys] = true;
+    std::fill_n(to + i, keys, true);
+  }
   if (hidden_rows.defined()) return answer(visible, hidden_rows, false);
-  bool is_causal = length == keys && length > 1, all_shown = true;
-  to = visible.mutable_data_ptr<bool>();
-  for (int64_t i = 0; i < rows && is_causal; ++i) {
-    const int64_t row = i % length;
-    const bool* last = to + (i - row + length - 1) * keys;
-    for (int64_t j = 0; j < keys; ++j) {
-      is_causal &= to[i * keys + j] == (j <= row && last[j]);
-      all_shown &= last[j];
-    }
+  bool is_causal = length == keys && length > 1;
+  for (int64_t i = 0; i < count_all && is_causal; ++i) {
+    const int64_t row = i / keys, last = (row / length + 1) * length - 1, j = i % keys;
+    is_causal = to[i] == (j <= row % length && to[last * keys + j]);
   }
   if (!is_causal) return answer(visible, {}, false);
-  return answer(all_shown ? Tensor() : visible.narrow(2, length - 1, 1), {}, true);
+  const Tensor padding = visible.narrow(2, length - 1, 1);
+  return answer(padding.all().item<bool>() ? Tensor() : padding, {}, true);
 }
 
 }  // namespace

@@ -4,20 +4,14 @@
 namespace tf::autograd {
 namespace {
 
-// As functional/cross_entropy.py and fast_path.logits_size count elements: PyTorch's loop over rows
-// shorter than its vectors is scalar.
-int64_t size_of(const Tensor& logits) {
-  const int64_t count = is_float(logits) ? logits.numel() : logits.numel() + logits.numel() / 4;
-  return logits.dim() == 2 && logits.size(1) < 16 ? 32 * count : count;
-}
-
 int reduction_code(PyObject* name) {
-  if (!PyUnicode_CheckExact(name)) return -1;
-  constexpr std::pair<const char*, int> codes[] = {
-      {"none", at::Reduction::None}, {"mean", at::Reduction::Mean}, {"sum", at::Reduction::Sum}};
-  for (const auto& [each, code] : codes)
-    if (PyUnicode_CompareWithASCIIString(name, each) == 0) return code;
-  return -1;
+  const auto is = [&](const char* other) {
+    return PyUnicode_CheckExact(name) && PyUnicode_CompareWithASCIIString(name, other) == 0;
+  };
+  return is("mean")   ? at::Reduction::Mean
+         : is("sum")  ? at::Reduction::Sum
+         : is("none") ? at::Reduction::None
+                      : -1;
 }
 
 // Arguments: input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing.
@@ -37,7 +31,9 @@ PyObject* enter_cross_entropy(Op& op, Arguments given, Py_ssize_t count) {
       target->scalar_type() != at::kLong || !target->is_contiguous())
     return dispatch();
   const bool grad = needs_grad({input});
-  if (size_of(*input) >= op.torch[grad]) return dispatch();
+  // As fast_path.logits_size counts elements.
+  const int64_t elements = input->numel() + (is_float(*input) ? 0 : input->numel() / 4);
+  if ((input->size(1) < 16 ? 32 : 1) * elements >= op.torch[grad]) return dispatch();
   // PyTorch multiplies the gradients of ignored rows by zero, which leaves NaN for infinite logits.
   const auto* targets = target->const_data_ptr<int64_t>();
   if (grad && std::find(targets, targets + target->numel(), ignored) != targets + target->numel() &&

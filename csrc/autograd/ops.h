@@ -5,14 +5,13 @@
 
 namespace tf::autograd {
 
-// The entries by name of the op. An entry takes the public function's arguments, without keywords,
-// and returns its result, or None for a call that must be dispatched.
-#define TF_ENTRIES(X) \
-  X(layer_norm)       \
-  X(add_layer_norm)   \
-  X(rms_norm)         \
-  X(add_rms_norm)     \
-  X(linear) X(feed_forward) X(attention) X(hidden_mask) X(encoder_layer) X(cross_entropy)
+// By name of the op: (arguments of the public function) -> its result, or None for a call that must
+// be dispatched. They do not accept keywords.
+// clang-format off
+#define TF_ENTRIES(X)                                                                   \
+  X(layer_norm) X(add_layer_norm) X(rms_norm) X(add_rms_norm) X(linear) X(feed_forward) \
+  X(attention) X(hidden_mask) X(encoder_layer) X(cross_entropy)
+// clang-format on
 
 #define TF_DECLARE_ENTRY(op) PyObject* op(PyObject* module, Arguments given, Py_ssize_t count);
 TF_ENTRIES(TF_DECLARE_ENTRY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,12 @@ from hand_written import (
     rms_norm,
     sentences,
     with_fully_masked_rows,
-)
+)  # fmt: skip
 from module_checks import assert_same_numbers
 from torch import Tensor, nn
 
 from transformer_fast import _native
+from transformer_fast.compile import run_time
 from transformer_fast.compile.sublayers import Sublayers
 from transformer_fast.measure.calls import record
 from transformer_fast.nn import fused_layers
@@ -269,6 +271,24 @@ def test_small_layers_are_trained_in_one_call(p: float, monkeypatch: pytest.Monk
     for one, other, true in zip(found, composed, gradients(False, torch.float64), strict=True):
         parity = compare("a gradient", one, other, true, factor=3.0)
         assert parity.ok, parity.where
+
+
+@pytest.mark.usefixtures("small_calls")
+@pytest.mark.parametrize("fill", [-1e9, -math.inf])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 5), (2, 4, 4), (2, 1, 1, 6), (2, 3, 4, 4)])
+def test_small_masks_are_prepared_alike_in_the_entry(
+    shape: tuple[int, ...], fill: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = torch.ones(shape).triu(1).bool()
+    some, padded = torch.rand(shape) < 0.5, later | (torch.rand(shape[-1]) < 0.3)
+    for hidden in (some, torch.zeros(shape).bool(), torch.ones(shape).bool(), later, padded):
+        for hides, rank in itertools.product((True, False), range(max(2, len(shape)), 5)):
+            given = hidden if hides else ~hidden, hides, fill, rank
+            found = run_time.prepare_hidden(*given)
+            with monkeypatch.context() as patch:
+                patch.setattr(run_time, "_prepare_small", lambda *_: None)
+                expected = run_time.prepare_hidden(*given)
+            torch.testing.assert_close([*found], [*expected], rtol=0, atol=0)
 
 
 def test_a_frozen_graph_may_get_an_input_that_needs_gradients() -> None:

@@ -518,6 +518,7 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
 
     attention()
     feed_forward()
+    none = None, None, None
     for run, wrong, change in (
         (attention, "input must be float32", {"x": x.double()}),
         (attention, "input must have 3", {"x": x[0]}),
@@ -557,21 +558,9 @@ def test_wrong_operator_arguments_raise(dtype: torch.dtype) -> None:
         (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),
         (attention, "the norm must have 8", {"norm": torch.ones(4)}),
         (attention, "4 or no scales", {"scales": [None]}),
-        (
-            attention,
-            "in_weight must be .* or int8 with a scale",
-            {"scales": [ones, None, None, None]},
-        ),
-        (
-            attention,
-            "scale of in_weight must have 24",
-            {"w_in": w3.char(), "scales": [x, None, None, None]},
-        ),
-        (
-            feed_forward,
-            "must have one dtype",
-            {"w1": w3.char(), "scales": [ones, None, None, None]},
-        ),
+        (attention, "in_weight must be .* or int8 with a scale", {"scales": [ones, *none]}),
+        (attention, "scale of in_weight must have 24", {"w_in": w3.char(), "scales": [x, *none]}),
+        (feed_forward, "must have one dtype", {"w1": w3.char(), "scales": [ones, *none]}),
         (feed_forward, "input must be float32", {"x": x.int()}),
         (feed_forward, "weight1 must be", {"w1": w3.to(other)}),
         (feed_forward, "weight2 must be", {"w2": w3}),

@@ -103,11 +103,8 @@ class WrittenLayer(FusedLayer):
         if isinstance(form, int):
             if torch.is_autocast_enabled("cpu") or may_be_recomputed():
                 return None
-            x = next(iter(tensors.values()))
-            width = x.shape[-1]
-            if torch.is_grad_enabled() and not fused_layers.is_small(
-                x.numel() // width, width, True
-            ):
+            shape = next(iter(tensors.values())).shape
+            if torch.is_grad_enabled() and not fused_layers.is_small(shape, True):
                 return None
             if form < CALLS_BEFORE:
                 forms[kind] = form + 1

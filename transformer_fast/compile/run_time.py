@@ -206,15 +206,9 @@ def int8_linear(
 
 
 def int8_feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    activation: str,
-    dropout_p: float = 0.0,
-) -> Tensor:
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
+    activation: str, dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`functional.feed_forward` with float weights that are quantised when this first runs."""
     one, two = (Int8Weight(weight, None, weight.dtype) for weight in (weight1, weight2))
     return run_feed_forward(input, one, bias1, two, bias2, activation, dropout_p)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -423,10 +422,8 @@ def _has_kernel(editor: Editor, one: SublayerNodes) -> bool:
     drops = one.dropout_p + one.block.dropout_p > 0.0
     if not drops and not (modes.grad and any(x.requires_grad for x in tensors)):
         return True
-    *rows, width = (number(size) for size in value(one.x).shape)
-    return one.norm.kind == NormKind.LAYER and fused_layers.is_small(
-        math.prod(rows), width, modes.grad
-    )
+    sizes = [number(size) for size in value(one.x).shape]
+    return one.norm.kind == NormKind.LAYER and fused_layers.is_small(sizes, modes.grad)
 
 
 def _inputs(nodes: Iterable[Node]) -> list[Node]:
@@ -563,7 +560,7 @@ class Sublayers(torch.nn.Module):
 
     def _bind(self, given: tuple[Any, ...]) -> Bound | None:
         """Returns the sub-layers, bound to their parameters among the inputs; cached for these."""
-        found: Sequence[Any] = self._choose(given)
+        found: Sequence[Any] = [given[place] for place in self._parameters_at]
         if self._int8:
             later: list[Any] = []
             found = [
@@ -585,11 +582,6 @@ class Sublayers(torch.nn.Module):
         found: dict[int, None] = {}
         self.plan.layer.each(lambda place: found.setdefault(place))
         return [*found]
-
-    @functools.cached_property
-    def _choose(self) -> operator.itemgetter[Any]:
-        """Returns a function of the inputs that returns the parameters."""
-        return operator.itemgetter(*self._parameters_at)
 
     @functools.cached_property
     def _int8(self) -> frozenset[int]:

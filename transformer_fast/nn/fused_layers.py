@@ -7,6 +7,7 @@ gradients, active dropout, hooks, replaced modules, dtypes or devices that no ke
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, dispatch, fast_path
-from .._context import is_plain_eager, is_traced, is_transformed
+from .. import dispatch, fast_path
+from .._context import is_plain_eager, is_traced, is_transformed, settings
 from ..dispatch import Call, Explanation, Kernel
 from ..functional.attention import attend as attend_to_heads
 from ..ops.arguments import AttentionArguments, LayerStack
@@ -115,14 +116,9 @@ def bind(owner: torch.nn.Module, kind: type | None = None) -> Bound:
 
 
 def find(
-    owner: torch.nn.Module,
-    x: Tensor,
-    own: Masks,
-    memory: Tensor | None = None,
-    cross: Masks = NO_MASKS,
-    network: bool = True,
-    kind: type | None = None,
-) -> list[Fused] | None:
+    owner: torch.nn.Module, x: Tensor, own: Masks, memory: Tensor | None = None,
+    cross: Masks = NO_MASKS, network: bool = True, kind: type | None = None,
+) -> list[Fused] | None:  # fmt: skip
     """Returns the calls that run the layers on x, or None if their modules must be called.
 
     Args:
@@ -159,20 +155,15 @@ _dtype = attrgetter("dtype")
 _enter = fast_path.entry("encoder_layer")
 
 
-def is_small(rows: int, width: int, grad: bool) -> bool:
-    """True if layers on x (rows, width) may run in their entry, which limits the size of products."""
-    limit = fast_path.LAYER_LIMITS[grad]
-    return _native.autograd is not None and 3 * rows * width * width < limit
+def is_small(shape: Sequence[int], grad: bool) -> bool:
+    """True if layers on x of this shape may run in their entry, which limits the size of products."""
+    return 3 * math.prod(shape) * shape[-1] < fast_path.LAYER_LIMITS[grad]
 
 
 def _entered(
-    group: Group,
-    dropouts: Sequence[float],
-    x: Tensor,
-    own: tuple[Tensor | None, bool] = NO_MASK,
-    memory: Tensor | None = None,
-    cross: tuple[Tensor | None, bool] = NO_MASK,
-) -> Tensor | None:
+    group: Group, dropouts: Sequence[float], x: Tensor, own: tuple[Tensor | None, bool],
+    memory: Tensor | None, cross: tuple[Tensor | None, bool],
+) -> Tensor | None:  # fmt: skip
     """Returns the output of a layer in one call of its entry; None if that declines.
 
     dropouts: a list, as `Bound.active_dropouts`. own, cross: as in `Fused`.
@@ -188,10 +179,7 @@ def _try_enter(
     kind: type | None,
 ) -> Tensor | None:  # fmt: skip
     """Returns the output of small layers, with gradients and dropout; arguments: as in `find`."""
-    if x.dim() != 3 or is_plain_eager(x, memory) is None:
-        return None
-    width = x.shape[2]
-    if width == 0 or not is_small(x.numel() // width, width, torch.is_grad_enabled()):
+    if is_plain_eager(x, memory) is None:
         return None
     try:
         bound = bound_to(owner, (network, kind), partial(read, owner, network=network, kind=kind))
@@ -254,12 +242,9 @@ def is_trained(layer: Any) -> bool:
 
 
 def run(
-    found: Sequence[Fused],
-    x: Tensor,
-    memory: Tensor | None = None,
-    starts: Tensor | None = None,
+    found: Sequence[Fused], x: Tensor, memory: Tensor | None = None, starts: Tensor | None = None,
     memory_starts: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the output of all layers.
 
     ``starts``: x is packed, (rows, M), and batch element b is rows starts[b] to starts[b + 1];
@@ -271,37 +256,33 @@ def run(
 
 
 def try_run(
-    owner: torch.nn.Module,
-    x: Tensor,
-    own: Masks,
-    memory: Tensor | None = None,
-    cross: Masks = NO_MASKS,
-    network: bool = True,
-    kind: type | None = None,
-) -> Tensor | None:
+    owner: torch.nn.Module, x: Tensor, own: Masks, memory: Tensor | None = None,
+    cross: Masks = NO_MASKS, network: bool = True, kind: type | None = None,
+) -> Tensor | None:  # fmt: skip
     """Returns the output of all layers, or None if their modules must be called; see `find`.
 
     Small layers run in their entry, in training, too.
     """
     given = own, memory, cross, network, kind
-    if (y := _try_enter(owner, x, *given)) is not None:
+    if (
+        settings.current.falls_back
+        and x.dim() == 3
+        and 3 * x.numel() * x.shape[2] < fast_path.LAYER_LIMITS[torch.is_grad_enabled()]
+        and (y := _try_enter(owner, x, *given)) is not None
+    ):
         return y
-    if is_trained(owner if kind is None else owner[0]):  # type: ignore[index]
+    if torch.is_grad_enabled() and is_trained(owner if kind is None else owner[0]):  # type: ignore[index]
         return None
     found = find(owner, x, *given)
     return None if found is None else run(found, x, memory)
 
 
 def try_run_bound(
-    bound: Bound,
-    x: Tensor,
-    starts: Tensor | None = None,
-    own: tuple[Tensor | None, bool] = NO_MASK,
-    memory: Tensor | None = None,
-    cross: tuple[Tensor | None, bool] = NO_MASK,
-    rotation: tuple[Tensor, ...] = (),
+    bound: Bound, x: Tensor, starts: Tensor | None = None,
+    own: tuple[Tensor | None, bool] = NO_MASK, memory: Tensor | None = None,
+    cross: tuple[Tensor | None, bool] = NO_MASK, rotation: tuple[Tensor, ...] = (),
     dropouts: Sequence[float] = (),
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Returns the output (B, T, M) of a layer, or None if no kernel runs it.
 
     Args:
@@ -332,8 +313,8 @@ def try_run_bound(
         return None
     if starts is not None:
         x, rotation = x[0], tuple(table[0] for table in rotation)
-    y: Tensor = kernel.function(group.stack, x, *own, memory, *cross, starts, None, *rotation)
-    return y if starts is None else y[None]
+    done: Tensor = kernel.function(group.stack, x, *own, memory, *cross, starts, None, *rotation)
+    return done if starts is None else done[None]
 
 
 def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:

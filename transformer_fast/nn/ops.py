@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch, fast_path
-from .._context import is_observed, is_plain_eager, is_traced, settings
+from .._context import is_observed, is_traced, settings
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear
@@ -135,23 +136,22 @@ class Embedding(DropIn, torch.nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ would take a tenth of a small op's time.
-        table = self._parameters.get("weight")
-        grad = None if self.max_norm is not None else is_plain_eager(input, table)
+        table, current = self._parameters.get("weight"), settings.current
         if (
             table is not None
-            and grad is not None
+            and type(input) is Tensor
             and _EMBEDDING.forward is _EMBEDDING_FORWARD
+            and current.is_direct
+            and current.falls_back
             and (
-                not grad
-                or (
-                    table.numel() + 8 * input.numel() * table.shape[-1]
-                    < fast_path.EMBEDDING.below[1]
-                    and settings.current.falls_back
-                )
+                table.numel() + 8 * input.numel() * table.shape[-1] < fast_path.EMBEDDING.below[1]
+                or not (torch.is_grad_enabled() and table.requires_grad)
             )
         ):
-            padding = -1 if self.padding_idx is None else self.padding_idx
-            return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
+            return F.embedding(
+                input, table, self.padding_idx, self.max_norm, self.norm_type,
+                self.scale_grad_by_freq, self.sparse,
+            )  # fmt: skip
         if runs_torch_forward(input, _EMBEDDING):
             return by_torch(self, super().forward, input)
         kernel = self._kernel(input)

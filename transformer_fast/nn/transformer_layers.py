@@ -191,12 +191,13 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             own = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)
 
         done = fused_layers.try_run(self, src, own)
-        is_trained = fused_layers.is_trained(self)
-        if done is None and is_trained:
-            done = fused_layers.try_compose(self, src, own)
         if done is not None:
             return done
-        if not is_trained:
+        if torch.is_grad_enabled() and fused_layers.is_trained(self):
+            done = fused_layers.try_compose(self, src, own)
+            if done is not None:
+                return done
+        else:
             # If only the network must be composed, attention is still one call.
             done = fused_layers.try_run(self, src, own, network=False)
             if done is not None:
