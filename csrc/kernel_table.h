@@ -18,7 +18,7 @@ struct LinearBackwardArgs {
   const void* weight;         // W (n, k), rows weight_stride apart
   const void* preactivation;  // (m, n), contiguous: x W^T + bias, for an activation
   void *grad_input, *grad_weight, *grad_bias;  // (m, k), (n, k), (n), contiguous
-  long m, n, k, grad_stride, x_stride, weight_stride;
+  Index m, n, k, grad_stride, x_stride, weight_stride;
   int activation;
 };
 
@@ -29,7 +29,7 @@ struct FeedForwardBackwardArgs {
   const void* x;                  // (m, k), rows x_stride apart
   const void *weight1, *weight2;  // (f, k), (n, f), rows weight*_stride apart
   const void* z;                  // (m, f), contiguous: x W1^T + b1
-  long m, k, f, n, grad_stride, x_stride, weight1_stride, weight2_stride;
+  Index m, k, f, n, grad_stride, x_stride, weight1_stride, weight2_stride;
   int activation;
   Dropout dropout;
   void* results[5];  // of x, W1, b1, W2, b2, contiguous; nullptr: not wanted
@@ -46,7 +46,7 @@ void run_layer_norm_backward(LayerNormBackwardArgs args, void* grad_weight, void
 void run_attention_backward(AttentionBackwardArgs args);
 
 struct KernelTable {
-  void (*layer_norm)(const LayerNormArgs& args, long rows);
+  void (*layer_norm)(const LayerNormArgs& args, Index rows);
   void (*layer_norm_backward)(LayerNormBackwardArgs args, void* grad_weight, void* grad_bias);
   void (*linear)(const LinearArgs& args);  // from the unpacked weight
   void (*linear_backward)(LinearBackwardArgs args);

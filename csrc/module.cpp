@@ -81,8 +81,8 @@ py::list dot_types(const std::optional<std::string>& isa) {
 }
 
 // A matrix with rows of `row_bytes` bytes, `stride` bytes apart.
-std::unique_ptr<tf::Fingerprint> take_fingerprint(uintptr_t address, long rows, long row_bytes,
-                                                  long stride) {
+std::unique_ptr<tf::Fingerprint> take_fingerprint(uintptr_t address, tf::Index rows,
+                                                  tf::Index row_bytes, tf::Index stride) {
   if (address == 0 || rows <= 0 || row_bytes <= 0)
     throw std::invalid_argument("Fingerprint: the matrix must not be empty");
   const py::gil_scoped_release release;
@@ -133,7 +133,7 @@ void read_batch_invariant_from(const py::function& function) {
   tf::batch_invariant_source.store(&context_is_batch_invariant, std::memory_order_release);
 }
 
-long direct_rows(const std::string& element, long elements) {
+tf::Index direct_rows(const std::string& element, tf::Index elements) {
   const tf::RunningOperator running;
   if (element == "float32") return tf::direct_rows(tf::Element::float32, elements);
   if (element == "bfloat16") return tf::direct_rows(tf::Element::bfloat16, elements);

@@ -5,6 +5,10 @@
 
 namespace tf {
 
+// Sizes, strides and offsets of kernels, in elements unless the name says bytes. `long` has 32 bits
+// under Windows.
+using Index = int64_t;
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -14,7 +18,7 @@ struct Float16 {
 
 enum class Element { boolean, float32, bfloat16, float16 };
 
-constexpr long element_bytes(Element element) {
+constexpr Index element_bytes(Element element) {
   return element == Element::boolean ? 1 : element == Element::float32 ? 4 : 2;
 }
 
@@ -46,6 +50,6 @@ inline Dropout dropout_of(double p, int64_t seed) {
 }
 
 // Rows of a block of bfloat16 or 8-bit operands, at most.
-constexpr long kMostRows = 256;
+constexpr Index kMostRows = 256;
 
 }  // namespace tf

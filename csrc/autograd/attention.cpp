@@ -9,7 +9,7 @@ namespace tf::autograd {
 namespace {
 
 template <int dims>
-void set_strides(long (&strides)[dims], const Tensor& tensor) {
+void set_strides(Index (&strides)[dims], const Tensor& tensor) {
   for (int d = 0; d < dims; ++d) strides[d] = tensor.stride(d);
 }
 
@@ -105,7 +105,7 @@ struct AttentionBackward : Function<3, 7> {
     set_strides(args.output_stride, output);
     set_strides(args.grad_stride, dy);
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
-    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+    Index(*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
                             &args.grad_value_stride};
     for (int i = 0; i < 3; ++i) {
       if (!given.wants[i]) continue;
@@ -264,9 +264,9 @@ struct PartsBackward : Function<3, 7> {
     args.grad = data(dy);
     for (int d = 0; d < 3; ++d) args.grad_stride[d] = args.output_stride[d];
     void** results[] = {&args.grad_query, &args.grad_key, &args.grad_value};
-    long (*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
+    Index(*strides[])[3] = {&args.grad_query_stride, &args.grad_key_stride,
                             &args.grad_value_stride};
-    long (*like[])[4] = {&args.query_stride, &args.key_stride, &args.value_stride};
+    Index(*like[])[4] = {&args.query_stride, &args.key_stride, &args.value_stride};
     each_part(parts, [&](int i, int t, int64_t column) {
       if (!given.wants[t]) return;
       if (!found[t].defined()) found[t] = empty(parts.tensors[t].sizes());

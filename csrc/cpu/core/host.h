@@ -25,7 +25,7 @@
 namespace tf {
 
 // Number of running operators; negative while set_isa() stores its choice.
-extern std::atomic<long> running_operators;
+extern std::atomic<Index> running_operators;
 
 void wait_for_set_isa();
 

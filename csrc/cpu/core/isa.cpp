@@ -266,16 +266,16 @@ const char* isa_name(Isa isa) { return entry_of(isa)->name; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
-bool uses_bf16x3(long rows) { return rows >= 72 && has_bf16x3(); }
+bool uses_bf16x3(Index rows) { return rows >= 72 && has_bf16x3(); }
 
-bool packs_bf16x3(long rows) { return rows >= 144 && has_bf16x3(); }
+bool packs_bf16x3(Index rows) { return rows >= 144 && has_bf16x3(); }
 
-bool splits_panels(long rows) { return rows >= 12 && has_bf16x3() && !packs_bf16x3(rows); }
+bool splits_panels(Index rows) { return rows >= 12 && has_bf16x3() && !packs_bf16x3(rows); }
 
-long direct_rows(Element type, long elements) {
+Index direct_rows(Element type, Index elements) {
   // Weights larger than the caches are read from memory, which hides the arithmetic of more rows;
   // verifying the fingerprint of a packed copy would read them as well.
-  constexpr long kMinBytes = 16L << 20;
+  constexpr Index kMinBytes = Index{16} << 20;
   if (batch_invariant()) return 0;
   const Isa isa = current_isa();
   const bool uncached = isa != Isa::amx && elements * element_bytes(type) >= kMinBytes;
@@ -295,18 +295,18 @@ long direct_rows(Element type, long elements) {
 
 std::atomic<bool (*)()> batch_invariant_source{nullptr};
 
-std::atomic<long> running_operators{0};
+std::atomic<Index> running_operators{0};
 
 void wait_for_set_isa() {
   while (running_operators.load(std::memory_order_acquire) < 0) std::this_thread::yield();
 }
 
 void set_isa(const char* name) {
-  constexpr long kStoring = -(1L << 40);
+  constexpr Index kStoring = -(Index{1} << 40);
   constexpr auto kTimeout = std::chrono::seconds(10);
   const Isa isa = parse<std::invalid_argument>(name, "set_isa: name is ");
   const auto end = std::chrono::steady_clock::now() + kTimeout;
-  for (long none = 0; !running_operators.compare_exchange_strong(none, kStoring); none = 0) {
+  for (Index none = 0; !running_operators.compare_exchange_strong(none, kStoring); none = 0) {
     if (std::chrono::steady_clock::now() > end)
       throw std::runtime_error("set_isa: operators of other threads have been running for 10 s");
     std::this_thread::yield();

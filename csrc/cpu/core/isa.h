@@ -4,7 +4,7 @@
 // and puts its functions into namespace tf::TF_ISA (helpers in an unnamed namespace inside it, so
 // that no two builds share a symbol). Its header declares them for all builds at once:
 //
-//   namespace tf { TF_KERNEL(void layer_norm_rows(const float* input, float* output, long rows)) }
+//   namespace tf { TF_KERNEL(void layer_norm_rows(const float* input, float* output, Index rows)) }
 //
 // and a caller, compiled once, writes TF_DISPATCH(layer_norm_rows, input, output, rows).
 #pragma once
@@ -96,16 +96,16 @@ extern "C" bool tf_batch_invariant();
 // requires AMX. The thresholds were measured.
 //
 // For operands that are split during the call.
-bool uses_bf16x3(long rows);
+bool uses_bf16x3(Index rows);
 // For weights packed as bf16x3, 6 bytes per element.
-bool packs_bf16x3(long rows);
+bool packs_bf16x3(Index rows);
 // For weights packed in fp32 that are split while they are read: with few rows, reading the weight
 // is most of the work.
-bool splits_panels(long rows);
+bool splits_panels(Index rows);
 
 // Largest number of rows for which a product reads an unpacked weight of `elements` elements; no
 // packed copy is cached for so few rows.
-long direct_rows(Element type, long elements);
+Index direct_rows(Element type, Index elements);
 
 // CPU features that the CPU reports and the operating system has enabled. Features of other
 // architectures are false.

@@ -38,9 +38,9 @@ TF_INLINE void keep_avx512_active() {
 // of A, whose rows are `row` bytes apart, and a panel of B, each loaded if new. Loads are issued
 // before meanwhile(): otherwise they wait for its stores.
 template <bool kInt8, bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
-TF_INLINE void tile_products(const void* a, const void* a1, long row, const void* b,
+TF_INLINE void tile_products(const void* a, const void* a1, Index row, const void* b,
                              const Meanwhile& meanwhile) {
-  constexpr long kPanelRow = 4 * kPanel;  // pairs of 16 bits, or four values of 8 bits
+  constexpr Index kPanelRow = 4 * kPanel;  // pairs of 16 bits, or four values of 8 bits
   const auto second = [b] { return static_cast<const char*>(b) + kPanelRow / 2; };
   if (kNewB) _tile_loadd(6, b, kPanelRow);
   if (kNewA) _tile_loadd(4, a, row);
@@ -77,17 +77,17 @@ class AmxOperands {
   using Operand = BFloat16;
   using Element = std::conditional_t<kComponents == 1, BFloat16, float>;
   static constexpr bool kIsBf16x3 = kComponents == 3, kRounds = !kIsBf16x3, kQuantizes = false;
-  static constexpr long kBytes = kComponents * sizeof(Operand);
-  static constexpr long kTile = 16, kTileSize = kTile * kPairDepth;
+  static constexpr Index kBytes = kComponents * sizeof(Operand);
+  static constexpr Index kTile = 16, kTileSize = kTile * kPairDepth;
 
-  static long depth(long k) { return pair_depth(k); }
-  static long panel_size(long k) { return kComponents * kPanel * pair_depth(k); }
-  static long block_size(long rows, long k) {
+  static Index depth(Index k) { return pair_depth(k); }
+  static Index panel_size(Index k) { return kComponents * kPanel * pair_depth(k); }
+  static Index block_size(Index rows, Index k) {
     return kComponents * round_up(rows, kTile) * pair_depth(k);
   }
 
   // Address of the kPanel values of A from `column` on (a multiple of kPanel) of a row.
-  static Operand* chunk(Operand* block, long k, long row, long column) {
+  static Operand* chunk(Operand* block, Index k, Index row, Index column) {
     return block + (row / kTile * kTile * pair_depth(k) + column * kTile) * kComponents +
            row % kTile * kPanel;
   }
@@ -115,14 +115,14 @@ class AmxOperands {
   }
 
   // Row numbers in B of the rows of `pair`: the first (which = 0) and the second.
-  static long pair_row(long pair, int which) {
+  static Index pair_row(Index pair, int which) {
     return kIsBf16x3 ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
   }
-  static Operand* pair_place(Operand* panel, long pair) {
+  static Operand* pair_place(Operand* panel, Index pair) {
     return panel + pair / 16 * kComponents * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
   }
   // Stores two such rows, of finite values, in a panel of B.
-  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+  static void put_pair(Operand* panel, Index pair, const Vec (&first)[2], const Vec (&second)[2]) {
     Operand* to = pair_place(panel, pair);
     if constexpr (kIsBf16x3) {
       TF_UNROLL for (int u = 0; u < 2; ++u)
@@ -132,7 +132,7 @@ class AmxOperands {
     }
   }
   // Stores the rows in a panel of B, and as rows of A as well.
-  static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
+  static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, Index pair,
                        const Vec (&first)[2], const Vec (&second)[2]) {
     if constexpr (kIsBf16x3) {
       Operand* to = pair_place(panel, pair);
@@ -153,12 +153,12 @@ class AmxOperands {
       put_pair(panel, pair, first, second);
     }
   }
-  static float value(const Operand* chunk, long column) {
+  static float value(const Operand* chunk, Index column) {
     return whole(chunk + (kIsBf16x3 ? place_in_block(column) : column), kTileSize);
   }
-  static float element(const Operand* panel, long k, long column) {
-    const long block = k / kPairDepth,
-               place = kIsBf16x3 ? place_in_block(k % kPairDepth) : k % kPairDepth;
+  static float element(const Operand* panel, Index k, Index column) {
+    const Index block = k / kPairDepth,
+                place = kIsBf16x3 ? place_in_block(k % kPairDepth) : k % kPairDepth;
     return whole(panel + block * kPairDepth * kPanel * kComponents + place / 2 * 2 * kPanel +
                      column * 2 + place % 2,
                  2 * kTileSize);
@@ -166,10 +166,10 @@ class AmxOperands {
 
   // Tile by tile: the values of one row are so far apart in the block that they share few cache
   // sets.
-  static void fill(const Element* from, long stride, long rows, long k, Operand* block) {
-    for (long tile = 0; tile < rows; tile += kTile) {
-      for (long p = 0; p < k; p += kPanel) {
-        for (long i = tile; i < min(tile + kTile, rows); ++i) {
+  static void fill(const Element* from, Index stride, Index rows, Index k, Operand* block) {
+    for (Index tile = 0; tile < rows; tile += kTile) {
+      for (Index p = 0; p < k; p += kPanel) {
+        for (Index i = tile; i < min(tile + kTile, rows); ++i) {
           const Element* row = from + i * stride + p;
           if constexpr (kIsBf16x3) {
             put(chunk(block, k, i, p), load_some(row, min(kLanes, k - p)),
@@ -184,22 +184,23 @@ class AmxOperands {
 
   // Rows of A from columns of a tensor, of which the first `depth` rows are read; they must be
   // finite. The rest of the tiles is 0.
-  static void fill_transposed(const Element* from, long stride, long depth, long rows,
-                              Operand* block, long k) {
-    for (long p = 0; p < depth; p += kPairDepth)
-      for (long i = 0; i < rows; i += kTile)
+  static void fill_transposed(const Element* from, Index stride, Index depth, Index rows,
+                              Operand* block, Index k) {
+    for (Index p = 0; p < depth; p += kPairDepth)
+      for (Index i = 0; i < rows; i += kTile)
         fill_transposed_tile(from + p * stride + i, stride, min(kPairDepth, depth - p),
                              min(kTile, rows - i), chunk(block, k, i, p));
   }
 
-  static void pack_rows(const Element* rows, long stride, long count, long k, Operand* panel) {
+  static void pack_rows(const Element* rows, Index stride, Index count, Index k, Operand* panel) {
     if constexpr (kIsBf16x3) {
       pack_bf16x3_rows(rows, stride, count, k, panel);
     } else {
       pack_pair_rows(rows, stride, count, k, panel);
     }
   }
-  static void pack_columns(const Element* rows, long stride, long columns, long k, Operand* panel) {
+  static void pack_columns(const Element* rows, Index stride, Index columns, Index k,
+                           Operand* panel) {
     if constexpr (kIsBf16x3) {
       pack_bf16x3_columns(rows, stride, columns, k, panel);
     } else {
@@ -208,7 +209,7 @@ class AmxOperands {
   }
 
   // Stores 0 in place of numbers that are not representable.
-  static void pack_representable_columns(const Element* rows, long stride, long columns, long k,
+  static void pack_representable_columns(const Element* rows, Index stride, Index columns, Index k,
                                          Operand* panel) {
     static_assert(kIsBf16x3);
     pack_bf16x3_columns<true>(rows, stride, columns, k, panel);
@@ -236,11 +237,11 @@ class AmxOperands {
 
   // A row of C by fp32 FMA, for operands that are not representable as bf16x3.
   template <class Read>
-  static void fp32_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
+  static void fp32_row(const Read& read, Index k, const Operand* panel, Vec& low, Vec& high) {
     low = high = zero();
-    for (long p = 0; p < k; ++p) {
+    for (Index p = 0; p < k; ++p) {
       const Vec x = set1(read(p));
-      const long block = p / kPairDepth, place = place_in_block(p % kPairDepth);
+      const Index block = p / kPairDepth, place = place_in_block(p % kPairDepth);
       Vec b[2];
       load_bf16x3(panel + block * kPairDepth * kPanel * kComponents + place / 2 * 2 * kPanel,
                   2 * kTileSize, place % 2, b);
@@ -251,19 +252,19 @@ class AmxOperands {
 
  private:
   // The sum of the components of an operand, `apart` from each other.
-  static float whole(const Operand* operand, long apart) {
+  static float whole(const Operand* operand, Index apart) {
     float sum = load_one(operand);
     for (int piece = 1; piece < kComponents; ++piece) sum += load_one(operand + piece * apart);
     return sum;
   }
 
-  static void fill_transposed_tile(const Element* from, long stride, long depth, long columns,
+  static void fill_transposed_tile(const Element* from, Index stride, Index depth, Index columns,
                                    Operand* tile) {
     if constexpr (kIsBf16x3) {
       alignas(64) float transposed[2][kTile * kTile];
       transpose_floats(from, stride, min(kTile, depth), columns, transposed[0]);
       transpose_floats(from + kTile * stride, stride, depth - kTile, columns, transposed[1]);
-      for (long r = 0; r < kTile; ++r)
+      for (Index r = 0; r < kTile; ++r)
         put_finite(tile + r * kPanel, load(transposed[0] + r * kTile),
                    load(transposed[1] + r * kTile));
     } else {
@@ -272,11 +273,12 @@ class AmxOperands {
   }
 
   // to[r][j] = j < count ? from[j][r] : 0, for r and j < kTile.
-  static void transpose_floats(const float* from, long stride, long count, long columns,
+  static void transpose_floats(const float* from, Index stride, Index count, Index columns,
                                float* to) {
     if (columns >= kTile && count == kTile) return transpose_block(from, stride, to, kTile);
     alignas(64) float some[kTile * kTile] = {};
-    for (long j = 0; j < count; ++j) store(some + j * kTile, load_some(from + j * stride, columns));
+    for (Index j = 0; j < count; ++j)
+      store(some + j * kTile, load_some(from + j * stride, columns));
     transpose_block(some, kTile, to, kTile);
   }
 };
@@ -288,15 +290,15 @@ class AmxProduct : public AmxOperands<kComponents> {
  public:
   using Operands::kRounds, Operands::kIsBf16x3, Operands::kTile, Operands::kTileSize;
   using typename Operands::Operand;
-  static constexpr long kBlockRows = kIsBf16x3 ? 96 : 32;
+  static constexpr Index kBlockRows = kIsBf16x3 ? 96 : 32;
   // Depth of a running sum. With bf16x3 it is rounded 6 times per 32 products, less often than by
   // 128 multiply-adds. A deeper panel would not fit in the second-level cache.
-  static constexpr long kKBlock = kIsBf16x3 ? 512 : 256;
-  static constexpr long kPair = 2 * kTile;
+  static constexpr Index kKBlock = kIsBf16x3 ? 512 : 256;
+  static constexpr Index kPair = 2 * kTile;
   // Products of components per step. Other work is interleaved between any two: the out-of-order
   // window is a few hundred instructions, and a tile product takes as long as that many.
-  static constexpr long kTerms = kIsBf16x3 ? 6 : 1;
-  static constexpr long kRowsAtOnce = 4;  // rows per call of the sink
+  static constexpr Index kTerms = kIsBf16x3 ? 6 : 1;
+  static constexpr Index kRowsAtOnce = 4;  // rows per call of the sink
 
   static void enter() { _tile_loadconfig(&kAmxTileConfig); }
   static void leave() { _tile_release(); }
@@ -304,65 +306,65 @@ class AmxProduct : public AmxOperands<kComponents> {
   // Calls sink(row, low, high) with each row of C = A B, in order, while the tiles compute the next
   // rows. Prefetches the data following the panel, finally `next`.
   template <class Sink>
-  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
-                       const Operand* next, float* buffer, const Sink& sink, long = kPanel) {
-    const long depth = pair_depth(k);
+  static void multiply(const Operand* block, Index rows, Index k, const Operand* panel,
+                       const Operand* next, float* buffer, const Sink& sink, Index = kPanel) {
+    const Index depth = pair_depth(k);
     if (depth == 0 || rows == 0) {
-      for (long i = 0; i < rows; ++i) sink(i, zero(), zero());
+      for (Index i = 0; i < rows; ++i) sink(i, zero(), zero());
       return;
     }
-    const long pairs = (rows + kPair - 1) / kPair;
-    const auto sums = [&](long pair) {
+    const Index pairs = (rows + kPair - 1) / kPair;
+    const auto sums = [&](Index pair) {
       return buffer + kPair * kPanel * (depth > kKBlock ? pair : pair % 2);
     };
     compiler_barrier();
-    for (long p = 0; p < depth; p += kKBlock) {
-      const long steps = min(kKBlock, depth - p) / kPairDepth;
+    for (Index p = 0; p < depth; p += kKBlock) {
+      const Index steps = min(kKBlock, depth - p) / kPairDepth;
       const bool last = p + kKBlock >= depth;
       const char* ahead =
           reinterpret_cast<const char*>(last ? next : panel + (p + kKBlock) * kPanel * kComponents);
-      const long calls = steps * kTerms;
-      const long lines = (kComponents * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
-      for (long pair = 0; pair < pairs; ++pair) {
+      const Index calls = steps * kTerms;
+      const Index lines = (kComponents * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
+      for (Index pair = 0; pair < pairs; ++pair) {
         const float* finished = sums(max(0, pair - 1));
-        const auto to_sink = [&](long begin, long end) __attribute__((always_inline)) {
+        const auto to_sink = [&](Index begin, Index end) __attribute__((always_inline)) {
           sink_rows(sink, finished, (pair - 1) * kPair, begin, end);
         };
         Interleaver rows_to_sink(last && pair > 0 ? kPair : 0, calls, kRowsAtOnce);
         multiply_pair(block + (pair * kPair * depth + p * kTile) * kComponents, depth,
                       rows - pair * kPair, panel + p * kPanel * kComponents, steps, p > 0,
-                      sums(pair), kPanel, [&](long) __attribute__((always_inline)) {
-                        for (long line = 0; line < lines; ++line, ahead += 64) prefetch_l2(ahead);
+                      sums(pair), kPanel, [&](Index) __attribute__((always_inline)) {
+                        for (Index line = 0; line < lines; ++line, ahead += 64) prefetch_l2(ahead);
                         rows_to_sink(to_sink);
                       });
         rows_to_sink.finish(to_sink);
       }
     }
-    const long from = (pairs - 1) * kPair;
+    const Index from = (pairs - 1) * kPair;
     sink_rows(sink, sums(pairs - 1), from, 0, rows - from);
   }
   // Size of `buffer` in floats.
-  static long buffer_size(long rows) { return round_up(rows, kPair) * kPanel; }
+  static Index buffer_size(Index rows) { return round_up(rows, kPair) * kPanel; }
 
   // C = A B, or C += A B, with the first k of block_k columns of A. C has round_up(rows, 16) rows,
   // c_stride apart. Calls meanwhile() between tile products, steps(rows, k) times in total.
   template <class Meanwhile>
-  static void multiply_to(const Operand* block, long block_k, long rows, long k,
-                          const Operand* panel, bool accumulate, float* c, long c_stride,
+  static void multiply_to(const Operand* block, Index block_k, Index rows, Index k,
+                          const Operand* panel, bool accumulate, float* c, Index c_stride,
                           const Meanwhile& meanwhile, const Operand* = nullptr) {
-    const long block_depth = pair_depth(block_k), depth = pair_depth(k);
+    const Index block_depth = pair_depth(block_k), depth = pair_depth(k);
     compiler_barrier();
-    long p = 0;
+    Index p = 0;
     do {
-      for (long i = 0; i < rows; i += kPair)
+      for (Index i = 0; i < rows; i += kPair)
         multiply_pair(block + (i * block_depth + p * kTile) * kComponents, block_depth, rows - i,
                       panel + p * kPanel * kComponents, min(kKBlock, depth - p) / kPairDepth,
                       accumulate || p > 0, c + i * c_stride, c_stride,
-                      [&](long) __attribute__((always_inline)) { meanwhile(); });
+                      [&](Index) __attribute__((always_inline)) { meanwhile(); });
       p += kKBlock;
     } while (p < depth);  // depth 0 clears C
   }
-  static long steps(long rows, long k) {
+  static Index steps(Index rows, Index k) {
     return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth) * kTerms;
   }
 
@@ -378,8 +380,8 @@ class AmxProduct : public AmxOperands<kComponents> {
     }
   }
   template <bool kTwo>
-  TF_INLINE static void load_sums(const float* c, long c_stride) {
-    const long c_row = c_stride * static_cast<long>(sizeof(float));
+  TF_INLINE static void load_sums(const float* c, Index c_stride) {
+    const Index c_row = c_stride * static_cast<Index>(sizeof(float));
     _tile_loadd(0, c, c_row);
     _tile_loadd(1, c + kLanes, c_row);
     if (kTwo) {
@@ -389,8 +391,8 @@ class AmxProduct : public AmxOperands<kComponents> {
     }
   }
   template <bool kTwo>
-  TF_INLINE static void store_sums(float* c, long c_stride) {
-    const long c_row = c_stride * static_cast<long>(sizeof(float));
+  TF_INLINE static void store_sums(float* c, Index c_stride) {
+    const Index c_row = c_stride * static_cast<Index>(sizeof(float));
     _tile_stored(0, c, c_row);
     _tile_stored(1, c + kLanes, c_row);
     if (kTwo) {
@@ -402,14 +404,14 @@ class AmxProduct : public AmxOperands<kComponents> {
   // Adds the products of `steps` tiles of A, whose rows have depth `depth`, and of a panel. Calls
   // meanwhile(i) between tile products, kTerms times per step.
   template <bool kTwo, class Meanwhile>
-  TF_INLINE static void add_products(const Operand* a, long depth, const Operand* b, long steps,
+  TF_INLINE static void add_products(const Operand* a, Index depth, const Operand* b, Index steps,
                                      const Meanwhile& meanwhile) {
     const Operand* a1 = a + kTile * depth * kComponents;
-    for (long step = 0; step < steps; ++step) {
+    for (Index step = 0; step < steps; ++step) {
       keep_avx512_active();
       if constexpr (kIsBf16x3) {
         // Adjacent terms share a component, so that only two tiles are loaded for each.
-        const auto then = [&](long i) __attribute__((always_inline)) {
+        const auto then = [&](Index i) __attribute__((always_inline)) {
           return [&meanwhile, i]() __attribute__((always_inline)) { meanwhile(i); };
         };
         term<kTwo, true, true>(a, a1, b, 0, 2, then(step * kTerms));
@@ -429,9 +431,9 @@ class AmxProduct : public AmxOperands<kComponents> {
   }
   // Adds the sums to C.
   template <bool kTwo>
-  TF_INLINE static void add_sums(float* c, long c_stride) {
+  TF_INLINE static void add_sums(float* c, Index c_stride) {
     alignas(64) float sums[kPair * kPanel];
-    constexpr long kRow = kPanel * sizeof(float);
+    constexpr Index kRow = kPanel * sizeof(float);
     _tile_stored(0, sums, kRow);
     _tile_stored(1, sums + kLanes, kRow);
     if (kTwo) {
@@ -439,7 +441,7 @@ class AmxProduct : public AmxOperands<kComponents> {
       _tile_stored(3, sums + kTile * kPanel + kLanes, kRow);
     }
     compiler_barrier();
-    for (long i = 0; i < (kTwo ? kPair : kTile); ++i) {
+    for (Index i = 0; i < (kTwo ? kPair : kTile); ++i) {
       float* row = c + i * c_stride;
       store(row, load(row) + load(sums + i * kPanel));
       store(row + kLanes, load(row + kLanes) + load(sums + i * kPanel + kLanes));
@@ -450,17 +452,17 @@ class AmxProduct : public AmxOperands<kComponents> {
   // Passes rows [begin, end) of a pair of tiles to the sink; the copy of the sink stays in
   // registers.
   template <class Sink>
-  [[gnu::noinline]] static void sink_rows(const Sink& sink, const float* sums, long row, long begin,
-                                          long end) {
+  [[gnu::noinline]] static void sink_rows(const Sink& sink, const float* sums, Index row,
+                                          Index begin, Index end) {
     const Sink mine = sink;
-    for (long i = begin; i < end; ++i)
+    for (Index i = begin; i < end; ++i)
       mine(row + i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
   }
 
   // Two tiles of rows, or one if no more are left.
   template <class Meanwhile>
-  TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
-                                      long steps, bool accumulate, float* c, long c_stride,
+  TF_INLINE static void multiply_pair(const Operand* a, Index depth, Index left, const Operand* b,
+                                      Index steps, bool accumulate, float* c, Index c_stride,
                                       const Meanwhile& meanwhile) {
     if (left > kTile) {
       multiply_tiles<true>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
@@ -470,8 +472,8 @@ class AmxProduct : public AmxOperands<kComponents> {
   }
 
   template <bool kTwo, class Meanwhile>
-  TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
-                                       bool accumulate, float* c, long c_stride,
+  TF_INLINE static void multiply_tiles(const Operand* a, Index depth, const Operand* b, Index steps,
+                                       bool accumulate, float* c, Index c_stride,
                                        const Meanwhile& meanwhile) {
     // Sums over kKBlock that are then added are more accurate than one long running sum.
     const bool apart = kIsBf16x3 && accumulate;
@@ -492,7 +494,7 @@ class AmxProduct : public AmxOperands<kComponents> {
   template <bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
   TF_INLINE static void term(const Operand* a, const Operand* a1, const Operand* b, int of_a,
                              int of_b, const Meanwhile& meanwhile) {
-    constexpr long kRow = kPanel * sizeof(Operand);
+    constexpr Index kRow = kPanel * sizeof(Operand);
     tile_products<false, kTwo, kNewA, kNewB>(a + of_a * kTileSize, a1 + of_a * kTileSize, kRow,
                                              b + of_b * 2 * kTileSize, meanwhile);
   }

@@ -9,28 +9,28 @@
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kPairDepth = 32;  // 16 pairs: a 16 x 16 block of words to transpose, one AMX tile
+constexpr Index kPairDepth = 32;  // 16 pairs: a 16 x 16 block of words to transpose, one AMX tile
 
-TF_INLINE long pair_depth(long k) { return round_up(k, kPairDepth); }
+TF_INLINE Index pair_depth(Index k) { return round_up(k, kPairDepth); }
 
 // The first n of 32 values; the others are 0.
-TF_INLINE __m512i load_values(const BFloat16* p, long n) {
+TF_INLINE __m512i load_values(const BFloat16* p, Index n) {
   const __mmask32 mask = n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1u;
   return _mm512_maskz_loadu_epi16(mask, p);
 }
 
 // A panel of B = W^T from `count` rows of W: (B[p], B[p + 1])[j] = rows[j][p, p + 1].
-TF_INLINE void pack_pair_rows(const BFloat16* rows, long stride, long count, long k,
+TF_INLINE void pack_pair_rows(const BFloat16* rows, Index stride, Index count, Index k,
                               BFloat16* panel) {
   float block[16 * 16];
-  for (long p = 0; p < k; p += kPairDepth) {
-    for (long half = 0; half < kPanel; half += 16) {
+  for (Index p = 0; p < k; p += kPairDepth) {
+    for (Index half = 0; half < kPanel; half += 16) {
       const BFloat16* from = rows + half * stride + p;
       float* to = reinterpret_cast<float*>(panel + p * kPanel + half * 2);
       if (stride % 2 == 0 && p + kPairDepth <= k && half + 16 <= count) {
         transpose_block(reinterpret_cast<const float*>(from), stride / 2, to, kPanel);
       } else {
-        for (long j = 0; j < 16; ++j)
+        for (Index j = 0; j < 16; ++j)
           _mm512_storeu_si512(block + 16 * j,
                               load_values(from + j * stride, half + j < count ? k - p : 0));
         transpose_block(block, 16, to, kPanel);
@@ -40,9 +40,9 @@ TF_INLINE void pack_pair_rows(const BFloat16* rows, long stride, long count, lon
 }
 
 // A panel of B from its rows: k of them, `columns` <= kPanel values in each.
-TF_INLINE void pack_pair_columns(const BFloat16* rows, long stride, long columns, long k,
+TF_INLINE void pack_pair_columns(const BFloat16* rows, Index stride, Index columns, Index k,
                                  BFloat16* panel) {
-  for (long p = 0; p < pair_depth(k); p += 2) {
+  for (Index p = 0; p < pair_depth(k); p += 2) {
     const __m512i even = load_values(rows + p * stride, p < k ? columns : 0);
     const __m512i odd = load_values(rows + (p + 1) * stride, p + 1 < k ? columns : 0);
     const auto widen = [](__m256i x) { return _mm512_cvtepu16_epi32(x); };
@@ -58,14 +58,14 @@ TF_INLINE void pack_pair_columns(const BFloat16* rows, long stride, long columns
 
 // Columns of a tensor as rows: to[i][j] = rows[j][i] for i < 16, j < kPairDepth, rows of `to`
 // to_stride (even) apart; 0 where j >= depth or i >= columns.
-TF_INLINE void transpose_pairs(const BFloat16* rows, long stride, long depth, long columns,
-                               BFloat16* to, long to_stride) {
+TF_INLINE void transpose_pairs(const BFloat16* rows, Index stride, Index depth, Index columns,
+                               BFloat16* to, Index to_stride) {
   alignas(64) float block[16 * 16];
   const __mmask16 some = first_lanes(columns);
-  const auto row = [&](long j) {
+  const auto row = [&](Index j) {
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(j < depth ? some : 0, rows + j * stride));
   };
-  for (long pair = 0; pair < 16; ++pair)
+  for (Index pair = 0; pair < 16; ++pair)
     _mm512_store_si512(block + 16 * pair,
                        _mm512_or_si512(row(2 * pair), _mm512_slli_epi32(row(2 * pair + 1), 16)));
   transpose_block(block, 16, reinterpret_cast<float*>(to), to_stride / 2);
@@ -160,11 +160,11 @@ TF_INLINE void store_pairs(BFloat16* to, __m512i low, __m512i high) {
 }
 
 // Position of value j in a block of kPairDepth.
-TF_INLINE long place_in_block(long j) { return j % 16 * 2 + j / 16; }
+TF_INLINE Index place_in_block(Index j) { return j % 16 * 2 + j / 16; }
 
 // Stores kPanel values, their components `apart` from each other.
 template <bool kFinite = false>
-TF_INLINE void store_bf16x3(BFloat16* to, long apart, Vec low, Vec high) {
+TF_INLINE void store_bf16x3(BFloat16* to, Index apart, Vec low, Vec high) {
   __m512i l[kSplitComponents], h[kSplitComponents];
   if constexpr (kFinite) {
     split_bf16x3_finite(low, l);
@@ -177,13 +177,13 @@ TF_INLINE void store_bf16x3(BFloat16* to, long apart, Vec low, Vec high) {
 }
 
 // pack_pair_rows() for each component, in blocks of kPairDepth.
-TF_INLINE void pack_bf16x3_rows(const float* rows, long stride, long count, long k,
+TF_INLINE void pack_bf16x3_rows(const float* rows, Index stride, Index count, Index k,
                                 BFloat16* panel) {
-  constexpr long kBlock = kPanel * kPairDepth;
+  constexpr Index kBlock = kPanel * kPairDepth;
   BFloat16 components[kSplitComponents * kBlock];
-  for (long p = 0; p < k; p += kPairDepth, panel += kSplitComponents * kBlock) {
-    const long left = k - p;
-    for (long j = 0; j < count; ++j) {
+  for (Index p = 0; p < k; p += kPairDepth, panel += kSplitComponents * kBlock) {
+    const Index left = k - p;
+    for (Index j = 0; j < count; ++j) {
       const float* row = rows + j * stride + p;
       store_bf16x3(components + j * kPairDepth, kBlock, load_some(row, min(kLanes, left)),
                    left > kLanes ? load_some(row + kLanes, left - kLanes) : zero());
@@ -196,13 +196,13 @@ TF_INLINE void pack_bf16x3_rows(const float* rows, long stride, long count, long
 // Row `pair` of pairs of a panel of B, as bf16x3, from B's rows: k of them, `columns` values each.
 // With kRepresentableOnly, 0 in place of numbers that are not representable.
 template <bool kRepresentableOnly = false>
-TF_INLINE void pack_bf16x3_pair(const float* rows, long stride, long columns, long k, long pair,
+TF_INLINE void pack_bf16x3_pair(const float* rows, Index stride, Index columns, Index k, Index pair,
                                 BFloat16* panel) {
-  constexpr long kBlock = kPanel * kPairDepth;
-  const long p = pair / 16 * kPairDepth + pair % 16;
+  constexpr Index kBlock = kPanel * kPairDepth;
+  const Index p = pair / 16 * kPairDepth + pair % 16;
   BFloat16* to = panel + pair / 16 * kSplitComponents * kBlock + pair % 16 * 2 * kPanel;
-  TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
-    const auto read = [&](long row) __attribute__((always_inline)) {
+  TF_UNROLL for (Index j = 0; j < kPanel; j += kLanes) {
+    const auto read = [&](Index row) __attribute__((always_inline)) {
       if (row >= k || j >= columns) return zero();
       const Vec x = load_some(rows + row * stride + j, columns - j);
       return kRepresentableOnly ? select(not_bf16x3(x), zero(), x) : x;
@@ -217,14 +217,14 @@ TF_INLINE void pack_bf16x3_pair(const float* rows, long stride, long columns, lo
 
 // pack_pair_columns() for each component, in blocks of kPairDepth.
 template <bool kRepresentableOnly = false>
-TF_INLINE void pack_bf16x3_columns(const float* rows, long stride, long columns, long k,
+TF_INLINE void pack_bf16x3_columns(const float* rows, Index stride, Index columns, Index k,
                                    BFloat16* panel) {
-  for (long pair = 0; pair < pair_depth(k) / 2; ++pair)
+  for (Index pair = 0; pair < pair_depth(k) / 2; ++pair)
     pack_bf16x3_pair<kRepresentableOnly>(rows, stride, columns, k, pair, panel);
 }
 
 // The kPanel first (which = 0) or second values of a row of pairs.
-TF_INLINE void load_bf16x3(const BFloat16* pairs, long apart, long which, Vec (&x)[2]) {
+TF_INLINE void load_bf16x3(const BFloat16* pairs, Index apart, Index which, Vec (&x)[2]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   TF_UNROLL for (int u = 0; u < 2; ++u) {
     x[u] = zero();

@@ -42,20 +42,20 @@ class FloatProduct {
  public:
   using Operand = float;
   static constexpr bool kIsBf16x3 = false, kRounds = false, kQuantizes = false;
-  static constexpr long kBytes = sizeof(Operand);
-  static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
-  static constexpr long kKBlock = tf::TF_ISA::kKBlock;
+  static constexpr Index kBytes = sizeof(Operand);
+  static constexpr Index kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
+  static constexpr Index kKBlock = tf::TF_ISA::kKBlock;
 
   static void enter() {}
   static void leave() {}
 
   // Even for pairs of rounded rows, so that put_pair() has room.
-  static long depth(long k) { return std::is_same_v<T, float> ? k : round_up(k, 2); }
-  static long panel_size(long k) { return kPanel * depth(k); }
-  static long block_size(long rows, long k) {
+  static Index depth(Index k) { return std::is_same_v<T, float> ? k : round_up(k, 2); }
+  static Index panel_size(Index k) { return kPanel * depth(k); }
+  static Index block_size(Index rows, Index k) {
     return (kForm == Form::packed ? (rows + kTileRows - 1) / kTileRows : rows) * stride(k);
   }
-  static Operand* chunk(Operand* block, long k, long row, long column) {
+  static Operand* chunk(Operand* block, Index k, Index row, Index column) {
     return kForm == Form::packed ? block + column * kPackedRows : block + row * stride(k) + column;
   }
   static void put(Operand* chunk, Vec low, Vec high) {
@@ -63,88 +63,89 @@ class FloatProduct {
     store(chunk + kLanes, high);
   }
   static Vec add(Vec sums, Vec low, Vec high) { return sums + (low + high); }
-  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+  static void put_pair(Operand* panel, Index pair, const Vec (&first)[2], const Vec (&second)[2]) {
     put(panel + 2 * pair * kPanel, first[0], first[1]);
     put(panel + (2 * pair + 1) * kPanel, second[0], second[1]);
   }
-  static float value(const Operand* chunk, long column) { return chunk[column]; }
-  static float element(const Operand* panel, long k, long column) {
+  static float value(const Operand* chunk, Index column) { return chunk[column]; }
+  static float element(const Operand* panel, Index k, Index column) {
     return panel[k * kPanel + column];
   }
 
   // Adjacent columns of a tensor, taken as rows of A, are in the layout Form::packed already.
-  static void fill_transposed(const T* from, long from_stride, long depth, long rows,
-                              Operand* block, long k) {
-    for (long u = 0; u < depth; ++u, from += from_stride) {
-      each_tile(rows, [&](long t, long i, long) {
+  static void fill_transposed(const T* from, Index from_stride, Index depth, Index rows,
+                              Operand* block, Index k) {
+    for (Index u = 0; u < depth; ++u, from += from_stride) {
+      each_tile(rows, [&](Index t, Index i, Index) {
         Operand* to = block + t * stride(k) + u * kPackedRows;
         TF_UNROLL for (int v = 0; v < kPackedRows; v += kLanes) {
-          const long have = rows - i - v;
+          const Index have = rows - i - v;
           store(to + v, have > 0 ? load_some(from + i + v, have) : zero());
         }
       });
     }
   }
 
-  static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {
+  static void fill(const T* from, Index from_stride, Index rows, Index k, Operand* block) {
     if constexpr (kForm == Form::rows) {
-      for (long i = 0; i < rows; ++i) widen(from + i * from_stride, k, block + i * stride(k));
+      for (Index i = 0; i < rows; ++i) widen(from + i * from_stride, k, block + i * stride(k));
     } else if constexpr (std::is_same_v<T, float>) {
       pack_a(from, from_stride, rows, k, block, stride(k));
     } else {
-      each_tile(rows, [&](long t, long i, long count) {
+      each_tile(rows, [&](Index t, Index i, Index count) {
         float wide[kTileRows * kWide];
-        for (long p = 0; p < k; p += kWide) {
-          const long depth = min(kWide, k - p);
-          for (long r = 0; r < count; ++r)
+        for (Index p = 0; p < k; p += kWide) {
+          const Index depth = min(kWide, k - p);
+          for (Index r = 0; r < count; ++r)
             widen(from + (i + r) * from_stride + p, depth, wide + r * kWide);
           pack_a(wide, kWide, count, depth, block + t * stride(k) + p * kPackedRows, 0);
         }
       });
     }
   }
-  TF_INLINE static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
+  TF_INLINE static void pack_rows(const T* rows, Index stride, Index count, Index k,
+                                  Operand* panel) {
     if constexpr (std::is_same_v<T, float>)
       return tf::TF_ISA::pack_rows(rows, stride, count, k, panel);
     float wide[kPanel * kWide];
-    for (long p = 0; p < k; p += kWide) {
-      const long depth = min(kWide, k - p);
-      for (long j = 0; j < count; ++j) widen(rows + j * stride + p, depth, wide + j * kWide);
+    for (Index p = 0; p < k; p += kWide) {
+      const Index depth = min(kWide, k - p);
+      for (Index j = 0; j < count; ++j) widen(rows + j * stride + p, depth, wide + j * kWide);
       tf::TF_ISA::pack_rows(wide, kWide, count, depth, panel + p * kPanel);
     }
   }
-  static void pack_columns(const T* rows, long stride, long columns, long k, Operand* panel) {
-    for (long p = 0; p < k; ++p)
-      for (long j = 0; j < kPanel; j += kLanes)
+  static void pack_columns(const T* rows, Index stride, Index columns, Index k, Operand* panel) {
+    for (Index p = 0; p < k; ++p)
+      for (Index j = 0; j < kPanel; j += kLanes)
         store(panel + p * kPanel + j,
               j < columns ? load_some(rows + p * stride + j, columns - j) : zero());
   }
 
   template <class Sink>
-  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+  static void multiply(const Operand* block, Index rows, Index k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink,
-                       long columns = kPanel) {
+                       Index columns = kPanel) {
     product(block, k, rows, k, panel, next, false, buffer, kPanel, columns);
     const Sink mine = sink;  // stays in registers
-    for (long i = 0; i < rows; ++i, buffer += kPanel) mine(i, load(buffer), load(buffer + kLanes));
+    for (Index i = 0; i < rows; ++i, buffer += kPanel) mine(i, load(buffer), load(buffer + kLanes));
   }
-  static long buffer_size(long rows) { return rows * kPanel; }
+  static Index buffer_size(Index rows) { return rows * kPanel; }
 
   template <class Meanwhile>
-  static void multiply_to(const Operand* block, long block_k, long rows, long k,
-                          const Operand* panel, bool accumulate, float* c, long c_stride,
+  static void multiply_to(const Operand* block, Index block_k, Index rows, Index k,
+                          const Operand* panel, bool accumulate, float* c, Index c_stride,
                           const Meanwhile&, const Operand* next = nullptr) {
     product(block, block_k, rows, k, panel, next != nullptr ? next : panel + panel_size(k),
             accumulate, c, c_stride, kPanel);
   }
-  static long steps(long, long) { return 0; }
+  static Index steps(Index, Index) { return 0; }
 
   static bool needs_fp32(Vec, Vec) { return false; }
   // A row of C.
   template <class Read>
-  static void fp32_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
+  static void fp32_row(const Read& read, Index k, const Operand* panel, Vec& low, Vec& high) {
     low = high = zero();
-    for (long p = 0; p < k; ++p, panel += kPanel) {
+    for (Index p = 0; p < k; ++p, panel += kPanel) {
       const Vec x = set1(read(p));
       low = fma(x, load(panel), low);
       high = fma(x, load(panel + kLanes), high);
@@ -152,21 +153,22 @@ class FloatProduct {
   }
 
  private:
-  static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
-                      const Operand* next, bool accumulate, float* c, long c_stride, long columns) {
+  static void product(const Operand* block, Index block_k, Index rows, Index k,
+                      const Operand* panel, const Operand* next, bool accumulate, float* c,
+                      Index c_stride, Index columns) {
     panel_rows<kForm>(block, stride(block_k), rows, panel, k, c, c_stride, columns, accumulate,
                       next);
   }
 
-  static constexpr long kWide = 64;
-  static constexpr long kPad = 16;  // avoids cache set conflicts between the rows of a tile
+  static constexpr Index kWide = 64;
+  static constexpr Index kPad = 16;  // avoids cache set conflicts between the rows of a tile
   // Between rows, or between tiles of them if packed.
-  static long stride(long k) {
+  static Index stride(Index k) {
     return round_up(k, kPanel) * (kForm == Form::packed ? kPackedRows : 1) + kPad;
   }
   // May write up to whole vectors.
-  static void widen(const T* from, long n, float* to) {
-    for (long j = 0; j < n; j += kLanes) store(to + j, load_some(from + j, n - j));
+  static void widen(const T* from, Index n, float* to) {
+    for (Index j = 0; j < n; j += kLanes) store(to + j, load_some(from + j, n - j));
   }
 };
 
@@ -198,12 +200,12 @@ using PackedProduct = typename ProductOf<T, Form::packed>::Type;
 // Rows of a block whose operands take `row_bytes` per row, such that the block stays in the
 // second-level cache while the weights are streamed.
 template <class P>
-long block_rows(long row_bytes) {
+Index block_rows(Index row_bytes) {
   // Products of narrow operands are fast and need tall blocks, so that the weights are streamed
   // less often.
   constexpr bool kNarrow = sizeof(typename P::Operand) < sizeof(float);
-  constexpr long kMaxRows = kNarrow ? kMostRows : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
-  constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
+  constexpr Index kMaxRows = kNarrow ? kMostRows : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
+  constexpr Index kBudget = (kNarrow ? 1280 : 768) * 1024;
   return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));
 }
 

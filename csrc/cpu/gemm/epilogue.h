@@ -28,7 +28,7 @@ TF_INLINE Vec rounded_product(Vec a, Vec b) {
 template <class T, int kKnown = -1>
 class Epilogue {
  public:
-  TF_INLINE Epilogue(const void* bias, long column, long n, int activation,
+  TF_INLINE Epilogue(const void* bias, Index column, Index n, int activation,
                      const float* scale = nullptr)
       : count_(min(kPanel, n - column)),
         min_(set1(activation == kRelu ? 0.0f : -kInf)),
@@ -95,11 +95,11 @@ class Epilogue {
 
  private:
   template <class From>
-  TF_INLINE Vec read(const From* row, long from) const {
+  TF_INLINE Vec read(const From* row, Index from) const {
     return count_ > from ? load_some(row + from, count_ - from) : zero();
   }
 
-  long count_;
+  Index count_;
   Vec min_, low_ = zero(), high_ = zero(), scale_low_ = zero(), scale_high_ = zero();
   int activation_;
 };

@@ -10,7 +10,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kLine = FingerprintArgs::kLineBytes;
+constexpr Index kLine = FingerprintArgs::kLineBytes;
 
 constexpr int kParts = kLine / sizeof(Words);
 
@@ -29,7 +29,7 @@ TF_INLINE uint64_t total(Words sum) {
 struct Lines {
   const FingerprintArgs& args;
   Words keys[kParts];
-  long lines, step, whole;  // whole: lines of full length
+  Index lines, step, whole;  // whole: lines of full length
 
   explicit Lines(const FingerprintArgs& matrix)
       : args(matrix),
@@ -41,10 +41,10 @@ struct Lines {
   }
 
   // The line of `slice` in `row`, and the line of the same slice in the next row.
-  long line_of(long row, long slice) const { return (row * step + slice) % lines; }
-  long next_of(long line) const { return line + step - (line + step >= lines ? lines : 0); }
+  Index line_of(Index row, Index slice) const { return (row * step + slice) % lines; }
+  Index next_of(Index line) const { return line + step - (line + step >= lines ? lines : 0); }
 
-  TF_INLINE void add_line(Words* sum, long row, long line) const {
+  TF_INLINE void add_line(Words* sum, Index row, Index line) const {
     const char* at = args.data + row * args.stride + line * kLine;
     char padded[kLine];
     if (__builtin_expect(line >= whole, 0)) {
@@ -56,29 +56,29 @@ struct Lines {
         fill(static_cast<uint32_t>(row) * 0x9e3779b1u + static_cast<uint32_t>(line) * 0x85ebca77u);
     TF_UNROLL for (int i = 0; i < kParts; ++i) {
       const Words key = add(keys[i], place);
-      *sum = add_products(*sum, add(load_words(at + i * static_cast<long>(sizeof(Words))), key));
+      *sum = add_products(*sum, add(load_words(at + i * static_cast<Index>(sizeof(Words))), key));
     }
   }
 };
 
 }  // namespace
 
-uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, long first,
-                          long count) {
+uint64_t fingerprint_rows(const FingerprintArgs& args, Index begin, Index end, Index first,
+                          Index count) {
   // Prefetch distance in rows, into the second-level cache. Three times as fast as without: the
   // first-level cache supports few outstanding misses.
-  constexpr long kAhead = 128;
+  constexpr Index kAhead = 128;
   const Lines lines(args);
   Words sum{};
-  long line = lines.line_of(begin, first), ahead = line;
-  const auto prefetch = [&](long row) {
+  Index line = lines.line_of(begin, first), ahead = line;
+  const auto prefetch = [&](Index row) {
     prefetch_l2(args.data + row * args.stride + ahead * kLine);
     ahead = lines.next_of(ahead);
   };
-  for (long row = begin; row < end && row < begin + kAhead; ++row) prefetch(row);
-  for (long row = begin; row < end; ++row) {
+  for (Index row = begin; row < end && row < begin + kAhead; ++row) prefetch(row);
+  for (Index row = begin; row < end; ++row) {
     if (row + kAhead < end) prefetch(row + kAhead);
-    for (long i = 0, l = line; i < count; ++i) {
+    for (Index i = 0, l = line; i < count; ++i) {
       lines.add_line(&sum, row, l);
       if (++l == lines.lines) l = 0;
     }
@@ -87,11 +87,11 @@ uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, lon
   return total(sum);
 }
 
-void fingerprint_slices(const FingerprintArgs& args, long begin, long end, uint64_t* slices) {
+void fingerprint_slices(const FingerprintArgs& args, Index begin, Index end, uint64_t* slices) {
   const Lines lines(args);
-  for (long row = begin; row < end; ++row) {
-    const long first = lines.line_of(row, 0);  // in slice 0
-    for (long line = 0; line < lines.lines; ++line) {
+  for (Index row = begin; row < end; ++row) {
+    const Index first = lines.line_of(row, 0);  // in slice 0
+    for (Index line = 0; line < lines.lines; ++line) {
       Words sum{};
       lines.add_line(&sum, row, line);
       slices[line - first + (line < first ? lines.lines : 0)] += total(sum);

@@ -27,13 +27,13 @@ constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 // Block size along k. The error of a running sum of n terms grows like n; sums of kKBlock terms
 // that are then added up err like sqrt(n * kKBlock). With AVX-512, 256 are 2 % faster than 128,
 // since a tile loads and stores its sums less often.
-constexpr long kKBlock = kLanes == 16 ? 256 : 128;
+constexpr Index kKBlock = kLanes == 16 ? 256 : 128;
 
-constexpr long kLine = 64;  // bytes of a cache line
+constexpr Index kLine = 64;  // bytes of a cache line
 
 // Steps of k before the end of a tile at which C is prefetched: late enough that A and B do not
 // evict its lines.
-constexpr long kPrefetchC = 64;
+constexpr Index kPrefetchC = 64;
 
 // Tiles of at most this many rows prefetch two lines per step.
 constexpr int kTwoLineRows = kPanel * sizeof(float) > kLine ? 9 : 0;
@@ -41,7 +41,7 @@ constexpr int kTwoLineRows = kPanel * sizeof(float) > kLine ? 9 : 0;
 // Memory to prefetch during the product: `step` bytes per step of k.
 struct Prefetch {
   const char* place;
-  long step;
+  Index step;
 };
 
 // Layout of A: row-major, a_stride apart; packed by pack_a() into micro-panels with kPackedRows
@@ -51,7 +51,7 @@ enum class Form { rows, packed, columns };
 constexpr int kPackedRows = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
 template <Form kForm, int kRows, int kVecs, bool kMultipleSums = (kRows < 3)>
-void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
+void tile(const float* a, Index a_stride, const float* panel, Index k, float* c, Index c_stride,
           bool accumulate, Prefetch ahead) {
   // Few rows give few independent accumulators, limited by the latency of fma; so each row gets
   // several.
@@ -87,8 +87,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
                                                                 : 0;
     panel += steps * kPanel;
   };
-  const long prefetch_at = max(0, k / 4 * 4 - kPrefetchC);
-  long p = 0;
+  const Index prefetch_at = max(0, k / 4 * 4 - kPrefetchC);
+  Index p = 0;
   for (; p + 4 <= k; p += 4) {
     if (p == prefetch_at) {
       TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
@@ -120,14 +120,15 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
       store(c + i * c_stride + j * kLanes, acc[i][j]);
 }
 
-using TileFunction = void (*)(const float*, long, const float*, long, float*, long, bool, Prefetch);
+using TileFunction = void (*)(const float*, Index, const float*, Index, float*, Index, bool,
+                              Prefetch);
 
 // One function per tile height: of(rows) for 1 to kCount rows, with `rows` as a compile-time
 // constant.
 template <class Function, int kCount>
 struct TileList {
   Function functions[kCount];
-  constexpr Function operator[](long i) const { return functions[i]; }
+  constexpr Function operator[](Index i) const { return functions[i]; }
 };
 template <class F, int... kEach>
 constexpr auto list_tiles(const F& of, std::integer_sequence<int, kEach...>) {
@@ -155,10 +156,10 @@ constexpr TileFunction kSingleSumTiles[2][2] = {
 
 // Divides rows evenly into tiles: f(tile, first row, rows).
 template <class F>
-TF_INLINE void each_tile(long m, const F& f) {
-  const long count = (m + kTileRows - 1) / kTileRows;
-  for (long t = 0, i = 0; t < count; ++t) {
-    const long rows = (m - i + count - t - 1) / (count - t);
+TF_INLINE void each_tile(Index m, const F& f) {
+  const Index count = (m + kTileRows - 1) / kTileRows;
+  for (Index t = 0, i = 0; t < count; ++t) {
+    const Index rows = (m - i + count - t - 1) / (count - t);
     f(t, i, rows);
     i += rows;
   }
@@ -168,24 +169,24 @@ TF_INLINE void each_tile(long m, const F& f) {
 // round_up(columns, kLanes) columns of c. Prefetches the following part of B (finally `next`), a
 // share in each tile. a_stride: between rows of A, or between its micro-panels if packed.
 template <Form kForm>
-TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
-                          float* c, long c_stride, long columns, bool accumulate,
+TF_INLINE void panel_rows(const float* a, Index a_stride, Index m, const float* panel, Index k,
+                          float* c, Index c_stride, Index columns, bool accumulate,
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
   const TileFunction* tiles =
       m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs] : kTiles<kForm>[vecs].functions;
-  constexpr long kRowBytes = kPanel * static_cast<long>(sizeof(float));
+  constexpr Index kRowBytes = kPanel * static_cast<Index>(sizeof(float));
   if (m <= kTileRows && k <= kKBlock)
     return tiles[m - 1](a, a_stride, panel, k, c, c_stride, accumulate,
                         {reinterpret_cast<const char*>(next), kRowBytes});
-  const long count = (m + kTileRows - 1) / kTileRows;
-  const long step = kRowBytes / count;
-  long p = 0;
+  const Index count = (m + kTileRows - 1) / kTileRows;
+  const Index step = kRowBytes / count;
+  Index p = 0;
   do {
-    const long depth = min(kKBlock, k - p);
+    const Index depth = min(kKBlock, k - p);
     const bool last = p + depth == k;
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
-    each_tile(m, [&](long t, long i, long rows) {
+    each_tile(m, [&](Index t, Index i, Index rows) {
       const float* from = kForm == Form::rows     ? a + i * a_stride + p
                           : kForm == Form::packed ? a + t * a_stride + p * kPackedRows
                                                   : a + p * a_stride + i;
@@ -199,8 +200,8 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
 
 // Transposed copy of a block: to[j * to_stride + i] = i < rows ? from[i * from_stride + j] : 0, for
 // i, j < kLanes.
-TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, float* to,
-                              long to_stride) {
+TF_INLINE void transpose_rows(const float* from, Index from_stride, Index rows, float* to,
+                              Index to_stride) {
 #if defined(__AVX512F__)
   __m512 r[16], t[16];
   TF_UNROLL for (int i = 0; i < 16; ++i) r[i] = i < rows ? load(from + i * from_stride) : zero();
@@ -266,24 +267,25 @@ TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, fl
 }
 
 // The same for a whole block; the constant eliminates the conditions.
-TF_INLINE void transpose_block(const float* from, long from_stride, float* to, long to_stride) {
+TF_INLINE void transpose_block(const float* from, Index from_stride, float* to, Index to_stride) {
   transpose_rows(from, from_stride, kLanes, to, to_stride);
 }
 
 // Packs m rows of k values into micro-panels for Form::packed, `stride` floats apart, stride >=
 // kPackedRows * k. Writes up to round_up(k, kLanes) values of k.
-TF_INLINE void pack_a(const float* from, long from_stride, long m, long k, float* to, long stride) {
-  each_tile(m, [&](long t, long i, long rows) {
+TF_INLINE void pack_a(const float* from, Index from_stride, Index m, Index k, float* to,
+                      Index stride) {
+  each_tile(m, [&](Index t, Index i, Index rows) {
     const float* first = from + i * from_stride;
     float* out = to + t * stride;
-    for (long r = 0; r < rows; r += kLanes) {
-      const long have = min(kLanes, rows - r);
-      long p = 0;
+    for (Index r = 0; r < rows; r += kLanes) {
+      const Index have = min(kLanes, rows - r);
+      Index p = 0;
       for (; p + kLanes <= k; p += kLanes)
         transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kPackedRows + r,
                        kPackedRows);
       for (; p < k; ++p)
-        for (long q = 0; q < have; ++q)
+        for (Index q = 0; q < have; ++q)
           out[p * kPackedRows + r + q] = first[(r + q) * from_stride + p];
     }
   });
@@ -291,12 +293,12 @@ TF_INLINE void pack_a(const float* from, long from_stride, long m, long k, float
 
 // One panel from the rows of a matrix: panel[p][j] = rows[j][p] for j < count <= kPanel, p < k, and
 // zeros for the other j.
-TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, float* panel) {
+TF_INLINE void pack_rows(const float* rows, Index stride, Index count, Index k, float* panel) {
   for (int half = 0; half < 2; ++half) {
-    const long have = max(0, min(kLanes, count - half * kLanes));
+    const Index have = max(0, min(kLanes, count - half * kLanes));
     const float* from = rows + half * kLanes * stride;
     float* to = panel + half * kLanes;
-    long p = 0;
+    Index p = 0;
     for (; p + kLanes <= k; p += kLanes) {
       if (have == kLanes) {
         transpose_block(from + p, stride, to + p * kPanel, kPanel);
@@ -305,12 +307,13 @@ TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, flo
       }
     }
     for (; p < k; ++p)
-      for (long j = 0; j < kLanes; ++j) to[p * kPanel + j] = j < have ? from[j * stride + p] : 0.0f;
+      for (Index j = 0; j < kLanes; ++j)
+        to[p * kPanel + j] = j < have ? from[j * stride + p] : 0.0f;
   }
 }
 
 // Offset of `column` (a multiple of kLanes) of a row in fp32 panels of m rows.
-TF_INLINE long weight_gradient_place(long m, long row, long column) {
+TF_INLINE Index weight_gradient_place(Index m, Index row, Index column) {
   return column / kPanel * kPanel * m + row * kPanel + column % kPanel;
 }
 
@@ -321,9 +324,9 @@ TF_INLINE long weight_gradient_place(long m, long row, long column) {
 // few instructions between tile products are free, many are not.
 class Interleaver {
  public:
-  Interleaver(long total, long calls, long at_once)
+  Interleaver(Index total, Index calls, Index at_once)
       : total_(total), between_(max(1, calls * at_once / max(1, total))), countdown_(between_) {
-    const long turns = max(1, calls / between_);
+    const Index turns = max(1, calls / between_);
     parts_ = (total + turns - 1) / turns;
   }
   // Calls work(begin, end) for the parts that are due.
@@ -341,32 +344,32 @@ class Interleaver {
 
  private:
   template <class Work>
-  TF_INLINE void run_until(const Work& work, long until) {
+  TF_INLINE void run_until(const Work& work, Index until) {
     work(done_, until);
     done_ = until;
   }
 
-  long total_, between_, parts_, countdown_, done_ = 0;
+  Index total_, between_, parts_, countdown_, done_ = 0;
 };
 
 // Prefetches a row of n values into the second-level cache.
 template <class T>
-void fetch_row(const T* row, long n) {
-  for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T))) prefetch_l2(row + j);
+void fetch_row(const T* row, Index n) {
+  for (Index j = 0; j < n; j += kLine / static_cast<Index>(sizeof(T))) prefetch_l2(row + j);
 }
 
 // Prefetches the next data into the second-level cache, distributed over `calls` calls.
 class FetchAhead {
  public:
-  FetchAhead(const void* next, long bytes, long calls)
+  FetchAhead(const void* next, Index bytes, Index calls)
       : at_(static_cast<const char*>(next)), share_(bytes / kLine / max(1, calls) + 1) {}
   TF_INLINE void operator()() {
-    for (long line = 0; line < share_; ++line, at_ += kLine) prefetch_l2(at_);
+    for (Index line = 0; line < share_; ++line, at_ += kLine) prefetch_l2(at_);
   }
 
  private:
   const char* at_;
-  long share_;
+  Index share_;
 };
 
 }  // namespace

@@ -206,21 +206,21 @@ TF_INLINE void store_quantized(int16_t* to, Sums low, Sums high) {
 // Where the results of a block and a panel are written: rows `stride` bytes apart.
 struct Destination {
   const void* rows;
-  long stride;
+  Index stride;
 
-  Destination from(long row) const {
+  Destination from(Index row) const {
     return {static_cast<const char*>(rows) + row * stride, stride};
   }
 };
 
 // Steps before the end of a tile at which its destination is prefetched, see kPrefetchC.
-constexpr long kPrefetchSteps = 48;
+constexpr Index kPrefetchSteps = 48;
 
 // kRows rows of A times `steps` steps of a panel, into sums kPanel apart. Prefetches `to`, and
 // `ahead_step` bytes a step.
 template <int kRows>
-void int8_tile(const char* a, long a_stride, const char* panel, long steps, int32_t* c,
-               const char* ahead, long ahead_step, Destination to) {
+void int8_tile(const char* a, Index a_stride, const char* panel, Index steps, int32_t* c,
+               const char* ahead, Index ahead_step, Destination to) {
   // Few rows give few independent sums, limited by the latency of a step; so each row has several.
   constexpr int kSums = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
   constexpr int kUnroll = kRows <= 3 ? 4 : 1, kRowBytes = 2 * sizeof(Sums);
@@ -243,8 +243,8 @@ void int8_tile(const char* a, long a_stride, const char* panel, long steps, int3
     TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] += 4 * count;
     panel += count * kRowBytes;
   };
-  long p = 0;
-  const long prefetch_at = max(0, steps / kUnroll * kUnroll - kPrefetchSteps);
+  Index p = 0;
+  const Index prefetch_at = max(0, steps / kUnroll * kUnroll - kPrefetchSteps);
   for (; p + kUnroll <= steps; p += kUnroll) {
     if (p == prefetch_at) {
       TF_UNROLL for (int i = 0; i < kRows; ++i) {
@@ -278,14 +278,14 @@ struct ScaledRow {
   const T* values;
   const float* factors;
 
-  ScaledRow operator+(long p) const { return {values + p, factors + p}; }
+  ScaledRow operator+(Index p) const { return {values + p, factors + p}; }
 };
 template <class T>
 TF_INLINE Vec load(ScaledRow<T> row) {
   return load(row.values) * load(row.factors);
 }
 template <class T>
-TF_INLINE Vec load_some(ScaledRow<T> row, long n) {
+TF_INLINE Vec load_some(ScaledRow<T> row, Index n) {
   return load_some(row.values, n) * load_some(row.factors, n);
 }
 
@@ -297,7 +297,7 @@ class Int8Product {
   using Destination = tf::TF_ISA::Destination;
   using Operand = char;  // bytes: also scales and zero points of a block, column sums of a panel
   static constexpr bool kIsBf16x3 = false, kQuantizes = true;
-  static constexpr long kBytes = kHasDot8 ? 1 : 2;  // of a value
+  static constexpr Index kBytes = kHasDot8 ? 1 : 2;  // of a value
 
   static void enter() {
 #if defined(__AMX_BF16__)
@@ -311,17 +311,17 @@ class Int8Product {
   }
 
   // A panel: kStep rows of B side by side, then the sums of its columns, split.
-  static long panel_size(long k) { return depth(k) * kBytes * kPanel + kPanel * 4; }
+  static Index panel_size(Index k) { return depth(k) * kBytes * kPanel + kPanel * 4; }
   // A block: scales and zero points of its rows, at most kMostRows, then the rows.
-  static long block_size(long rows, long k) {
+  static Index block_size(Index rows, Index k) {
     return kHeaders + round_up(rows, kRowUnit) * stride(k);
   }
-  static float row_scale(const Operand* block, long row) { return header(block, row).scale; }
+  static float row_scale(const Operand* block, Index row) { return header(block, row).scale; }
 
   // factors (k): multiply the columns before these are quantised; nullptr: all are 1.
-  static void fill(const T* from, long from_stride, long rows, long k, Operand* block,
+  static void fill(const T* from, Index from_stride, Index rows, Index k, Operand* block,
                    const float* factors = nullptr) {
-    for (long i = 0; i < rows; ++i, from += from_stride) {
+    for (Index i = 0; i < rows; ++i, from += from_stride) {
       Operand *header = block + i * kHeader, *row = row_of(block, k, i);
       if (factors == nullptr)
         quantize_row(from, k, header, row);
@@ -331,19 +331,19 @@ class Int8Product {
   }
 
   // Packs `count` rows of int8 W = B^T. Four values of a row move as one float.
-  static void pack_rows(const int8_t* rows, long stride, long count, long k, Operand* panel) {
-    constexpr long kPart = 4 * kLanes;  // values of a row
+  static void pack_rows(const int8_t* rows, Index stride, Index count, Index k, Operand* panel) {
+    constexpr Index kPart = 4 * kLanes;  // values of a row
     const Sums ones = fill_sums(kHasDot8 ? 0x01010101 : 0x00010001);
     Sums sums[2] = {fill_sums(0), fill_sums(0)};
-    for (long p = 0; p < depth(k); p += kPart) {
+    for (Index p = 0; p < depth(k); p += kPart) {
       float words[kLanes * kPanel];
-      for (long half = 0; half < kPanel; half += kLanes) {
+      for (Index half = 0; half < kPanel; half += kLanes) {
         float part[kLanes * kLanes] = {};
-        for (long j = half; j < min(count, half + kLanes); ++j)
+        for (Index j = half; j < min(count, half + kLanes); ++j)
           copy(rows + j * stride + p, min(kPart, k - p), part + (j - half) * kLanes);
         transpose_block(part, kLanes, words + half, kPanel);
       }
-      const long values = min(kPart, depth(k) - p) * kPanel;
+      const Index values = min(kPart, depth(k) - p) * kPanel;
       Operand* to = panel + p * kPanel * kBytes;
       spread(reinterpret_cast<const int8_t*>(words), values, reinterpret_cast<Value*>(to));
       for (const Operand* end = to + values * kBytes; to < end; to += 2 * sizeof(Sums)) {
@@ -362,51 +362,51 @@ class Int8Product {
   }
 
   template <class Sink>
-  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+  static void multiply(const Operand* block, Index rows, Index k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink, Destination to) {
     product(block, rows, k, panel, next, reinterpret_cast<int32_t*>(buffer), to,
-            [&](long begin, long end, const int32_t* sums) __attribute__((always_inline)) {
+            [&](Index begin, Index end, const int32_t* sums) __attribute__((always_inline)) {
               finish_rows(sink, block, k, panel, begin, end, sums);
             });
   }
-  static long buffer_size(long rows) { return round_up(rows, kRowUnit) * kPanel; }
+  static Index buffer_size(Index rows) { return round_up(rows, kRowUnit) * kPanel; }
 
   static bool needs_fp32(Vec, Vec) { return false; }
 
  private:
   using Value = std::conditional_t<kHasDot8, int8_t, int16_t>;
   using Quantized = std::conditional_t<kHasDot8, uint8_t, int16_t>;
-  static constexpr long kStep = 4 / kBytes;  // values of k per lane
+  static constexpr Index kStep = 4 / kBytes;  // values of k per lane
   // Whole steps of the tiles of AMX, or of the vectors that quantize_row() stores.
-  static constexpr long kDepthUnit = kHasDot8 ? 64 : 2 * kLanes;
+  static constexpr Index kDepthUnit = kHasDot8 ? 64 : 2 * kLanes;
 #if defined(__AMX_BF16__)
-  static constexpr long kRowUnit = 32;
+  static constexpr Index kRowUnit = 32;
 #else
-  static constexpr long kRowUnit = 1;
+  static constexpr Index kRowUnit = 1;
 #endif
 
   struct Header {
     float scale;
     int32_t zero;  // multiplies a split column sum
   };
-  static constexpr long kHeader = sizeof(Header), kHeaders = kMostRows * kHeader;
-  static long depth(long k) { return round_up(k, kDepthUnit); }
+  static constexpr Index kHeader = sizeof(Header), kHeaders = kMostRows * kHeader;
+  static Index depth(Index k) { return round_up(k, kDepthUnit); }
   // Not a power of two between rows, which would map the rows of a tile to one cache set.
-  static long stride(long k) { return depth(k) * kBytes + kLine; }
-  static Header header(const Operand* block, long row) {
+  static Index stride(Index k) { return depth(k) * kBytes + kLine; }
+  static Header header(const Operand* block, Index row) {
     Header found;
     std::memcpy(&found, block + row * kHeader, sizeof(found));
     return found;
   }
-  static const Operand* row_of(const Operand* block, long k, long row) {
+  static const Operand* row_of(const Operand* block, Index k, Index row) {
     return block + kHeaders + row * stride(k);
   }
-  static Operand* row_of(Operand* block, long k, long row) {
+  static Operand* row_of(Operand* block, Index k, Index row) {
     return block + kHeaders + row * stride(k);
   }
 
-  static void copy(const int8_t* from, long count, float* to) {
-    constexpr long kAll = kLanes * sizeof(float);
+  static void copy(const int8_t* from, Index count, float* to) {
+    constexpr Index kAll = kLanes * sizeof(float);
     if (count >= kAll)
       std::memcpy(to, from, kAll);
     else if (count > 0)
@@ -414,13 +414,13 @@ class Int8Product {
   }
 
   // Stores words of four values: as they are, or widened to 16 bits, kPanel pairs after another.
-  static void spread(const int8_t* words, long count, Value* to) {
+  static void spread(const int8_t* words, Index count, Value* to) {
     if constexpr (kHasDot8) {
       std::memcpy(to, words, static_cast<size_t>(count));
     } else {
-      for (long p = 0; p < count; p += 2 * kPanel, to += 2 * kPanel) {
+      for (Index p = 0; p < count; p += 2 * kPanel, to += 2 * kPanel) {
         const int8_t* from = words + p / (4 * kPanel) * (4 * kPanel) + p % (4 * kPanel) / kPanel;
-        for (long j = 0; j < kPanel; ++j) {
+        for (Index j = 0; j < kPanel; ++j) {
           to[2 * j] = from[4 * j];
           to[2 * j + 1] = from[4 * j + 1];
         }
@@ -430,17 +430,17 @@ class Int8Product {
 
   // Passes rows [begin, end) of sums to the sink.
   template <class Sink>
-  static void finish_rows(const Sink& sink, const Operand* block, long k, const Operand* panel,
-                          long begin, long end, const int32_t* sums) {
+  static void finish_rows(const Sink& sink, const Operand* block, Index k, const Operand* panel,
+                          Index begin, Index end, const int32_t* sums) {
     const Sink mine = sink;
     const Operand* columns = panel + depth(k) * kBytes * kPanel;
     const Sums low = load_sums(columns), high = load_sums(columns + sizeof(Sums));
-    for (long i = begin; i < end; ++i, sums += kPanel)
+    for (Index i = begin; i < end; ++i, sums += kPanel)
       mine(i, whole(block, i, sums, low), whole(block, i, sums + kLanes, high));
   }
 
   // The sums of a row and some columns, without its zero point.
-  static Vec whole([[maybe_unused]] const Operand* block, [[maybe_unused]] long row,
+  static Vec whole([[maybe_unused]] const Operand* block, [[maybe_unused]] Index row,
                    const int32_t* sums, [[maybe_unused]] Sums columns) {
 #if defined(TF_DOT8)
     const Sums zero = fill_sums(header(block, row).zero);
@@ -454,7 +454,7 @@ class Int8Product {
   // values are 0. Rows narrower than 2^-100 are 0, since the inverse could overflow. Half of the
   // width is finite if the row is.
   template <class Row>
-  static void quantize_row(Row from, long k, Operand* header, Operand* row) {
+  static void quantize_row(Row from, Index k, Operand* header, Operand* row) {
     const Range range = range_of(from, k);
     const float half = 0.5f * range.greatest + 0.5f * range.least;
     const bool wide = range.finite && half >= 0x1p-101f;
@@ -485,28 +485,28 @@ class Int8Product {
             (least < greatest ? greatest : least) < 0x7f800000};
   }
   template <class Row>
-  static Range range_of(Row from, long k) {
+  static Range range_of(Row from, Index k) {
     Sums high[2] = {fill_sums(0), fill_sums(0)}, low[2] = {fill_sums(0), fill_sums(0)};
     const Sums sign = fill_sums(INT32_MIN);
     const auto widen = [&](Vec x, int u) __attribute__((always_inline)) {
       high[u] = max_sums(high[u], bits_of(x));
       low[u] = max_sums(low[u], add_sums(bits_of(x), sign));  // of -x
     };
-    long p = 0;
+    Index p = 0;
     for (; p + 2 * kLanes <= k; p += 2 * kLanes)
       TF_UNROLL for (int u = 0; u < 2; ++u) widen(load(from + p + u * kLanes), u);
     for (; p < k; p += kLanes) widen(load_some(from + p, k - p), 0);
     return range_from(reduce_max(max_sums(low[0], low[1])), reduce_max(max_sums(high[0], high[1])));
   }
   template <class Row>
-  static void quantize_values(Row from, long k, float inverse, int32_t zero_point,
+  static void quantize_values(Row from, Index k, float inverse, int32_t zero_point,
                               Quantized* values) {
     const Vec factor = set1(inverse);
     const Sums shift = fill_sums(zero_point);
     const auto quantized = [&](Vec x) __attribute__((always_inline)) {
       return add_sums(shift, round_to_integers(x * factor));
     };
-    long p = 0;
+    Index p = 0;
     for (; p + 2 * kLanes <= k; p += 2 * kLanes)
       store_quantized(values + p, quantized(load(from + p)), quantized(load(from + p + kLanes)));
     for (; p < depth(k); p += 2 * kLanes)
@@ -518,9 +518,9 @@ class Int8Product {
 #if defined(__AVX512BF16__)
   // As integers of 16 bits, bfloat16 orders like its values where it is positive, and by magnitude
   // where it is negative, if these are unsigned. NaN comes after infinity.
-  static Range range_of(const BFloat16* from, long k) {
+  static Range range_of(const BFloat16* from, Index k) {
     __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
-    for (long p = 0; p < k; p += kPanel) {
+    for (Index p = 0; p < k; p += kPanel) {
       const __m512i x = load_values(from + p, k - p);
       high = _mm512_max_epi16(high, x);
       low = _mm512_max_epu16(low, x);
@@ -533,12 +533,12 @@ class Int8Product {
     return range_from(static_cast<int32_t>(least < kSign ? 0 : least - kSign),
                       static_cast<int32_t>(greatest));
   }
-  static void quantize_values(const BFloat16* from, long k, float inverse, int32_t zero_point,
+  static void quantize_values(const BFloat16* from, Index k, float inverse, int32_t zero_point,
                               Quantized* values) {
     const Vec factor = set1(inverse);
     const __m512i shift = _mm512_set1_epi32(257 * zero_point);
     // Neighbours become the two bytes of 16 bits.
-    for (long p = 0; p < depth(k); p += kPanel) {
+    for (Index p = 0; p < depth(k); p += kPanel) {
       const __m512i x = load_values(from + p, k - p);
       const __m512i even =
           round_to_integers(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)) * factor);
@@ -561,18 +561,18 @@ class Int8Product {
 
   // finish(begin, end, sums) takes finished rows.
   template <class Finish>
-  static void product(const Operand* block, long rows, long k, const Operand* panel,
+  static void product(const Operand* block, Index rows, Index k, const Operand* panel,
                       const Operand* next, int32_t* sums, Destination to, const Finish& finish) {
 #if defined(__AMX_BF16__)
     if (rows > kFewRows) return tile_product(block, rows, k, panel, next, sums, finish);
 #endif
     // Whole steps only; the padding contributes nothing.
-    const long steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
-    const long share = 2 * static_cast<long>(sizeof(Sums)) / count;
+    const Index steps = (k + kStep - 1) / kStep, count = (rows + kTileRows - 1) / kTileRows;
+    const Index share = 2 * static_cast<Index>(sizeof(Sums)) / count;
     // Few rows multiply panels as fast as they arrive, so these are prefetched a fixed distance
     // ahead, which was measured.
     if (rows <= 8) next = panel + (rows <= 4 ? 2048 : 4096);
-    each_tile(rows, [&](long, long i, long tile_rows) {
+    each_tile(rows, [&](Index, Index i, Index tile_rows) {
       kTiles[tile_rows - 1](row_of(block, k, i), stride(k), panel, steps, sums + i * kPanel, next,
                             share, to.from(i));
       finish(i, i + tile_rows, sums + i * kPanel);
@@ -580,7 +580,7 @@ class Int8Product {
     });
   }
 #if defined(__AMX_BF16__)
-  static constexpr long kTile = 16, kFewRows = 4;  // few rows leave most of a tile empty
+  static constexpr Index kTile = 16, kFewRows = 4;  // few rows leave most of a tile empty
   static constexpr int kVectorRows = kFewRows;
 #else
   static constexpr int kVectorRows = kTileRows;
@@ -592,18 +592,18 @@ class Int8Product {
   // Two tiles of rows by two of columns at a time, finished before the next: work between the
   // products of tiles saves no time, since the tiles lower the clock.
   template <class Finish>
-  static void tile_product(const Operand* block, long rows, long k, const Operand* panel,
+  static void tile_product(const Operand* block, Index rows, Index k, const Operand* panel,
                            const Operand* next, int32_t* sums, const Finish& finish) {
     // Steps between loads and stores of sums: a part of a panel that stays in the first-level
     // cache while all rows are multiplied by it.
-    constexpr long kPart = 512 / kDepthUnit;
-    const long steps = depth(k) / kDepthUnit, parts = max(1, (steps + kPart - 1) / kPart);
+    constexpr Index kPart = 512 / kDepthUnit;
+    const Index steps = depth(k) / kDepthUnit, parts = max(1, (steps + kPart - 1) / kPart);
     FetchAhead fetch(next, panel_size(k), (rows + kRowUnit - 1) / kRowUnit * steps);
-    const auto sums_of = [&](long row) { return sums + (parts > 1 ? row : 0) * kPanel; };
+    const auto sums_of = [&](Index row) { return sums + (parts > 1 ? row : 0) * kPanel; };
     compiler_barrier();
-    for (long part = 0; part < parts; ++part) {
-      const long begin_step = part * kPart, count = min(kPart, steps - begin_step);
-      for (long row = 0; row < rows; row += kRowUnit) {
+    for (Index part = 0; part < parts; ++part) {
+      const Index begin_step = part * kPart, count = min(kPart, steps - begin_step);
+      for (Index row = 0; row < rows; row += kRowUnit) {
         const auto meanwhile = [&]() __attribute__((always_inline)) { fetch(); };
         const char* a = row_of(block, k, row) + begin_step * kDepthUnit;
         const char* b = panel + begin_step * kDepthUnit * kPanel;
@@ -617,8 +617,8 @@ class Int8Product {
   }
 
   template <bool kTwo, class Meanwhile>
-  TF_INLINE static void multiply_tiles(const Operand* a, long a_stride, const Operand* panel,
-                                       long steps, bool accumulate, int32_t* sums,
+  TF_INLINE static void multiply_tiles(const Operand* a, Index a_stride, const Operand* panel,
+                                       Index steps, bool accumulate, int32_t* sums,
                                        const Meanwhile& meanwhile) {
     using Tiles = AmxProduct<1>;  // moves the same bytes
     auto* c = reinterpret_cast<float*>(sums);
@@ -626,7 +626,7 @@ class Int8Product {
       Tiles::load_sums<kTwo>(c, kPanel);
     else
       Tiles::clear_sums<kTwo>();
-    for (long p = 0; p < steps; ++p, a += kDepthUnit, panel += kDepthUnit * kPanel) {
+    for (Index p = 0; p < steps; ++p, a += kDepthUnit, panel += kDepthUnit * kPanel) {
       keep_avx512_active();
       tile_products<true, kTwo, true, true>(a, a + kTile * a_stride, a_stride, panel, meanwhile);
     }

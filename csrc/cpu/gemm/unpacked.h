@@ -10,9 +10,9 @@ namespace {
 template <class T>
 struct InPlace {
   using Operand = Vec;
-  static constexpr long kDepth = kLanes;
+  static constexpr Index kDepth = kLanes;
   TF_INLINE static Operand read(const T* from) { return load(from); }
-  TF_INLINE static Operand read_n(const T* from, long n) { return load_n(from, n); }
+  TF_INLINE static Operand read_n(const T* from, Index n) { return load_n(from, n); }
   TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) { return fma(a, b, sum); }
 };
 
@@ -21,9 +21,9 @@ struct InPlace {
 template <>
 struct InPlace<BFloat16> {
   using Operand = __m512bh;
-  static constexpr long kDepth = 2 * kLanes;
+  static constexpr Index kDepth = 2 * kLanes;
   TF_INLINE static Operand read(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
-  TF_INLINE static Operand read_n(const BFloat16* from, long n) {
+  TF_INLINE static Operand read_n(const BFloat16* from, Index n) {
     return (__m512bh)load_values(from, n);
   }
   TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) {

@@ -765,7 +765,7 @@ class Layers : LayerRunner {
     args.key = keys;
     args.value = keys + width_ * attention_element();
     args.output = attended;
-    const auto strides = [&](long* stride, int64_t row, int64_t length) {
+    const auto strides = [&](Index* stride, int64_t row, int64_t length) {
       stride[0] = batch_first_ ? length * row : row;
       stride[1] = args.size;
       stride[2] = batch_first_ ? row : args.batch * row;

@@ -45,16 +45,16 @@ double run_together(int threads, const Work& work) {
 // search for a fitting number of repeats also warms caches and clock rates up.
 template <class Work>
 double best_rate(int threads, double units, const Work& work) {
-  const auto seconds_of = [&](long repeats) {
+  const auto seconds_of = [&](Index repeats) {
     return run_together(threads, [&](int thread) { work(thread, repeats); });
   };
-  long repeats = 1;
+  Index repeats = 1;
   double seconds = seconds_of(repeats);
   while (seconds < kRoundSeconds / 2) {
     repeats *= 2;
     seconds = seconds_of(repeats);
   }
-  repeats = std::max(1L, static_cast<long>(repeats * kRoundSeconds / seconds));
+  repeats = std::max(Index{1}, static_cast<Index>(repeats * kRoundSeconds / seconds));
   double best = 0.0;
   for (int round = 0; round < kRounds; ++round) {
     best = std::max(best, units * threads * static_cast<double>(repeats) / seconds_of(repeats));
@@ -111,7 +111,7 @@ void check_dot(Isa isa, Dot type) {
                               " dot product; these have: " + others);
 }
 
-constexpr long kFmaBatch = 1024;
+constexpr Index kFmaBatch = 1024;
 
 // `loop` runs that many iterations and returns the number of flops.
 template <class Loop>
@@ -120,24 +120,24 @@ double probe_loop(int threads, Isa isa, Dot type, const Loop& loop) {
   check_supported(isa);
   check_dot(isa, type);
   const double flops = loop(kFmaBatch);
-  return best_rate(threads, flops, [&](int, long repeats) { loop(kFmaBatch * repeats); });
+  return best_rate(threads, flops, [&](int, Index repeats) { loop(kFmaBatch * repeats); });
 }
 
 }  // namespace
 
 double probe_fma(int threads, Isa isa) {
   return probe_loop(threads, isa, Dot::none,
-                    [isa](long count) { return TF_DISPATCH_TO(isa, fma_flops, count); });
+                    [isa](Index count) { return TF_DISPATCH_TO(isa, fma_flops, count); });
 }
 
 double probe_bf16_dot(int threads, Isa isa) {
   return probe_loop(threads, isa, Dot::bf16,
-                    [isa](long count) { return TF_DISPATCH_TO(isa, bf16_dot_flops, count); });
+                    [isa](Index count) { return TF_DISPATCH_TO(isa, bf16_dot_flops, count); });
 }
 
 double probe_int8_dot(int threads, Isa isa) {
   return probe_loop(threads, isa, Dot::int8,
-                    [isa](long count) { return TF_DISPATCH_TO(isa, int8_dot_flops, count); });
+                    [isa](Index count) { return TF_DISPATCH_TO(isa, int8_dot_flops, count); });
 }
 
 double probe_read_bandwidth(std::size_t bytes, int threads) {
@@ -145,12 +145,12 @@ double probe_read_bandwidth(std::size_t bytes, int threads) {
   Buffer buffer(share * threads);
   std::vector<float> sums(threads);
   const Isa isa = current_isa();
-  const double rate = best_rate(threads, share * sizeof(float), [&](int thread, long repeats) {
+  const double rate = best_rate(threads, share * sizeof(float), [&](int thread, Index repeats) {
     float sum = 0.0f;
-    for (long repeat = 0; repeat < repeats; ++repeat) {
+    for (Index repeat = 0; repeat < repeats; ++repeat) {
       const float* part = buffer.data() + share * thread;
       asm volatile("" : "+r"(part) : : "memory");  // every repeat reads anew
-      sum += TF_DISPATCH_TO(isa, sum_floats, part, static_cast<long>(share));
+      sum += TF_DISPATCH_TO(isa, sum_floats, part, static_cast<Index>(share));
     }
     sums[thread] = sum;
   });
@@ -161,8 +161,8 @@ double probe_read_bandwidth(std::size_t bytes, int threads) {
 double probe_copy_bandwidth(std::size_t bytes, int threads) {
   const std::size_t share = floats_per_thread(bytes, threads);
   Buffer source(share * threads), target(share * threads);
-  return best_rate(threads, 2.0 * share * sizeof(float), [&](int thread, long repeats) {
-    for (long repeat = 0; repeat < repeats; ++repeat) {
+  return best_rate(threads, 2.0 * share * sizeof(float), [&](int thread, Index repeats) {
+    for (Index repeat = 0; repeat < repeats; ++repeat) {
       float* to = target.data() + share * thread;
       std::memcpy(to, source.data() + share * thread, share * sizeof(float));
       asm volatile("" : : "r"(to) : "memory");

@@ -28,16 +28,16 @@ double probe_copy_bandwidth(std::size_t bytes, int threads);
 // The inner loops; the probes add threads and clocks.
 //
 // Runs independent multiply-adds for `iterations` rounds; returns the number of flops done.
-TF_KERNEL_INT8(double fma_flops(long iterations))
+TF_KERNEL_INT8(double fma_flops(Index iterations))
 
 // The same with bf16 pairs accumulated in fp32: vdpbf16ps, or AMX tiles in the amx build. Requires
 // that the instruction set has either.
-TF_KERNEL_INT8(double bf16_dot_flops(long iterations))
+TF_KERNEL_INT8(double bf16_dot_flops(Index iterations))
 
 // The same with four 8-bit products summed in int32: vpdpbusd, or AMX tiles.
-TF_KERNEL_INT8(double int8_dot_flops(long iterations))
+TF_KERNEL_INT8(double int8_dot_flops(Index iterations))
 
 // Sum of data[0 .. count): reads each cache line once.
-TF_KERNEL_INT8(float sum_floats(const float* data, long count))
+TF_KERNEL_INT8(float sum_floats(const float* data, Index count))
 
 }  // namespace tf

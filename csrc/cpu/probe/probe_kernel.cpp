@@ -52,7 +52,7 @@ constexpr int kAccumulators = 12;
 
 // Eight tiles of 16 rows by 64 bytes.
 template <class Step>
-void with_tiles(long iterations, const Step& step) {
+void with_tiles(Index iterations, const Step& step) {
   // Palette 1.
   struct alignas(64) AmxTileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -70,7 +70,7 @@ void with_tiles(long iterations, const Step& step) {
   _tile_zero(5);
   _tile_zero(6);
   _tile_zero(7);
-  for (long i = 0; i < iterations; ++i) step();
+  for (Index i = 0; i < iterations; ++i) step();
   _tile_release();
 }
 
@@ -100,43 +100,43 @@ constexpr double kTileSums = 4 * 16 * 16;
   Vec acc[kAccumulators];                    \
   for (Vec& a : acc) a = zero();             \
   const Vec x = zero(), y = zero();          \
-  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(INSTRUCTION, acc, x, y)
+  for (Index i = 0; i < iterations; ++i) TF_ACCUMULATE(INSTRUCTION, acc, x, y)
 
 #endif
 
 }  // namespace
 
-double fma_flops(long iterations) {
+double fma_flops(Index iterations) {
   Vec acc[kAccumulators];
   for (Vec& a : acc) a = zero();
   // Bounded: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
   const Vec x = set1(kLanes > 4 ? 0x1p-20f : 0.5f), y = set1(kLanes > 4 ? 0x1p-20f : 0.5f);
-  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
+  for (Index i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
   return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
 
 #if defined(__AMX_BF16__)
 
-double bf16_dot_flops(long iterations) {
+double bf16_dot_flops(Index iterations) {
   with_tiles(iterations, [] { TF_FOUR_TILES(_tile_dpbf16ps); });
   return 2.0 * 32 * kTileSums * static_cast<double>(iterations);
 }
 
-double int8_dot_flops(long iterations) {
+double int8_dot_flops(Index iterations) {
   with_tiles(iterations, [] { TF_FOUR_TILES(_tile_dpbusd); });
   return 2.0 * 64 * kTileSums * static_cast<double>(iterations);
 }
 
 #else
 
-double bf16_dot_flops([[maybe_unused]] long iterations) {
+double bf16_dot_flops([[maybe_unused]] Index iterations) {
 #if defined(__AVX512BF16__)
   TF_DOT_LOOP(TF_BF16_DOT, iterations);
 #endif
   return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
 
-double int8_dot_flops([[maybe_unused]] long iterations) {
+double int8_dot_flops([[maybe_unused]] Index iterations) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
   TF_DOT_LOOP(TF_INT8_DOT, iterations);
 #endif
@@ -145,11 +145,11 @@ double int8_dot_flops([[maybe_unused]] long iterations) {
 
 #endif
 
-float sum_floats(const float* data, long count) {
+float sum_floats(const float* data, Index count) {
   constexpr int kStreams = 8;
   Vec sums[kStreams];
   for (Vec& s : sums) s = zero();
-  long i = 0;
+  Index i = 0;
   for (; i + kStreams * kLanes <= count; i += kStreams * kLanes) {
     for (int stream = 0; stream < kStreams; ++stream)
       sums[stream] += load(data + i + stream * kLanes);

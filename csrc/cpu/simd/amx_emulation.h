@@ -11,8 +11,9 @@
 
 #include <immintrin.h>
 
-#include <cstdint>
 #include <cstring>
+
+#include "types.h"
 
 // Defined by the compiler for processors with AMX.
 #define __AMX_TILE__ 1
@@ -47,13 +48,13 @@ class EmulatedTiles {
 
   void clear(int tile) { std::memset(at(tile), 0, kRows * kRowBytes); }
 
-  void load(int tile, const void* from, long stride) {
+  void load(int tile, const void* from, Index stride) {
     uint8_t* to = at(tile);
     for (int row = 0; row < kRows; ++row)
       std::memcpy(to + row * kRowBytes, static_cast<const char*>(from) + row * stride, kRowBytes);
   }
 
-  void store(int tile, void* to, long stride) {
+  void store(int tile, void* to, Index stride) {
     const uint8_t* from = at(tile);
     for (int row = 0; row < kRows; ++row)
       std::memcpy(static_cast<char*>(to) + row * stride, from + row * kRowBytes, kRowBytes);

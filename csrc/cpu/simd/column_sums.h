@@ -10,23 +10,24 @@ namespace {
 // columns. Rows are read in memory order. Sums of 16 rows, then of 16 such sums, bound the rounding
 // error: that of a running sum of n terms grows like n.
 template <class T>
-void column_sums(const T* rows, long stride, long m, long columns, bool accumulate, float* totals) {
-  constexpr long kBlock = 1024, kRun = 16, kLongRun = kRun * kRun;
-  for (long column = 0; column < columns; column += kBlock) {
-    const long count = min(kBlock, columns - column);
+void column_sums(const T* rows, Index stride, Index m, Index columns, bool accumulate,
+                 float* totals) {
+  constexpr Index kBlock = 1024, kRun = 16, kLongRun = kRun * kRun;
+  for (Index column = 0; column < columns; column += kBlock) {
+    const Index count = min(kBlock, columns - column);
     float sums[3][kBlock + kLanes];
     const auto add = [&](int to, int from) {
-      for (long j = 0; j < count; j += kLanes) {
+      for (Index j = 0; j < count; j += kLanes) {
         store(sums[to] + j, load(sums[to] + j) + load(sums[from] + j));
         store(sums[from] + j, zero());
       }
     };
     copy_row(totals + column, accumulate ? count : 0, sums[0], round_up(count, kLanes));
     for (int level = 1; level < 3; ++level)
-      for (long j = 0; j < count; j += kLanes) store(sums[level] + j, zero());
-    for (long row = 0; row < m; ++row) {
+      for (Index j = 0; j < count; j += kLanes) store(sums[level] + j, zero());
+    for (Index row = 0; row < m; ++row) {
       const T* from = rows + row * stride + column;
-      for (long j = 0; j < count; j += kLanes)
+      for (Index j = 0; j < count; j += kLanes)
         store(sums[2] + j, load(sums[2] + j) + load_some(from + j, count - j));
       if (row % kRun == kRun - 1) add(1, 2);
       if (row % kLongRun == kLongRun - 1) add(0, 1);
@@ -39,18 +40,18 @@ void column_sums(const T* rows, long stride, long m, long columns, bool accumula
 
 // Calls f(offset, count) for each whole vector of a row, then for the remainder.
 template <class F>
-TF_INLINE void each_vector(long n, const F& f) {
-  long j = 0;
-  for (; j + kLanes <= n; j += kLanes) f(j, static_cast<long>(kLanes));
+TF_INLINE void each_vector(Index n, const F& f) {
+  Index j = 0;
+  for (; j + kLanes <= n; j += kLanes) f(j, static_cast<Index>(kLanes));
   if (j < n) f(j, n - j);
 }
 
 // Converts a row to float32 in `to`, and returns that; nullptr for no row.
 template <class T>
-const float* widened(const T* from, long n, float* to) {
+const float* widened(const T* from, Index n, float* to) {
   if (from == nullptr) return nullptr;
   each_vector(n,
-              [&](long j, long count) { store_some(to + j, load_some(from + j, count), count); });
+              [&](Index j, Index count) { store_some(to + j, load_some(from + j, count), count); });
   return to;
 }
 
@@ -58,8 +59,8 @@ const float* widened(const T* from, long n, float* to) {
 // takes eight terms, and their sums are added pairwise, so the error grows like log n, and small
 // terms are not lost in a sum dominated by one large term.
 template <int kCount, class F>
-TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
-  constexpr long kStep = 4 * kLanes, kBlock = 8 * kStep;
+TF_INLINE void row_sums(Index n, float (&totals)[kCount], const F& add) {
+  constexpr Index kStep = 4 * kLanes, kBlock = 8 * kStep;
   if (n <= kLanes) {  // saves a third of the time of a norm of such rows
     Vec only[kCount];
     TF_UNROLL for (int i = 0; i < kCount; ++i) only[i] = zero();
@@ -68,16 +69,17 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
     return;
   }
   Vec levels[48][kCount];
-  long blocks = 0;
-  for (long begin = 0; begin < n; begin += kBlock) {
-    const long end = min(n, begin + kBlock);
+  Index blocks = 0;
+  for (Index begin = 0; begin < n; begin += kBlock) {
+    const Index end = min(n, begin + kBlock);
     Vec sums[4][kCount];
     TF_UNROLL for (int u = 0; u < 4; ++u) TF_UNROLL for (int i = 0; i < kCount; ++i) sums[u][i] =
         zero();
-    long j = begin;
+    Index j = begin;
     for (; j + kStep <= end; j += kStep)
-      TF_UNROLL for (int u = 0; u < 4; ++u) add(sums[u], j + u * kLanes, static_cast<long>(kLanes));
-    for (; j + kLanes <= end; j += kLanes) add(sums[0], j, static_cast<long>(kLanes));
+      TF_UNROLL for (int u = 0; u < 4; ++u)
+          add(sums[u], j + u * kLanes, static_cast<Index>(kLanes));
+    for (; j + kLanes <= end; j += kLanes) add(sums[0], j, static_cast<Index>(kLanes));
     if (j < end) add(sums[1], j, end - j);
     TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] =
         (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
@@ -102,10 +104,10 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
 
 // The sum of f(x - mean) along a row, of which at(offset, count) is a vector.
 template <class At, class F>
-TF_INLINE float sum_along(const At& at, long n, float mean, const F& f) {
+TF_INLINE float sum_along(const At& at, Index n, float mean, const F& f) {
   const Vec centre = set1(mean);
   float sum[1] = {0.0f};
-  row_sums(n, sum, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+  row_sums(n, sum, [&](Vec* to, Index j, Index count) __attribute__((always_inline)) {
     const Vec value = f(at(j, count) - centre);
     to[0] = to[0] + (count < kLanes ? select(lanes_below(count), value, zero()) : value);
   });
@@ -114,7 +116,7 @@ TF_INLINE float sum_along(const At& at, long n, float mean, const F& f) {
 
 // The sum of ((x - mean - offset) scale)^2.
 template <class At>
-TF_INLINE float sum_of_squares(const At& at, long n, float mean, float scale = 1.0f,
+TF_INLINE float sum_of_squares(const At& at, Index n, float mean, float scale = 1.0f,
                                float offset = 0.0f) {
   return sum_along(at, n, mean, [&](Vec d) __attribute__((always_inline)) {
     d = (d - set1(offset)) * set1(scale);
@@ -124,7 +126,7 @@ TF_INLINE float sum_of_squares(const At& at, long n, float mean, float scale = 1
 
 // The sum of (x - mean) scale: 0 up to the rounding error of the mean.
 template <class At>
-TF_INLINE float sum_of_distances(const At& at, long n, float mean, float scale = 1.0f) {
+TF_INLINE float sum_of_distances(const At& at, Index n, float mean, float scale = 1.0f) {
   return sum_along(at, n, mean,
                    [&](Vec d) __attribute__((always_inline)) { return d * set1(scale); });
 }

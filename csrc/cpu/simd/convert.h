@@ -18,15 +18,15 @@ TF_INLINE Bits load_bits(const void* p) {
   return x;
 }
 TF_INLINE void store_bits(void* p, Bits x) { std::memcpy(p, &x, sizeof(x)); }
-TF_INLINE Bits load_bits_n(const void* p, long n) {
+TF_INLINE Bits load_bits_n(const void* p, Index n) {
   uint16_t buffer[kLanes] = {};
-  for (long i = 0; i < n; ++i) buffer[i] = static_cast<const uint16_t*>(p)[i];
+  for (Index i = 0; i < n; ++i) buffer[i] = static_cast<const uint16_t*>(p)[i];
   return load_bits(buffer);
 }
-TF_INLINE void store_bits_n(void* p, Bits x, long n) {
+TF_INLINE void store_bits_n(void* p, Bits x, Index n) {
   uint16_t buffer[kLanes];
   store_bits(buffer, x);
-  for (long i = 0; i < n; ++i) static_cast<uint16_t*>(p)[i] = buffer[i];
+  for (Index i = 0; i < n; ++i) static_cast<uint16_t*>(p)[i] = buffer[i];
 }
 TF_INLINE Vec from_bf16(Bits x) { return vreinterpretq_f32_u32(vshll_n_u16(x, 16)); }
 TF_INLINE Bits to_bf16(Vec x) {
@@ -46,10 +46,10 @@ TF_INLINE Bits load_bits(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 TF_INLINE void store_bits(void* p, Bits x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
-TF_INLINE Bits load_bits_n(const void* p, long n) {
+TF_INLINE Bits load_bits_n(const void* p, Index n) {
   return _mm256_maskz_loadu_epi16(first_lanes(n), p);
 }
-TF_INLINE void store_bits_n(void* p, Bits x, long n) {
+TF_INLINE void store_bits_n(void* p, Bits x, Index n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), x);
 }
 TF_INLINE Vec from_bf16(Bits x) {
@@ -84,15 +84,15 @@ TF_INLINE void store_bits(void* p, Bits x) {
     _mm_storel_epi64(static_cast<__m128i*>(p), x);
   }
 }
-TF_INLINE Bits load_bits_n(const void* p, long n) {
+TF_INLINE Bits load_bits_n(const void* p, Index n) {
   uint16_t buffer[8] = {};
-  for (long i = 0; i < n; ++i) buffer[i] = static_cast<const uint16_t*>(p)[i];
+  for (Index i = 0; i < n; ++i) buffer[i] = static_cast<const uint16_t*>(p)[i];
   return load_bits(buffer);
 }
-TF_INLINE void store_bits_n(void* p, Bits x, long n) {
+TF_INLINE void store_bits_n(void* p, Bits x, Index n) {
   uint16_t buffer[8];
   store_bits(buffer, x);
-  for (long i = 0; i < n; ++i) static_cast<uint16_t*>(p)[i] = buffer[i];
+  for (Index i = 0; i < n; ++i) static_cast<uint16_t*>(p)[i] = buffer[i];
 }
 
 #if defined(__AVX2__)
@@ -179,12 +179,12 @@ TF_INLINE Bits to_fp16(Vec x) {
 
 TF_INLINE Vec load(const BFloat16* p) { return from_bf16(load_bits(p)); }
 TF_INLINE Vec load(const Float16* p) { return from_fp16(load_bits(p)); }
-TF_INLINE Vec load_n(const BFloat16* p, long n) { return from_bf16(load_bits_n(p, n)); }
-TF_INLINE Vec load_n(const Float16* p, long n) { return from_fp16(load_bits_n(p, n)); }
+TF_INLINE Vec load_n(const BFloat16* p, Index n) { return from_bf16(load_bits_n(p, n)); }
+TF_INLINE Vec load_n(const Float16* p, Index n) { return from_fp16(load_bits_n(p, n)); }
 TF_INLINE void store(BFloat16* p, Vec x) { store_bits(p, to_bf16(x)); }
 TF_INLINE void store(Float16* p, Vec x) { store_bits(p, to_fp16(x)); }
-TF_INLINE void store_n(BFloat16* p, Vec x, long n) { store_bits_n(p, to_bf16(x), n); }
-TF_INLINE void store_n(Float16* p, Vec x, long n) { store_bits_n(p, to_fp16(x), n); }
+TF_INLINE void store_n(BFloat16* p, Vec x, Index n) { store_bits_n(p, to_bf16(x), n); }
+TF_INLINE void store_n(Float16* p, Vec x, Index n) { store_bits_n(p, to_fp16(x), n); }
 
 // Rounded to nearest in the given type.
 TF_INLINE Vec rounded(Vec x, BFloat16) { return from_bf16(to_bf16(x)); }
@@ -192,11 +192,11 @@ TF_INLINE Vec rounded(Vec x, Float16) { return from_fp16(to_fp16(x)); }
 
 // Up to kLanes elements of any type; the other lanes are 0.
 template <class T>
-TF_INLINE Vec load_some(const T* p, long n) {
+TF_INLINE Vec load_some(const T* p, Index n) {
   return n >= kLanes ? load(p) : load_n(p, n);
 }
 template <class T>
-TF_INLINE void store_some(T* p, Vec x, long n) {
+TF_INLINE void store_some(T* p, Vec x, Index n) {
   n >= kLanes ? store(p, x) : store_n(p, x, n);
 }
 

@@ -136,7 +136,7 @@ TF_INLINE Vec where_set(KeepBits bits, Vec value) {
 
 #endif
 
-constexpr long kDraw = 4 * kLanes;  // elements per evaluation of Philox
+constexpr Index kDraw = 4 * kLanes;  // elements per evaluation of Philox
 
 // One bit for each of the kDraw elements from (row, column) on, set where it is kept. `column` is a
 // multiple of 8.
@@ -160,10 +160,10 @@ inline KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column)
 
 // factors[j] = dropout factor of element (row, column + j): 0 or dropout.scale. `column` is a
 // multiple of 8; writes up to the next multiple of 2 kLanes.
-inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column, long count,
+inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column, Index count,
                             float* factors) {
   const Vec scale = set1(dropout.scale);
-  for (long j = 0; j < count; j += kDraw) {
+  for (Index j = 0; j < count; j += kDraw) {
     const KeepBits keep = keep_bits(dropout, row, column + static_cast<uint64_t>(j));
     store(factors + j, where_set(keep, scale));
     store(factors + j + kLanes, where_set(keep >> kLanes, scale));
@@ -174,27 +174,27 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
 }
 
 // The same for row `row` of a norm's input, which is n / columns rows of the tensor.
-inline void row_dropout_factors(const Dropout& dropout, long row, long n, long columns,
+inline void row_dropout_factors(const Dropout& dropout, Index row, Index n, Index columns,
                                 float* factors) {
-  const long rows = n / columns;
+  const Index rows = n / columns;
   // In increasing order, so that padding written behind a row is overwritten by the next.
-  for (long r = 0; r < rows; ++r)
+  for (Index r = 0; r < rows; ++r)
     dropout_factors(dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
                     factors + r * columns);
 }
 
 // Keep bits of kPanel columns of a row from `column` on, a multiple of kPanel. kDraw covers two
 // panels: `keep` caches the bits of both and is recomputed if `draws`.
-TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, bool draws,
+TF_INLINE KeepBits panel_bits(const Dropout& dropout, Index row, Index column, bool draws,
                               KeepBits& keep) {
-  const long inside = column % kDraw;
+  const Index inside = column % kDraw;
   if (draws)
     keep = keep_bits(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column - inside));
   return keep >> inside;
 }
 
 // The corresponding dropout factors.
-TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
+TF_INLINE void panel_factors(const Dropout& dropout, Index row, Index column, bool draws,
                              KeepBits& keep, Vec& low, Vec& high) {
   const KeepBits bits = panel_bits(dropout, row, column, draws, keep);
   low = where_set(bits, set1(dropout.scale));

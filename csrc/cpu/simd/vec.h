@@ -8,9 +8,10 @@
 #include <immintrin.h>
 #endif
 
-#include <cstdint>
 #include <cstring>
 #include <limits>
+
+#include "types.h"
 
 #ifdef TF_EMULATED_TILES
 #include "cpu/simd/amx_emulation.h"
@@ -50,15 +51,15 @@ TF_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
 TF_INLINE Vec load(const float* p) { return vld1q_f32(p); }
 TF_INLINE void store(float* p, Vec x) { vst1q_f32(p, x); }
 TF_INLINE void store_uncached(float* p, Vec x) { vst1q_f32(p, x); }
-TF_INLINE Vec load_n(const float* p, long n) {
+TF_INLINE Vec load_n(const float* p, Index n) {
   float buffer[kLanes] = {0, 0, 0, 0};
-  for (long i = 0; i < n; ++i) buffer[i] = p[i];
+  for (Index i = 0; i < n; ++i) buffer[i] = p[i];
   return load(buffer);
 }
-TF_INLINE void store_n(float* p, Vec x, long n) {
+TF_INLINE void store_n(float* p, Vec x, Index n) {
   float buffer[kLanes];
   store(buffer, x);
-  for (long i = 0; i < n; ++i) p[i] = buffer[i];
+  for (Index i = 0; i < n; ++i) p[i] = buffer[i];
 }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 // Neither fmax nor fmaxnm: if y alone is NaN, fmax returns NaN, and fmaxnm returns x.
@@ -103,10 +104,10 @@ TF_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 TF_INLINE void store_uncached(float* p, Vec x) { _mm512_stream_ps(p, x); }
-TF_INLINE Mask first_lanes(long n) { return static_cast<Mask>((1u << n) - 1u); }
+TF_INLINE Mask first_lanes(Index n) { return static_cast<Mask>((1u << n) - 1u); }
 // The first n < kLanes floats; the other lanes are 0.
-TF_INLINE Vec load_n(const float* p, long n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
-TF_INLINE void store_n(float* p, Vec x, long n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+TF_INLINE Vec load_n(const float* p, Index n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+TF_INLINE void store_n(float* p, Vec x, Index n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 // max(x, y), returning y where x is NaN.
 TF_INLINE Vec max(Vec x, Vec y) { return _mm512_max_ps(x, y); }
@@ -149,12 +150,12 @@ TF_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 TF_INLINE void store_uncached(float* p, Vec x) { _mm256_stream_ps(p, x); }
-TF_INLINE __m256i first_lanes(long n) {
+TF_INLINE __m256i first_lanes(Index n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-TF_INLINE Vec load_n(const float* p, long n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-TF_INLINE void store_n(float* p, Vec x, long n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+TF_INLINE Vec load_n(const float* p, Index n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+TF_INLINE void store_n(float* p, Vec x, Index n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 TF_INLINE Vec max(Vec x, Vec y) { return _mm256_max_ps(x, y); }
 TF_INLINE Vec min(Vec x, Vec y) { return _mm256_min_ps(x, y); }
@@ -201,15 +202,15 @@ TF_INLINE Vec set1(float x) { return _mm_set1_ps(x); }
 TF_INLINE Vec load(const float* p) { return _mm_loadu_ps(p); }
 TF_INLINE void store(float* p, Vec x) { _mm_storeu_ps(p, x); }
 TF_INLINE void store_uncached(float* p, Vec x) { _mm_stream_ps(p, x); }
-TF_INLINE Vec load_n(const float* p, long n) {
+TF_INLINE Vec load_n(const float* p, Index n) {
   float buffer[kLanes] = {0, 0, 0, 0};
-  for (long i = 0; i < n; ++i) buffer[i] = p[i];
+  for (Index i = 0; i < n; ++i) buffer[i] = p[i];
   return load(buffer);
 }
-TF_INLINE void store_n(float* p, Vec x, long n) {
+TF_INLINE void store_n(float* p, Vec x, Index n) {
   float buffer[kLanes];
   store(buffer, x);
-  for (long i = 0; i < n; ++i) p[i] = buffer[i];
+  for (Index i = 0; i < n; ++i) p[i] = buffer[i];
 }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 TF_INLINE Vec max(Vec x, Vec y) { return _mm_max_ps(x, y); }
@@ -261,21 +262,21 @@ TF_INLINE float fma(float a, float b, float c) {
 #endif
 }
 
-TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
-TF_INLINE long min(long x, long y) { return x < y ? x : y; }
-TF_INLINE long max(long x, long y) { return x > y ? x : y; }
+TF_INLINE Index round_up(Index x, Index to) { return (x + to - 1) / to * to; }
+TF_INLINE Index min(Index x, Index y) { return x < y ? x : y; }
+TF_INLINE Index max(Index x, Index y) { return x > y ? x : y; }
 
 TF_INLINE Vec zero() { return set1(0.0f); }
 
 // The first n < kLanes lanes.
-TF_INLINE Mask lanes_below(long n) {
+TF_INLINE Mask lanes_below(Index n) {
   static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   return less(zero(), load_n(kOnes, n));
 }
 
 // Copies n floats and pads to `room` with zeros.
-TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
-  long j = 0;
+TF_INLINE void copy_row(const float* from, Index n, float* to, Index room) {
+  Index j = 0;
   for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
   for (; j < n; ++j) to[j] = from[j];
   for (; j < room; ++j) to[j] = 0.0f;

@@ -50,15 +50,15 @@ TF_INLINE Words add_products(Words sum, Words x) {
 #endif
 
 // Whether all of n bytes, `step` apart, are zero.
-inline bool all_zero(const char* place, long step, long n) {
-  long j = 0;
+inline bool all_zero(const char* place, Index step, Index n) {
+  Index j = 0;
   if (step == 1) {
 #if defined(__aarch64__)
     for (; j + 32 <= n; j += 32)
       if (any(vorrq_u32(load_words(place + j), load_words(place + j + 16)))) return false;
 #else
     const __m128i zeros = _mm_setzero_si128();
-    const auto load = [&](long i) {
+    const auto load = [&](Index i) {
       return _mm_loadu_si128(reinterpret_cast<const __m128i*>(place + i));
     };
     for (; j + 32 <= n; j += 32) {

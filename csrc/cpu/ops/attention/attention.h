@@ -20,19 +20,19 @@ struct AttentionShape {
   const int64_t* key_lengths;   // (B) or nullptr
   const int64_t* query_starts;  // (B + 1), or nullptr: not ragged
   const int64_t* key_starts;    // both or none
-  long batch, heads, key_heads, queries, keys, size, value_size;
-  long query_stride[4], key_stride[4], value_stride[4], mask_stride[4], output_stride[3];
+  Index batch, heads, key_heads, queries, keys, size, value_size;
+  Index query_stride[4], key_stride[4], value_stride[4], mask_stride[4], output_stride[3];
   float scale;
   float softcap, softcap_scale;  // 0: none; else scale / softcap, and `scale` is 1
   Element mask_type;  // boolean: bytes, nonzero = may attend; else additive, -inf = masked
   bool causal;
 };
 
-inline long query_count(const AttentionShape& shape, long b) {
+inline Index query_count(const AttentionShape& shape, Index b) {
   return shape.query_starts == nullptr ? shape.queries
                                        : shape.query_starts[b + 1] - shape.query_starts[b];
 }
-inline long key_count(const AttentionShape& shape, long b) {
+inline Index key_count(const AttentionShape& shape, Index b) {
   return shape.key_starts == nullptr ? shape.keys : shape.key_starts[b + 1] - shape.key_starts[b];
 }
 
@@ -47,9 +47,9 @@ struct AttentionArgs : AttentionShape {
   // masked rows.
   float* row_max;
   float* row_sum;
-  void* weights;       // (B, H, T, S), contiguous, after dropout, or nullptr
-  Dropout dropout;     // of the probabilities; rows numbered over (B, H, T)
-  long next_head = 0;  // usual distance to the next key head of the thread; 0: unknown
+  void* weights;        // (B, H, T, S), contiguous, after dropout, or nullptr
+  Dropout dropout;      // of the probabilities; rows numbered over (B, H, T)
+  Index next_head = 0;  // usual distance to the next key head of the thread; 0: unknown
 };
 
 // All queries on torch's threads.
@@ -57,10 +57,10 @@ void run_attention(AttentionArgs args);
 
 // Forward for one kind of product.
 struct AttentionKernels {
-  long (*scratch)(const AttentionArgs& args);  // in bytes
+  Index (*scratch)(const AttentionArgs& args);  // in bytes
   // Queries [begin, end) of the heads that share key head `key_head` of batch element `b`, numbered
   // over (head in group, query).
-  void (*queries)(const AttentionArgs& args, long b, long key_head, long begin, long end,
+  void (*queries)(const AttentionArgs& args, Index b, Index key_head, Index begin, Index end,
                   void* scratch);
 };
 
@@ -72,8 +72,8 @@ TF_KERNEL_AMX(const AttentionKernels* lowp_attention_kernels(Element type))
 // Decoding: few queries, no dropout. Keys and values are read in place, once per query, since
 // packing them for the register tiles would cost more than it saves. Processes all queries of a key
 // head.
-TF_KERNEL(long decode_attention_scratch(const AttentionArgs& args))
-TF_KERNEL(void decode_attention_queries(const AttentionArgs& args, long b, long key_head,
+TF_KERNEL(Index decode_attention_scratch(const AttentionArgs& args))
+TF_KERNEL(void decode_attention_queries(const AttentionArgs& args, Index b, Index key_head,
                                         void* scratch))
 
 // Gradients of attention without the (T, S) probabilities in memory: they are recomputed from the
@@ -97,9 +97,9 @@ struct AttentionBackwardArgs : AttentionShape {
   void* grad_query;      // (B, H, T, D)
   void* grad_key;        // (B, Hkv, S, D)
   void* grad_value;      // (B, Hkv, S, Dv)
-  long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
-  long mask_size[4];  // of the mask, where its gradient is wanted
-  Dropout dropout;    // rows numbered over (B, H, T)
+  Index grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
+  Index mask_size[4];  // of the mask, where its gradient is wanted
+  Dropout dropout;     // rows numbered over (B, H, T)
 };
 
 // `dominant` if the saved output is in fp32. For reduced types it is so large that few rows have
@@ -107,16 +107,16 @@ struct AttentionBackwardArgs : AttentionShape {
 constexpr float kDominantInFloat = 0.5f, kDominantInLowp = 1.0f - 0x1p-5f;
 
 // Rows [begin, end) of delta, numbered over (B, H, T).
-TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
+TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, Index begin, Index end))
 
 // Rows [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
-TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
-                                      const float* part, long parts, long begin, long end))
+TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, Index b, Index key_head,
+                                      const float* part, Index parts, Index begin, Index end))
 
 // Gradients for one kind of product. Sizes do not depend on the number of threads.
 struct AttentionBackwardKernels {
-  long (*keys_per_tile)(const AttentionBackwardArgs& args);
-  long (*scratch)(const AttentionBackwardArgs& args);  // in bytes
+  Index (*keys_per_tile)(const AttentionBackwardArgs& args);
+  Index (*scratch)(const AttentionBackwardArgs& args);  // in bytes
 
   // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
   // keys_per_tile(): writes their gradients, and their contribution to grad_query into `part`
@@ -125,8 +125,8 @@ struct AttentionBackwardKernels {
   // nullptr. `next` is the pair, b * key_heads + key_head, whose same keys the thread probably
   // takes next, or -1; its first rows are prefetched. Returns false, with incomplete results, if an
   // operand is out of range of the products: not representable as bf16x3.
-  bool (*keys)(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-               float* part, float* mask_sums, long next, void* scratch);
+  bool (*keys)(const AttentionBackwardArgs& args, Index b, Index key_head, Index begin, Index end,
+               float* part, float* mask_sums, Index next, void* scratch);
 };
 
 TF_KERNEL(const AttentionBackwardKernels* attention_backward_kernels())

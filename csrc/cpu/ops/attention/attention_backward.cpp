@@ -34,7 +34,7 @@ Tensor gradient_like(const Tensor& tensor, bool wanted) {
   return empty_tensor(tensor, {b, h, t, d});
 }
 
-void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
+void* set_gradient(Tensor& tensor, bool wanted, Index (&strides)[3]) {
   if (!wanted) return nullptr;
   set_strides(strides, tensor);
   return tensor.mutable_data_ptr();
@@ -63,7 +63,7 @@ struct Division {
   Division(const AttentionBackwardArgs& args, bool want_mask, int64_t keys_per_tile)
       : step(keys_per_tile), tiles((args.keys + step - 1) / step) {
     constexpr int64_t kItems = 32, kMaxParts = 8;
-    const long* size = args.mask_size;
+    const Index* size = args.mask_size;
     pairs_across = want_mask && size[1] == 1 ? args.key_heads : 1;
     pairs = (want_mask && size[0] == 1 ? args.batch : 1) * pairs_across;
     owners_across = args.key_heads / pairs_across;
@@ -93,7 +93,7 @@ bool run(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kern
   // Sums are in fp32: reduced types always use a part.
   const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
-  const long* size = args.mask_size;
+  const Index* size = args.mask_size;
   const int64_t mask_elements = size[0] * size[1] * size[2] * size[3];
   float* masks = mask_sums > 1 ? shared_scratch(2).floats(mask_sums * mask_elements) : grad_mask;
   // Where one part reads all rows of a head, it computes their delta, and they stay in cache.

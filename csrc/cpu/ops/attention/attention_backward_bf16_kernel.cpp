@@ -12,12 +12,12 @@ namespace {
 
 // Probabilities below 2^kNegligible count as 0, so that their bf16x3 components do not underflow.
 constexpr float kNegligible = -99.5f;
-constexpr long kPad = 16;
-constexpr long kRows = 96;  // per block of queries
+constexpr Index kPad = 16;
+constexpr Index kRows = 96;  // per block of queries
 
 // Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
-inline long keys_per_tile(const AttentionBackwardArgs& args) {
-  const long size = args.size + args.value_size;
+inline Index keys_per_tile(const AttentionBackwardArgs& args) {
+  const Index size = args.size + args.value_size;
   return size <= 128 ? 512 : size <= 256 ? 256 : 128;
 }
 
@@ -27,8 +27,8 @@ struct BackwardWorkspace {
   using Operand = typename P::Operand;
 
   // Strides in floats: of a block's rows as read; of the sums for keys, one column per key.
-  long tile_keys, wide, sum_stride, query_stride;
-  long key_panel, value_panel, column_panel;
+  Index tile_keys, wide, sum_stride, query_stride;
+  Index key_panel, value_panel, column_panel;
   // Tile: keys and values as columns, keys as rows. Block: queries and dO, and both transposed.
   // Panel: P and dS as right operands. Block: dS as left operand.
   Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
@@ -39,7 +39,7 @@ struct BackwardWorkspace {
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: keep bits of two panels of probabilities
   bool* started;   // per panel: whether its sums for keys are initialised
-  long bytes = 0;
+  Index bytes = 0;
 
   BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
       : tile_keys(keys_per_tile(args)),
@@ -49,12 +49,12 @@ struct BackwardWorkspace {
         key_panel(P::panel_size(args.size)),
         value_panel(P::panel_size(args.value_size)),
         column_panel(P::panel_size(tile_keys)) {
-    const auto take = [&](auto*& place, long count) {
+    const auto take = [&](auto*& place, Index count) {
       void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
       place = static_cast<decltype(+place)>(at);
-      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+      bytes += round_up(count * static_cast<Index>(sizeof(*place)), 64);
     };
-    const long size_up = round_up(args.size, kPanel), value_up = round_up(args.value_size, kPanel);
+    const Index size_up = round_up(args.size, kPanel), value_up = round_up(args.value_size, kPanel);
     take(keys, tile_keys / kPanel * key_panel);
     take(values, tile_keys / kPanel * value_panel);
     take(key_rows, size_up / kPanel * column_panel);
@@ -86,10 +86,10 @@ struct BackwardWorkspace {
 
 // Whether any of `rows` rows of n values is out of range of the products.
 template <class T>
-bool any_out_of_range(const T* from, long stride, long rows, long n) {
+bool any_out_of_range(const T* from, Index stride, Index rows, Index n) {
   typename Product<T>::RangeCheck check;
-  for (long i = 0; i < rows; ++i)
-    for (long j = 0; j < n; j += kLanes) check.add(load_some(from + i * stride + j, n - j));
+  for (Index i = 0; i < rows; ++i)
+    for (Index j = 0; j < n; j += kLanes) check.add(load_some(from + i * stride + j, n - j));
   return check.any();
 }
 
@@ -103,11 +103,11 @@ struct BackwardTile : KeyRange {
   BackwardTile(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
                const KeyRange& range)
       : KeyRange(range), args(call), work(place) {
-    for (long i = 0; i < work.tile_keys / kPanel; ++i) work.started[i] = false;
+    for (Index i = 0; i < work.tile_keys / kPanel; ++i) work.started[i] = false;
   }
 
   bool pack() {
-    const long k_stride = args.key_stride[2], v_stride = args.value_stride[2];
+    const Index k_stride = args.key_stride[2], v_stride = args.value_stride[2];
     const T* k = static_cast<const T*>(args.key) +
                  head_offset(args.key_starts, args.key_stride, b, key_head) + start * k_stride;
     const T* v = static_cast<const T*>(args.value) +
@@ -115,15 +115,15 @@ struct BackwardTile : KeyRange {
     if (any_out_of_range(k, k_stride, count, args.size) ||
         any_out_of_range(v, v_stride, count, args.value_size))
       return false;
-    for (long s = 0; s < count; s += kPanel) {
-      const long here = min(kPanel, count - s);
+    for (Index s = 0; s < count; s += kPanel) {
+      const Index here = min(kPanel, count - s);
       P::pack_rows(k + s * k_stride, k_stride, here, args.size,
                    work.keys + s / kPanel * work.key_panel);
       P::pack_rows(v + s * v_stride, v_stride, here, args.value_size,
                    work.values + s / kPanel * work.value_panel);
     }
     if (args.grad_query != nullptr)
-      for (long j = 0; j < args.size; j += kPanel)
+      for (Index j = 0; j < args.size; j += kPanel)
         P::pack_columns(k + j, k_stride, min(kPanel, args.size - j), count,
                         work.key_rows + j / kPanel * work.column_panel);
     return true;
@@ -136,17 +136,17 @@ struct BackwardTile : KeyRange {
   }
 
  private:
-  void write(const float* sums, long n, float scale, void* tensor, const long* stride) const {
+  void write(const float* sums, Index n, float scale, void* tensor, const Index* stride) const {
     if (tensor == nullptr) return;
     T* grad = static_cast<T*>(tensor) + head_offset(args.key_starts, stride, b, key_head) +
               start * stride[2];
     alignas(64) float transposed[kLanes * kLanes];
-    for (long s = 0; s < rows; s += kLanes)
-      for (long d = 0; d < n; d += kLanes) {
+    for (Index s = 0; s < rows; s += kLanes)
+      for (Index d = 0; d < n; d += kLanes) {
         const bool any = work.started[s / kPanel];
         if (any)
           transpose_block(sums + d * work.sum_stride + s, work.sum_stride, transposed, kLanes);
-        for (long i = 0; i < min(kLanes, rows - s); ++i)
+        for (Index i = 0; i < min(kLanes, rows - s); ++i)
           store_some(grad + (s + i) * stride[2] + d,
                      any ? load(transposed + i * kLanes) * set1(scale) : zero(), n - d);
       }
@@ -168,20 +168,20 @@ class BackwardBlock : Scores {
         work(place) {}
 
   // Processes the panels in order; returns false if the rows are out of range of the products.
-  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums, RowsAhead& ahead) {
+  bool pass(const BackwardTile<T>& tile, Index count, const MaskSums& sums, RowsAhead& ahead) {
     if (!load_rows()) return false;
     start_ = tile.start;
     sums_ = &sums;
-    const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
-    const long share = (pairs_ + steps - 1) / max(1, steps);
-    const long panels = (count + kPanel - 1) / kPanel;
+    const Index steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
+    const Index share = (pairs_ + steps - 1) / max(1, steps);
+    const Index panels = (count + kPanel - 1) / kPanel;
     for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
-      const long index = (panel.start - tile.start) / kPanel, lead = lead_of(panel);
+      const Index index = (panel.start - tile.start) / kPanel, lead = lead_of(panel);
       ahead.fetch(panels);
       const auto meanwhile = [&]() __attribute__((always_inline)) {
         differentiate_rows(min(pairs_, done_ + share));
       };
-      const auto multiply = [&](auto* block, long size, const auto* right,
+      const auto multiply = [&](auto* block, Index size, const auto* right,
                                 float* to) __attribute__((always_inline)) {
         P::multiply_to(P::chunk(block, size, lead, 0), size, rows - lead, size, right, false,
                        to + lead * kPanel, kPanel, meanwhile);
@@ -200,14 +200,14 @@ class BackwardBlock : Scores {
   }
 
   // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
-  void accumulate_dq(const BackwardTile<T>& tile, long, float* to, long stride,
+  void accumulate_dq(const BackwardTile<T>& tile, Index, float* to, Index stride,
                      bool accumulate) const {
     const bool diagonal = args.causal && block_mask.first < tile.start + covered_ - kPanel;
-    const long step = diagonal ? kPanel : rows;
-    for (long i = 0; i < rows; i += step) {
-      const long keys =
+    const Index step = diagonal ? kPanel : rows;
+    for (Index i = 0; i < rows; i += step) {
+      const Index keys =
           diagonal ? min(covered_, block_mask.first + i + step - tile.start) : covered_;
-      for (long j = 0; j < args.size; j += kPanel)
+      for (Index j = 0; j < args.size; j += kPanel)
         P::multiply_to(P::chunk(work.ds_rows, work.tile_keys, i, 0), work.tile_keys,
                        min(step, rows - i), max(0, keys),
                        work.key_rows + j / kPanel * work.column_panel, false,
@@ -221,20 +221,20 @@ class BackwardBlock : Scores {
   using P = Product<T>;
 
   // The first row that sees any key of the panel.
-  long lead_of(const Panel& panel) const {
+  Index lead_of(const Panel& panel) const {
     return args.causal ? max(0, panel.start - block_mask.first) : 0;
   }
 
   // P and dS of the pending panel's pairs of rows up to `until`. Not inlined: it has many call
   // sites in the tile loop.
-  [[gnu::noinline]] void differentiate_rows(long until) {
-    const long from = done_;
+  [[gnu::noinline]] void differentiate_rows(Index until) {
+    const Index from = done_;
     if (until <= from) return;
     done_ = until;
     const float* shared = shared_mask(pending_);
-    const long column = pending_.start - start_;
-    for (long pair = from; pair < until; ++pair) {
-      const long first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
+    const Index column = pending_.start - start_;
+    for (Index pair = from; pair < until; ++pair) {
+      const Index first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
       Vec p[2][2], ds[2][2];
       differentiate(pending_, first, shared, p[0], ds[0]);
       differentiate(pending_, second, shared, p[1], ds[1]);
@@ -249,7 +249,7 @@ class BackwardBlock : Scores {
     }
   }
 
-  void add_mask_sums(long i, const Vec (&ds)[2]) {
+  void add_mask_sums(Index i, const Vec (&ds)[2]) {
     if (i >= rows) return;
     const bool by_block = sums_->by_block();
     if (by_block || (sums_->by_column && pending_.count == kPanel)) {
@@ -273,14 +273,14 @@ class BackwardBlock : Scores {
       sums_->add(block_mask.first, pending_.start, block_sums_, pending_.count);
       clear(block_sums_, kPanel);
     }
-    const long column = pending_.start - start_, lead = lead_of(pending_);
+    const Index column = pending_.start - start_, lead = lead_of(pending_);
     // Fully masked panels contribute zeros to dQ.
     for (; covered_ < column; covered_ += kPanel)
-      for (long i = 0; i < rows; ++i)
+      for (Index i = 0; i < rows; ++i)
         P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
     covered_ = column + kPanel;
     bool& started = work.started[column / kPanel];
-    const auto add_products = [&](const void* wanted, auto* transposed, const auto* panel, long n,
+    const auto add_products = [&](const void* wanted, auto* transposed, const auto* panel, Index n,
                                   float* sums) {
       if (wanted != nullptr)
         P::multiply_to(P::chunk(transposed, kRows, 0, lead), kRows, n, rows - lead,
@@ -292,7 +292,7 @@ class BackwardBlock : Scores {
   }
 
   // P (after dropout) and dS of a row of a panel.
-  TF_INLINE void differentiate(const Panel& panel, long i, const float* shared, Vec (&p)[2],
+  TF_INLINE void differentiate(const Panel& panel, Index i, const float* shared, Vec (&p)[2],
                                Vec (&ds)[2]) const {
     if (i >= rows) {
       p[0] = p[1] = ds[0] = ds[1] = zero();
@@ -308,7 +308,7 @@ class BackwardBlock : Scores {
     const Vec neg_max = set1(work.neg_max[i]), norm = set1(work.p_norm[i]);
     const Vec delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
-    const long row = row_of(i);
+    const Index row = row_of(i);
     Vec f[2];
     if (args.dropout.on)
       panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
@@ -328,11 +328,11 @@ class BackwardBlock : Scores {
   }
 
   // Refines dS of keys that dominate a row.
-  TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
+  TF_INLINE void refine(const Panel& panel, Index i, const Vec (&p)[2], Vec (&ds)[2]) const {
     const Vec dominant = set1(work.dominant[i]);
     if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
   }
-  [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
+  [[gnu::noinline]] void refine_some(const Panel& panel, Index i, const Vec (&p)[2],
                                      Vec (&ds)[2]) const {
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     const float norm = work.grad_norm[i];
@@ -352,16 +352,16 @@ class BackwardBlock : Scores {
   }
 
   // A vector of dP, times grad_norm.
-  TF_INLINE Vec load_slope(const Panel& panel, long i, const float* slopes, int u) const {
+  TF_INLINE Vec load_slope(const Panel& panel, Index i, const float* slopes, int u) const {
     const Vec slope = load(slopes + u * kLanes);
-    const long left = panel.count - u * kLanes;
+    const Index left = panel.count - u * kLanes;
     if (args.grad_weights == nullptr || left <= 0) return slope;
     const T* extra =
         static_cast<const T*>(args.grad_weights) + row_of(i) * args.keys + panel.start + u * kLanes;
     return fma(set1(work.grad_norm[i]), load_some(extra, left), slope);
   }
 
-  const T* at(const void* tensor, const long* strides) const {
+  const T* at(const void* tensor, const Index* strides) const {
     return static_cast<const T*>(tensor) +
            head_offset(args.query_starts, strides, block_mask.b, block_mask.head) +
            block_mask.first * strides[2];
@@ -372,8 +372,8 @@ class BackwardBlock : Scores {
   // from 0, since dS is a small difference of it.
   bool load_rows() const {
     constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
-    const long row = row_of(0);
-    for (long i = 0; i < rows; ++i) {
+    const Index row = row_of(0);
+    for (Index i = 0; i < rows; ++i) {
       const float row_sum = args.row_sum[row + i], norm = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
       work.grad_norm[i] = grad_takes_norm ? norm : 1.0f;
       work.p_norm[i] = grad_takes_norm ? 1.0f : norm;
@@ -385,7 +385,7 @@ class BackwardBlock : Scores {
                       args.grad_value != nullptr ? work.grad_transposed : nullptr))
       return false;
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       work.neg_max[i] = -args.row_max[row + i];
       work.delta[i] = args.delta[row + i] * work.grad_norm[i];
       // Same scaling as P: with dropout, without the norm applied to dO.
@@ -396,17 +396,17 @@ class BackwardBlock : Scores {
 
   // Packs rows of n values, multiplied by factors if given, as left operands, and transposed if
   // requested; returns false if any is out of range of the products.
-  bool load_operand(const T* from, long stride, long n, const float* factors,
+  bool load_operand(const T* from, Index stride, Index n, const float* factors,
                     typename P::Operand* block, typename P::Operand* transposed) const {
     typename P::RangeCheck check;
-    for (long i = 0; i < 2 * pairs_; ++i) {
+    for (Index i = 0; i < 2 * pairs_; ++i) {
       float* row = work.read + i * work.wide;
       const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
-      for (long j = 0; j < n; j += kPanel, row += kPanel) {
+      for (Index j = 0; j < n; j += kPanel, row += kPanel) {
         Vec x[2] = {zero(), zero()};
         if (i < rows) {
           TF_UNROLL for (int u = 0; u < 2; ++u) {
-            const long left = n - j - u * kLanes;
+            const Index left = n - j - u * kLanes;
             if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
             check.add(x[u]);
           }
@@ -420,13 +420,13 @@ class BackwardBlock : Scores {
     return !check.any();
   }
 
-  void transpose(long n, typename P::Operand* block) const {
+  void transpose(Index n, typename P::Operand* block) const {
     alignas(64) float transposed[2][kLanes * kLanes];
-    for (long i = 0; i < 2 * pairs_; i += kPanel)
-      for (long j = 0; j < n; j += kLanes) {
+    for (Index i = 0; i < 2 * pairs_; i += kPanel)
+      for (Index j = 0; j < n; j += kLanes) {
         TF_UNROLL for (int u = 0; u < 2; ++u) transpose_block(
             work.read + (i + u * kLanes) * work.wide + j, work.wide, transposed[u], kLanes);
-        for (long d = 0; d < kLanes; ++d)
+        for (Index d = 0; d < kLanes; ++d)
           P::put(P::chunk(block, kRows, j + d, i), load(transposed[0] + d * kLanes),
                  load(transposed[1] + d * kLanes));
       }
@@ -435,11 +435,11 @@ class BackwardBlock : Scores {
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
   const MaskSums* sums_ = nullptr;
-  const long pairs_ = round_up(rows, kPairDepth) / 2;
+  const Index pairs_ = round_up(rows, kPairDepth) / 2;
   Panel pending_{};                            // scores are computed, P and dS are not
-  long done_ = pairs_;                         // pairs of rows of pending_ that are done
-  long start_ = 0;                             // of the tile
-  long covered_ = 0;                           // keys of the tile whose dS are stored
+  Index done_ = pairs_;                        // pairs of rows of pending_ that are done
+  Index start_ = 0;                            // of the tile
+  Index covered_ = 0;                          // keys of the tile whose dS are stored
   alignas(64) float block_sums_[kPanel] = {};  // of dS of the pending panel over the rows
 };
 
@@ -449,7 +449,7 @@ struct Bf16Products {
   using Workspace = BackwardWorkspace<T>;
   using Tile = BackwardTile<T>;
   using Block = BackwardBlock<T>;
-  static constexpr long kQueryRows = kRows, kQueryUnit = kPanel;
+  static constexpr Index kQueryRows = kRows, kQueryUnit = kPanel;
   static constexpr bool kByRow = false;
 };
 
@@ -470,8 +470,8 @@ constexpr AttentionBackwardKernels kKernels{
     .scratch =
         [](const AttentionBackwardArgs& args) { return BackwardWorkspace<T>(args, nullptr).bytes; },
     .keys =
-        [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-           float* part, float* mask_sums, long next, void* scratch) {
+        [](const AttentionBackwardArgs& args, Index b, Index key_head, Index begin, Index end,
+           float* part, float* mask_sums, Index next, void* scratch) {
           return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
             return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
                                               end, part, mask_sums, next);

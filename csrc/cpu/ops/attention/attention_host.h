@@ -43,7 +43,7 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
 }
 
 template <int kDims>
-void set_strides(long (&strides)[kDims], const Tensor& tensor) {
+void set_strides(Index (&strides)[kDims], const Tensor& tensor) {
   for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
 }
 

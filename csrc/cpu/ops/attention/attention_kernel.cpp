@@ -15,16 +15,16 @@ namespace {
 // A block of queries consists of strips: the rows of a register tile. A tile of keys is applied
 // strip by strip, so scores stay in the first-level cache from one product to the other, and each
 // strip has its own causal and mask limits.
-constexpr long kStrips = kLanes == 16 ? 4 : 8;
-constexpr long kQueryBlock = kStrips * kTileRows;
-constexpr long kKeyTile = 256;
-constexpr long kPad = 16;
+constexpr Index kStrips = kLanes == 16 ? 4 : 8;
+constexpr Index kQueryBlock = kStrips * kTileRows;
+constexpr Index kKeyTile = 256;
+constexpr Index kPad = 16;
 
 struct Workspace {
-  long query_stride, value_columns, sum_stride, score_stride, keys_up;
+  Index query_stride, value_columns, sum_stride, score_stride, keys_up;
   float *keys, *values, *query, *scores, *bias, *shared, *sums, *row_max, *row_sum, *tile_max;
   unsigned char* nonfinite;  // per key tile: its values contain NaN or inf
-  long floats = 0;
+  Index floats = 0;
 
   Workspace(const AttentionArgs& args, float* scratch)
       : query_stride(kPackedRows * round_up(args.size, kLanes)),
@@ -33,12 +33,12 @@ struct Workspace {
         // The scores of all tiles are kept if they are returned.
         score_stride((args.weights == nullptr ? kKeyTile : round_up(args.keys, kPanel)) + kPad),
         keys_up(round_up(args.keys, kPanel)) {
-    const auto take = [&](long count) {
+    const auto take = [&](Index count) {
       float* place = scratch != nullptr ? scratch + floats : nullptr;
       floats += round_up(count, 16);
       return place;
     };
-    const long tiles = args.keys / kKeyTile + 1;
+    const Index tiles = args.keys / kKeyTile + 1;
     keys = take(keys_up * args.size);
     values = take(keys_up * value_columns);
     query = take(kStrips * query_stride);
@@ -55,7 +55,7 @@ struct Workspace {
 
 // Rows [first, first + mask.rows) of a block, with their own limit to the keys.
 struct Strip {
-  long index, first;
+  Index index, first;
   BlockMask mask;
   // In the workspace: rows of sums, row maxima, and kLanes partial sums of each row.
   float *sums, *row_max, *row_sum;
@@ -64,11 +64,11 @@ struct Strip {
 
 // Keys [start, start + count) of a tile.
 struct Keys {
-  long start, count;
+  Index start, count;
   const float* shared;  // their mask if it is the same for all rows, or nullptr
   bool masked;          // the mask tensor changes scores
 
-  void skip(long n) {
+  void skip(Index n) {
     start += n;
     count -= n;
     if (shared != nullptr) shared += n;
@@ -81,7 +81,7 @@ struct Block {
   const Workspace& work;
   const BlockMask block_mask;
   HeadPrefetcher<float>& next_head;
-  long b = block_mask.b, head = block_mask.head, first = block_mask.first, rows = block_mask.rows;
+  Index b = block_mask.b, head = block_mask.head, first = block_mask.first, rows = block_mask.rows;
   // The scale is applied when a score is read (factor); with an additive mask, or a scale that does
   // not preserve the order of scores, it is applied at once.
   bool additive = args.mask != nullptr && args.mask_type != Element::boolean;
@@ -91,8 +91,8 @@ struct Block {
 
   template <class F>
   void each_strip(const F& f) {
-    each_tile(rows, [&](long t, long i, long count) {
-      const long limit = args.causal ? min(block_mask.limit, first + i + count) : block_mask.limit;
+    each_tile(rows, [&](Index t, Index i, Index count) {
+      const Index limit = args.causal ? min(block_mask.limit, first + i + count) : block_mask.limit;
       f(Strip{t, i, BlockMask{args, b, head, first + i, count, limit, work.bias},
               work.sums + i * work.sum_stride, work.row_max + t * kPackedRows,
               work.row_sum + i * kLanes, started[t]});
@@ -102,9 +102,9 @@ struct Block {
   // Replaces the first n scores of a row by masked(j, score, valid lanes) and those up to `padded`
   // by -inf; returns the largest.
   template <class Masked>
-  TF_INLINE static float masked_max(float* s, long n, long padded, const Masked& masked) {
+  TF_INLINE static float masked_max(float* s, Index n, Index padded, const Masked& masked) {
     Vec highest[2] = {set1(-kInf), set1(-kInf)};
-    long j = 0;
+    Index j = 0;
     for (; j + kPanel <= n; j += kPanel) TF_UNROLL for (int u = 0; u < 2; ++u) {
         const Vec x = masked(j + u * kLanes, load(s + j + u * kLanes), kLanes);
         store(s + j + u * kLanes, x);
@@ -122,17 +122,17 @@ struct Block {
   }
 
   // Masks a row of scores, -inf where masked and up to whole panels; returns the largest.
-  float mask_scores(const Strip& strip, float* s, long i, const Keys& keys) const {
+  float mask_scores(const Strip& strip, float* s, Index i, const Keys& keys) const {
     const BlockMask& mask = strip.mask;
-    const long n = mask.visible(i, keys.start, keys.count), padded = round_up(keys.count, kPanel);
+    const Index n = mask.visible(i, keys.start, keys.count), padded = round_up(keys.count, kPanel);
     const Vec scale = set1(args.scale), lowest = set1(-kInf);
     if (!keys.masked) {
-      if (scaled) return masked_max(s, n, padded, [&](long, Vec x, long) { return x * scale; });
-      return masked_max(s, n, padded, [&](long, Vec x, long) { return x; });
+      if (scaled) return masked_max(s, n, padded, [&](Index, Vec x, Index) { return x * scale; });
+      return masked_max(s, n, padded, [&](Index, Vec x, Index) { return x; });
     }
     if (!scaled && keys.shared == nullptr && args.mask_stride[3] == 1) {
       const auto* bytes = reinterpret_cast<const uint8_t*>(mask.mask_at(i, keys.start));
-      return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+      return masked_max(s, n, padded, [&](Index j, Vec x, Index valid) {
         if (valid == kLanes) return select(bytes_nonzero(bytes + j), x, lowest);
         const float* rest = mask.mask_row(i, keys.start + j, valid);
         return select(equal(load_some(rest, valid), lowest), lowest, x);
@@ -140,11 +140,11 @@ struct Block {
     }
     const float* add = keys.shared != nullptr ? keys.shared : mask.mask_row(i, keys.start, n);
     if (scaled)
-      return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+      return masked_max(s, n, padded, [&](Index j, Vec x, Index valid) {
         const Vec m = load_some(add + j, valid);
         return select(equal(m, lowest), m, fma(x, scale, m));
       });
-    return masked_max(s, n, padded, [&](long j, Vec x, long valid) {
+    return masked_max(s, n, padded, [&](Index j, Vec x, Index valid) {
       return select(equal(load_some(add + j, valid), lowest), lowest, x);
     });
   }
@@ -152,10 +152,10 @@ struct Block {
   // Turns a row of scores into unnormalised probabilities exp(factor * s - row_max), 0 where
   // masked; returns partial sums. The product is rounded before row_max, which is such a product,
   // is subtracted: within one fma, large scores would exceed their own maximum.
-  TF_INLINE Vec exponentiate(float* s, long count, float row_max) const {
+  TF_INLINE Vec exponentiate(float* s, Index count, float row_max) const {
     const Vec neg_max = set1(row_max == -kInf ? 0.0f : -row_max), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
-    for (long j = 0; j < count; j += 2 * kLanes) {
+    for (Index j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
         const Vec e = softmax_exp(fma(load(s + j + u * kLanes), times, zero()) + neg_max);
         sum[u] = sum[u] + e;
@@ -167,13 +167,13 @@ struct Block {
 
   // Softmax of a strip's scores. `clean`: no non-finite values have been accumulated so far.
   void softmax(const Strip& strip, float* scores, const Keys& keys, bool clean) const {
-    const long n = strip.mask.rows;
+    const Index n = strip.mask.rows;
     float highest[kPackedRows] = {}, rescale[kPackedRows];
     if (args.softcap != 0.0f)
-      for (long i = 0; i < n; ++i) cap_scores(args, scores + i * work.score_stride, keys.count);
-    for (long i = 0; i < n; ++i)
+      for (Index i = 0; i < n; ++i) cap_scores(args, scores + i * work.score_stride, keys.count);
+    for (Index i = 0; i < n; ++i)
       highest[i] = mask_scores(strip, scores + i * work.score_stride, i, keys);
-    for (long i = 0; i < kPackedRows; i += kLanes) {
+    for (Index i = 0; i < kPackedRows; i += kLanes) {
       const Vec before = load(strip.row_max + i);
       const Vec row_max = max(before, load(highest + i) * set1(factor));
       const Vec by = softmax_exp(before - row_max);
@@ -181,7 +181,7 @@ struct Block {
       store(rescale + i, select(equal(before, row_max), set1(1.0f),
                                 select(equal(before, set1(-kInf)), set1(1.0f), by)));
     }
-    for (long i = 0; i < n; ++i) {
+    for (Index i = 0; i < n; ++i) {
       const Vec sum = exponentiate(scores + i * work.score_stride, keys.count, strip.row_max[i]);
       float* total = strip.row_sum + i * kLanes;
       store(total, fma(load(total), set1(rescale[i]), sum));
@@ -189,40 +189,40 @@ struct Block {
       float* o = strip.sums + i * work.sum_stride;
       // Sums that are rescaled to 0 may have overflowed.
       const bool drop = rescale[i] == 0.0f && clean;
-      for (long j = 0; j < args.value_size; j += kLanes)
+      for (Index j = 0; j < args.value_size; j += kLanes)
         store(o + j, drop ? zero() : load(o + j) * set1(rescale[i]));
     }
   }
 
-  long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
+  Index row(Index i) const { return (b * args.heads + head) * args.queries + first + i; }
 
   // Applies dropout to the probabilities of the row.
-  void drop_row(float* s, long i, long start, long count) const {
+  void drop_row(float* s, Index i, Index start, Index count) const {
     dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
                     count, work.bias);
-    for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
+    for (Index j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
   }
 
   void clear(const Strip& strip) const {
-    for (long i = 0; i < strip.mask.rows; ++i)
-      for (long j = 0; j < work.value_columns; j += kLanes)
+    for (Index i = 0; i < strip.mask.rows; ++i)
+      for (Index j = 0; j < work.value_columns; j += kLanes)
         store(strip.sums + i * work.sum_stride + j, zero());
   }
 
   // P V where values contain NaN or inf: element by element, skipping masked keys.
   void accumulate_pv_nonfinite(const Strip& strip, const float* scores, const Keys& keys) const {
     if (!strip.started) clear(strip);
-    for (long i = 0; i < strip.mask.rows; ++i) {
+    for (Index i = 0; i < strip.mask.rows; ++i) {
       const float* p = scores + i * work.score_stride;
       float* o = strip.sums + i * work.sum_stride;
-      const long visible = strip.mask.visible(i, keys.start, keys.count);
+      const Index visible = strip.mask.visible(i, keys.start, keys.count);
       const float* mask =
           args.mask == nullptr ? nullptr : strip.mask.mask_row(i, keys.start, visible);
-      for (long s = 0; s < visible; ++s) {
+      for (Index s = 0; s < visible; ++s) {
         if (mask != nullptr && mask[s] == -kInf) continue;
-        for (long j = 0; j < args.value_size; j += kPanel) {
+        for (Index j = 0; j < args.value_size; j += kPanel) {
           const float* v = work.values + j * work.keys_up + (keys.start + s) * kPanel;
-          for (long c = 0; c < min(kPanel, args.value_size - j); ++c)
+          for (Index c = 0; c < min(kPanel, args.value_size - j); ++c)
             o[j + c] = fma(p[s], v[c], o[j + c]);
         }
       }
@@ -231,7 +231,7 @@ struct Block {
 
   void accumulate_pv(const Strip& strip, const float* scores, const Keys& keys) const {
     if (work.nonfinite[keys.start / kKeyTile]) return accumulate_pv_nonfinite(strip, scores, keys);
-    for (long j = 0; j < args.value_size; j += kPanel) {
+    for (Index j = 0; j < args.value_size; j += kPanel) {
       const float* panel = work.values + j * work.keys_up + keys.start * kPanel;
       panel_rows<Form::rows>(scores, work.score_stride, strip.mask.rows, panel, keys.count,
                              strip.sums + j, work.sum_stride, min(kPanel, args.value_size - j),
@@ -248,21 +248,21 @@ struct Block {
     if (keys.count > 0) {
       // Skips masked keys on the left. If sums along k are divided into blocks, whole blocks are
       // skipped: the order of additions must not depend on which rows form a strip.
-      constexpr long kStep = kKBlock < kKeyTile ? kKBlock : kPanel;
+      constexpr Index kStep = kKBlock < kKeyTile ? kKBlock : kPanel;
       while (mask.fully_masked(keys.start, kStep)) keys.skip(kStep);
     }
     if (args.weights != nullptr) {
-      const long before = keys.start - tile.start, end = before + keys.count;
-      for (long i = 0; i < mask.rows; ++i) {
+      const Index before = keys.start - tile.start, end = before + keys.count;
+      for (Index i = 0; i < mask.rows; ++i) {
         float* s = scores + i * work.score_stride;
-        for (long j = 0; j < before; ++j) s[j] = 0.0f;
-        for (long j = end; j < tile.count; ++j) s[j] = 0.0f;
+        for (Index j = 0; j < before; ++j) s[j] = 0.0f;
+        for (Index j = end; j < tile.count; ++j) s[j] = 0.0f;
       }
       scores += before;
     }
     if (keys.count > 0) {
       if (!strip.started) prefetch_output(strip);
-      for (long j = 0; j < keys.count; j += kPanel) {
+      for (Index j = 0; j < keys.count; j += kPanel) {
         next_head.prefetch_some();
         mask.prefetch(keys.start + j);
         const float* panel = work.keys + (keys.start + j) * args.size;
@@ -272,55 +272,55 @@ struct Block {
       }
       softmax(strip, scores, keys, clean);
       if (args.dropout.on)
-        for (long i = 0; i < mask.rows; ++i)
+        for (Index i = 0; i < mask.rows; ++i)
           drop_row(scores + i * work.score_stride, strip.first + i, keys.start, keys.count);
       accumulate_pv(strip, scores, keys);
       strip.started = true;
     }
     if (args.weights != nullptr)
-      for (long i = 0; i < kPackedRows; i += kLanes)
+      for (Index i = 0; i < kPackedRows; i += kLanes)
         store(work.tile_max + tile.start / kKeyTile * kPackedRows + i, load(strip.row_max + i));
   }
 
-  float* output_row(long i) const {
+  float* output_row(Index i) const {
     return static_cast<float*>(args.output) +
            head_offset(args.query_starts, args.output_stride, b, head) +
            (first + i) * args.output_stride[2];
   }
 
   void prefetch_output(const Strip& strip) const {
-    for (long i = 0; i < strip.mask.rows; ++i)
+    for (Index i = 0; i < strip.mask.rows; ++i)
       fetch_row(output_row(strip.first + i), args.value_size);
   }
 
-  void begin(long next) const {
+  void begin(Index next) const {
     const float* q = static_cast<const float*>(args.query) +
                      head_offset(args.query_starts, args.query_stride, b, head) +
                      first * args.query_stride[2];
     if (args.query_stride[3] == 1) {
       pack_a(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
     } else {
-      each_tile(rows, [&](long t, long i, long count) {
-        for (long d = 0; d < args.size; ++d)
-          for (long r = 0; r < count; ++r)
+      each_tile(rows, [&](Index t, Index i, Index count) {
+        for (Index d = 0; d < args.size; ++d)
+          for (Index r = 0; r < count; ++r)
             work.query[t * work.query_stride + d * kPackedRows + r] =
                 q[(i + r) * args.query_stride[2] + d * args.query_stride[3]];
       });
     }
-    for (long i = rows; i < rows + next; ++i) fetch_row(q + i * args.query_stride[2], args.size);
-    for (long i = 0; i < rows; ++i) store(work.row_sum + i * kLanes, zero());
-    for (long i = 0; i < kStrips * kPackedRows; ++i) work.row_max[i] = -kInf;
+    for (Index i = rows; i < rows + next; ++i) fetch_row(q + i * args.query_stride[2], args.size);
+    for (Index i = 0; i < rows; ++i) store(work.row_sum + i * kLanes, zero());
+    for (Index i = 0; i < kStrips * kPackedRows; ++i) work.row_max[i] = -kInf;
   }
 
   // to[j] = f(from[j])
   template <class F>
-  TF_INLINE static void transform_row(const float* from, long n, float* to, const F& f) {
-    for (long j = 0; j < n; j += kLanes) store_some(to + j, f(load_some(from + j, n - j)), n - j);
+  TF_INLINE static void transform_row(const float* from, Index n, float* to, const F& f) {
+    for (Index j = 0; j < n; j += kLanes) store_some(to + j, f(load_some(from + j, n - j)), n - j);
   }
 
   void finish(const Strip& strip) const {
     if (!strip.started) clear(strip);
-    for (long i = 0; i < strip.mask.rows; ++i) {
+    for (Index i = 0; i < strip.mask.rows; ++i) {
       const float total = reduce_add(load(strip.row_sum + i * kLanes));
       // Sums of fully masked rows are 0 already.
       const float row_sum = total == 0.0f ? 1.0f : total, norm = 1.0f / row_sum;
@@ -335,10 +335,10 @@ struct Block {
 
   // Writes the probabilities of a row. Those of a tile were computed with the row max up to that
   // tile.
-  void write_weights(const Strip& strip, long i, float row_sum) const {
+  void write_weights(const Strip& strip, Index i, float row_sum) const {
     const float* from = work.scores + i * work.score_stride;
     float* to = static_cast<float*>(args.weights) + row(strip.first + i) * args.keys;
-    for (long tile = 0; tile < args.keys; tile += kKeyTile) {
+    for (Index tile = 0; tile < args.keys; tile += kKeyTile) {
       const float then = work.tile_max[tile / kKeyTile * kPackedRows + i];
       float by[kLanes];
       store(by, softmax_exp(set1(then == strip.row_max[i] ? 0.0f : then - strip.row_max[i])));
@@ -348,20 +348,20 @@ struct Block {
   }
 
   // Whether the mask of n keys, the same for all rows, changes any score.
-  static bool adds(const float* mask, long n) {
-    for (long j = 0; j < n; ++j)
+  static bool adds(const float* mask, Index n) {
+    for (Index j = 0; j < n; ++j)
       if (mask[j] != 0.0f) return true;
     return false;
   }
 
   // `next`: rows of the following block.
-  void run(long next) {
+  void run(Index next) {
     begin(next);
     bool clean = true;
-    const long end = args.weights != nullptr ? args.keys : block_mask.limit;
-    for (long tile = 0; tile < end; tile += kKeyTile) {
+    const Index end = args.weights != nullptr ? args.keys : block_mask.limit;
+    for (Index tile = 0; tile < end; tile += kKeyTile) {
       Keys keys{tile, min(kKeyTile, end - tile), nullptr, args.mask != nullptr};
-      const long width = min(keys.count, block_mask.limit - tile);
+      const Index width = min(keys.count, block_mask.limit - tile);
       if (keys.masked && args.mask_stride[2] == 0 && width > 0) {
         const BlockMask mask{args, b, head, first, rows, block_mask.limit, work.shared};
         keys.shared = mask.mask_row(0, tile, width);
@@ -375,39 +375,40 @@ struct Block {
 };
 
 // Packs keys; channels need not be adjacent.
-void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+void pack_keys(const AttentionArgs& args, const Workspace& work, Index b, Index head, Index limit) {
   const float* k =
       static_cast<const float*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
-  for (long s = 0; s < limit; s += kPanel) {
-    const long count = min(kPanel, limit - s);
+  for (Index s = 0; s < limit; s += kPanel) {
+    const Index count = min(kPanel, limit - s);
     float* panel = work.keys + s * args.size;
-    for (long j = s + kPanel; j < min(limit, s + 2 * kPanel); ++j)
+    for (Index j = s + kPanel; j < min(limit, s + 2 * kPanel); ++j)
       fetch_row(k + j * args.key_stride[2], args.size);
     if (args.key_stride[3] == 1) {
       pack_rows(k + s * args.key_stride[2], args.key_stride[2], count, args.size, panel);
     } else {
-      for (long d = 0; d < args.size; ++d)
-        for (long j = 0; j < kPanel; ++j)
+      for (Index d = 0; d < args.size; ++d)
+        for (Index j = 0; j < kPanel; ++j)
           panel[d * kPanel + j] =
               j < count ? k[(s + j) * args.key_stride[2] + d * args.key_stride[3]] : 0.0f;
     }
   }
 }
 
-void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+void pack_values(const AttentionArgs& args, const Workspace& work, Index b, Index head,
+                 Index limit) {
   const float* v = static_cast<const float*>(args.value) +
                    head_offset(args.key_starts, args.value_stride, b, head);
-  for (long tile = 0; tile < limit; tile += kKeyTile) {
+  for (Index tile = 0; tile < limit; tile += kKeyTile) {
     // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
     Vec nonfinite = zero();
-    for (long s = tile; s < min(limit, tile + kKeyTile); ++s) {
+    for (Index s = tile; s < min(limit, tile + kKeyTile); ++s) {
       const float* row = v + s * args.value_stride[2];
       if (s + kPanel < limit) fetch_row(row + kPanel * args.value_stride[2], args.value_size);
-      for (long j = 0; j < args.value_size; j += kPanel) {
-        const long columns = min(kPanel, args.value_size - j);
+      for (Index j = 0; j < args.value_size; j += kPanel) {
+        const Index columns = min(kPanel, args.value_size - j);
         float* to = work.values + j * work.keys_up + s * kPanel;
         if (columns < kPanel || args.value_stride[3] != 1)
-          for (long c = 0; c < kPanel; ++c)
+          for (Index c = 0; c < kPanel; ++c)
             to[c] = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
         const float* from = columns < kPanel || args.value_stride[3] != 1 ? to : row + j;
         const Vec x = load(from), y = load(from + kLanes);
@@ -420,29 +421,30 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
   }
 }
 
-void attend(const AttentionArgs& call, long b, long key_head, long begin, long end, void* scratch) {
+void attend(const AttentionArgs& call, Index b, Index key_head, Index begin, Index end,
+            void* scratch) {
   AttentionArgs args = call;
-  const long limit = see_keys<float>(args, b, key_head, static_cast<char*>(scratch));
+  const Index limit = see_keys<float>(args, b, key_head, static_cast<char*>(scratch));
   const Workspace work(args, static_cast<float*>(scratch) + round_up(seen_bytes(call), kLine) / 4);
-  const long queries = query_count(args, b);
+  const Index queries = query_count(args, b);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
-  const long last = all ? queries : (end - 1) % queries + 1;
-  const long packed = args.causal ? min(limit, last) : limit;
+  const Index last = all ? queries : (end - 1) % queries + 1;
+  const Index packed = args.causal ? min(limit, last) : limit;
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
-  const long group = args.heads / args.key_heads;
+  const Index group = args.heads / args.key_heads;
   HeadPrefetcher<float> next_head(call, b, key_head, (end - begin + kTileRows - 1) / kTileRows,
                                   limit);
-  for (long item = begin; item < end;) {
-    const long first = item % queries;
-    const long left = min(queries - first, end - item);
+  for (Index item = begin; item < end;) {
+    const Index first = item % queries;
+    const Index left = min(queries - first, end - item);
     // Strips of equal size.
-    const long strips = (left + kTileRows - 1) / kTileRows;
-    const long here = min(args.weights == nullptr ? kStrips : 1, strips);
-    const long rows = (left * here + strips - 1) / strips;
-    const long visible = args.causal ? min(limit, first + rows) : limit;
-    const long head = key_head * group + item / queries;
+    const Index strips = (left + kTileRows - 1) / kTileRows;
+    const Index here = min(args.weights == nullptr ? kStrips : 1, strips);
+    const Index rows = (left * here + strips - 1) / strips;
+    const Index visible = args.causal ? min(limit, first + rows) : limit;
+    const Index head = key_head * group + item / queries;
     Block block{args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, next_head};
     block.run(min(left - rows, kQueryBlock));
     item += rows;

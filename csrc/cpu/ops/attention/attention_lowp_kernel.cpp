@@ -17,7 +17,7 @@ namespace {
 // Keys per group: their probabilities are stored, then multiplied by the values; groups start at
 // multiples of it.
 template <class T>
-constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
+constexpr Index kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
 // Whether a block is one tile of gemm.h against a group of keys at a time. A block computes all
 // scores that any of its rows needs, so small blocks save work if masks differ by row. Each row
 // then reads its own mask, and returned weights fit in cache. Other blocks compute one panel of
@@ -29,7 +29,7 @@ bool one_tile(const AttentionArgs& args) {
 }
 // Panels of scores that a block keeps: all if they are returned.
 template <class T>
-long slots(const AttentionArgs& args) {
+Index slots(const AttentionArgs& args) {
   if (args.weights != nullptr) return round_up(args.keys, kPanel) / kPanel;
   return one_tile<T>(args) ? kGroupKeys<T> / kPanel : 2;
 }
@@ -38,7 +38,7 @@ struct Workspace {
   using P = Product<T>;
   using Operand = typename P::Operand;
 
-  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel, slot;
+  Index rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel, slot;
   Operand *keys, *values, *query, *weights;
   float *scores, *sums;
   // Per row, kLanes partial sums of the probabilities: rounded as in the product with the values,
@@ -51,16 +51,16 @@ struct Workspace {
   bool* recomputed;          // per row: recomputed, with the slower exponents()
   bool* fp32_scores;         // per row: recomputed with fp32 scores
   unsigned char* nonfinite;  // per panel of keys: its values contain NaN or inf
-  long bytes = 0;
+  Index bytes = 0;
 
   Workspace(const AttentionArgs& args, void* scratch)
       : sum_stride(round_up(args.value_size, kPanel) + 16),
         key_panel(P::panel_size(args.size)),
         value_panel(P::panel_size(round_up(args.keys, kPanel))) {
-    const auto take = [&](auto*& place, long count) {
+    const auto take = [&](auto*& place, Index count) {
       void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
       place = static_cast<decltype(+place)>(at);
-      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+      bytes += round_up(count * static_cast<Index>(sizeof(*place)), 64);
     };
     take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
     take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
@@ -87,13 +87,13 @@ struct Workspace {
 
 // Finds panels whose values contain NaN or inf or, with bf16x3, numbers that are not representable.
 template <class T>
-void find_nonfinite(const AttentionArgs& args, const T* value, long keys,
+void find_nonfinite(const AttentionArgs& args, const T* value, Index keys,
                     unsigned char* nonfinite) {
-  for (long start = 0; start < keys; start += kPanel) {
+  for (Index start = 0; start < keys; start += kPanel) {
     Vec sum = zero();
-    for (long s = start; s < min(keys, start + kPanel); ++s) {
+    for (Index s = start; s < min(keys, start + kPanel); ++s) {
       const T* row = value + s * args.value_stride[2];
-      for (long j = 0; j < args.value_size; j += kLanes) {
+      for (Index j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load_some(row + j, args.value_size - j);
         sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
         if constexpr (Product<T>::kIsBf16x3)
@@ -105,17 +105,17 @@ void find_nonfinite(const AttentionArgs& args, const T* value, long keys,
 }
 
 template <class T>
-void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
+void pack(const AttentionArgs& args, const Workspace<T>& work, Index b, Index head, Index keys) {
   using P = Product<T>;
   const T* k =
       static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
-  for (long s = 0; s < keys; s += kPanel)
+  for (Index s = 0; s < keys; s += kPanel)
     P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], min(kPanel, keys - s), args.size,
                  work.keys + s / kPanel * work.key_panel);
   const T* v =
       static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
-  for (long j = 0; j < args.value_size; j += kPanel) {
-    const long columns = min(kPanel, args.value_size - j);
+  for (Index j = 0; j < args.value_size; j += kPanel) {
+    const Index columns = min(kPanel, args.value_size - j);
     auto* panel = work.values + j / kPanel * work.value_panel;
     if constexpr (P::kIsBf16x3) {
       P::pack_representable_columns(v + j, args.value_stride[2], columns, keys, panel);
@@ -137,7 +137,7 @@ constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p64f;
 template <class T>
 class Block : Scores {
  public:
-  Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, long key_head,
+  Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, Index key_head,
         HeadPrefetcher<T>& next)
       : Scores(call, mask, place.scores, place.slot),
         args(call),
@@ -157,18 +157,18 @@ class Block : Scores {
 
  private:
   using P = Product<T>;
-  static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
+  static constexpr Index kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
 
   // Column of a panel's probabilities in work.weights.
-  static long column(const Panel& panel) { return panel.start % kWidth; }
+  static Index column(const Panel& panel) { return panel.start % kWidth; }
 
   struct Group {
     Panel panel[kGroup];
-    long count = 0;
+    Index count = 0;
   };
 
   // Sets the row max to the largest score of this panel, if it has a visible one.
-  void set_row_max(long i, const Vec (&x)[2]) {
+  void set_row_max(Index i, const Vec (&x)[2]) {
     const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
     if (highest > kMinRowMax) {
       work.neg_max[i] = -highest;
@@ -179,11 +179,11 @@ class Block : Scores {
     }
   }
 
-  TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+  TF_INLINE void put(const Panel& panel, Index i, Vec (&e)[2]) const {
     add(i, e);
     put(panel, i, P::chunk(work.weights, kWidth, i, column(panel)), row_scores(panel, i), e);
   }
-  TF_INLINE void add(long i, const Vec (&e)[2]) const {
+  TF_INLINE void add(Index i, const Vec (&e)[2]) const {
     // Sums the rounded probabilities, so that O is a weighted mean of the values: a key with all of
     // a row's probability gives exactly its value.
     float* total = work.total + i * kLanes;
@@ -195,7 +195,7 @@ class Block : Scores {
   }
   // Stores weights after dropout in the chunk, and if they are returned, also in place of the
   // scores.
-  TF_INLINE void put(const Panel& panel, long i, typename P::Operand* chunk, float* s,
+  TF_INLINE void put(const Panel& panel, Index i, typename P::Operand* chunk, float* s,
                      Vec (&e)[2]) const {
     if (args.dropout.on) drop_row(panel, i, e);
     if (args.weights != nullptr) TF_UNROLL for (int u = 0; u < 2; ++u) store(s + u * kLanes, e[u]);
@@ -208,7 +208,7 @@ class Block : Scores {
   }
 
   // Kept elements are not scaled yet: see kept_factor().
-  TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
+  TF_INLINE void drop_row(const Panel& panel, Index i, Vec (&e)[2]) const {
     const KeepBits bits =
         panel_bits(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i]);
     TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = where_set(bits >> u * kLanes, e[u]);
@@ -227,9 +227,9 @@ class Block : Scores {
 
   // Recomputes the rows whose queries or keys are infinite, or nearly.
   void score_fp32(const Panel& panel) const {
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       if (!work.fp32_scores[i]) continue;
-      const auto query = [&](long d) {
+      const auto query = [&](Index d) {
         return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
       };
       Vec low, high;
@@ -245,7 +245,7 @@ class Block : Scores {
   // multiplies in another order than apply_mask(), so scores of about 1e9 differ from their own
   // maximum by more than the exponent range; recomputed rows get exactly 0 for their largest score,
   // and so do all rows if the backward will recompute them.
-  TF_INLINE void exponents(const Panel& panel, long i, const Vec (&mask)[2], Vec (&x)[2]) const {
+  TF_INLINE void exponents(const Panel& panel, Index i, const Vec (&mask)[2], Vec (&x)[2]) const {
     const Vec neg_max = set1(work.neg_max[i]);
     const float* s = row_scores(panel, i);
     const bool exact = additive() || for_backward() || work.recomputed[i];
@@ -280,7 +280,7 @@ class Block : Scores {
   // A vector of a row's scores and mask.
   struct Place {
     const Panel& panel;
-    long row;
+    Index row;
     int u;
     const float* scores;
     const char* mask;  // if it is read in place
@@ -292,9 +292,9 @@ class Block : Scores {
   template <class Exponent>
   TF_INLINE void exp_panels(const Panel* from, const Panel* to, const Exponent& exponent) const {
     const bool keeps_exact = P::kRounds && work.exact != work.total;
-    const long step = kLanes * element_bytes(args.mask_type);
+    const Index step = kLanes * element_bytes(args.mask_type);
     const Vec factor = exponent_factor();
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       const Vec neg_max = set1(work.neg_max[i]);
       Vec total = load(work.total + i * kLanes);
       Vec exact = keeps_exact ? load(work.exact + i * kLanes) : zero();
@@ -364,7 +364,7 @@ class Block : Scores {
   // Sets the row maxima that are not set, from this panel.
   void set_maxima(const Panel& panel) {
     const float* shared = shared_mask(panel);
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       if (work.has_max[i]) continue;
       Vec x[2], mask[2];
       apply_mask(panel, i, shared, mask, x);
@@ -374,14 +374,14 @@ class Block : Scores {
 
   // Computes the probabilities of rows up to `until` of the pending panel. Not inlined: it has many
   // call sites in the tile loop.
-  [[gnu::noinline]] void exp_rows(long until) {
-    const long from = done_;
+  [[gnu::noinline]] void exp_rows(Index until) {
+    const Index from = done_;
     if (until <= from) return;
     done_ = until;
     if (rows_without_max_ == 0 && masking(pending_) == Masking::none) {
       const float* s = row_scores(pending_, from);
       const Vec factor = exponent_factor();
-      for (long i = from; i < until; ++i, s += kPanel) {
+      for (Index i = from; i < until; ++i, s += kPanel) {
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
             exp2(scaled_exponent(s + u * kLanes, factor, set1(work.neg_max[i])), T{});
@@ -390,7 +390,7 @@ class Block : Scores {
       return;
     }
     const float* shared = shared_mask(pending_);
-    for (long i = from; i < until; ++i) {
+    for (Index i = from; i < until; ++i) {
       Vec x[2], mask[2];
       apply_mask(pending_, i, shared, mask, x);
       if (!work.has_max[i]) set_row_max(i, x);
@@ -403,12 +403,12 @@ class Block : Scores {
   // Calls f(row, key, probability) for the keys of a panel that are visible to a row.
   template <class F>
   void each_visible(const Panel& panel, const F& f) const {
-    for (long i = 0; i < rows; ++i) {
-      const long visible = block_mask.visible(i, panel.start, panel.count);
+    for (Index i = 0; i < rows; ++i) {
+      const Index visible = block_mask.visible(i, panel.start, panel.count);
       const float* mask =
           args.mask == nullptr ? nullptr : block_mask.mask_row(i, panel.start, visible);
       const auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
-      for (long s = 0; s < visible; ++s)
+      for (Index s = 0; s < visible; ++s)
         if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
     }
   }
@@ -418,9 +418,9 @@ class Block : Scores {
   void accumulate_pv_nonfinite(const Panel& panel) const {
     const T* value = static_cast<const T*>(args.value) +
                      head_offset(args.key_starts, args.value_stride, block_mask.b, key_head_);
-    each_visible(panel, [&](long i, long key, float p) {
+    each_visible(panel, [&](Index i, Index key, float p) {
       float* sums = work.sums + i * work.sum_stride;
-      for (long j = 0; j < args.value_size; ++j) {
+      for (Index j = 0; j < args.value_size; ++j) {
         if constexpr (P::kIsBf16x3) {
           const float v = value[key * args.value_stride[2] + j];
           if (P::not_representable(v)) sums[j] = fma(p, v, sums[j]);
@@ -434,8 +434,8 @@ class Block : Scores {
 
   // Accumulates P V of adjacent panels.
   void accumulate_pv_adjacent(const Panel& first, const Panel& last) const {
-    const long keys = last.start + last.count - first.start;
-    for (long j = 0; j < args.value_size; j += kPanel)
+    const Index keys = last.start + last.count - first.start;
+    for (Index j = 0; j < args.value_size; j += kPanel)
       P::multiply_to(P::chunk(work.weights, kWidth, 0, column(first)), kWidth, rows, keys,
                      work.values + j / kPanel * work.value_panel + P::panel_size(first.start), true,
                      work.sums + j, work.sum_stride, [] {});
@@ -466,16 +466,16 @@ class Block : Scores {
   // must not depend on which rows form a block.
   void add_to(Group& group, const Panel& panel) const {
     if (P::kIsBf16x3 && group.count > 0)
-      for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
+      for (Index start = group.panel[group.count - 1].start + kPanel; start < panel.start;
            start += kPanel)
-        for (long i = 0; i < rows; ++i)
+        for (Index i = 0; i < rows; ++i)
           P::put(P::chunk(work.weights, kWidth, i, start % kWidth), zero(), zero());
     group.panel[group.count++] = panel;
   }
 
   void clear() {
-    for (long i = 0; i < round_up(rows, 16); ++i) {
-      for (long j = 0; j < args.value_size; j += kLanes)
+    for (Index i = 0; i < round_up(rows, 16); ++i) {
+      for (Index j = 0; j < args.value_size; j += kLanes)
         store(work.sums + i * work.sum_stride + j, zero());
       store(work.total + i * kLanes, zero());
       store(work.exact + i * kLanes, zero());
@@ -489,7 +489,7 @@ class Block : Scores {
         block_mask.first * args.query_stride[2];
     P::fill(query, args.query_stride[2], rows, args.size, work.query);
     clear();
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       work.neg_max[i] = 0.0f;
       work.has_max[i] = work.recomputed[i] = work.fp32_scores[i] = false;
     }
@@ -503,7 +503,7 @@ class Block : Scores {
          panel = panel_from(panel.start + kPanel, 0)) {
       score(panel, [] {});
       const float* shared = shared_mask(panel);
-      for (long i = 0; i < rows; ++i) {
+      for (Index i = 0; i < rows; ++i) {
         if (work.has_max[i]) continue;
         Vec x[2], mask[2];
         apply_mask(panel, i, shared, mask, x);
@@ -514,23 +514,23 @@ class Block : Scores {
 
   // Computes the true row max of every row whose first one did not suffice.
   void find_maxima() {
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       work.recomputed[i] = !work.has_max[i];
       work.fp32_scores[i] = work.recomputed[i] && !for_backward();
       if (!work.has_max[i]) work.neg_max[i] = kInf;
     }
     // The backward uses bf16x3 scores, so as many rows as possible keep them.
     if (for_backward())
-      each_row_without_max([&](long i, const Vec(&x)[2]) {
+      each_row_without_max([&](Index i, const Vec(&x)[2]) {
         TF_UNROLL for (int u = 0; u < 2; ++u) work.fp32_scores[i] |=
             any(is_nan(x[u])) || any(equal(x[u], set1(kInf)));
       });
     exact_max_ = true;
-    each_row_without_max([&](long i, const Vec(&x)[2]) {
+    each_row_without_max([&](Index i, const Vec(&x)[2]) {
       const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
       if (-highest < work.neg_max[i]) work.neg_max[i] = -highest;
     });
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       if (work.neg_max[i] == kInf) work.neg_max[i] = 0.0f;
       work.has_max[i] = true;
     }
@@ -538,15 +538,15 @@ class Block : Scores {
   }
 
   // The slot of a panel's scores: its own if they are returned.
-  int slot_of(const Panel& panel, long otherwise) const {
+  int slot_of(const Panel& panel, Index otherwise) const {
     return static_cast<int>(args.weights != nullptr ? panel.start / kPanel : otherwise);
   }
 
   // Processes the whole block; returns false if a row max did not suffice.
   bool pass() {
     if (one_tile<T>(args)) return pass_groups();
-    const long steps = P::steps(rows, args.size);
-    const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
+    const Index steps = P::steps(rows, args.size);
+    const Index share = steps > 0 ? (rows + steps - 1) / steps : 0;
     Group group;  // including the pending panel
     pending_.count = 0;
     done_ = rows;
@@ -596,13 +596,13 @@ class Block : Scores {
                 head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
                 block_mask.first * args.output_stride[2];
     bool did = true;
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.total + i * kLanes));
       const float* o = work.sums + i * work.sum_stride;
       Vec nonfinite = set1(total - total);  // NaN if any result is not finite
       // Sums of fully masked rows are 0 already.
       const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
-      for (long j = 0; j < args.value_size; j += kLanes) {
+      for (Index j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load(o + j);
         nonfinite = nonfinite + (x - x);
         store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
@@ -625,18 +625,18 @@ class Block : Scores {
 
   // Writes the probabilities, which stand in place of the scores, once row sums are known.
   void write_weights() {
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.exact + i * kLanes));
       work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
     }
     T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
-    for (long start = 0; start < args.keys; start += kPanel) {
+    for (Index start = 0; start < args.keys; start += kPanel) {
       Panel panel = start < block_mask.limit ? panel_from(start, 0) : Panel{};
       const bool visible = panel.count > 0 && panel.start == start;
       panel.slot = static_cast<int>(start / kPanel);
-      for (long i = 0; i < rows; ++i) {
+      for (Index i = 0; i < rows; ++i) {
         const Vec by = set1(work.exact[i * kLanes]);
-        for (long u = 0; u < kPanel; u += kLanes)
+        for (Index u = 0; u < kPanel; u += kLanes)
           if (start + u < args.keys)
             store_some(first + i * args.keys + start + u,
                        visible ? load(row_scores(panel, i) + u) * by : zero(),
@@ -647,42 +647,43 @@ class Block : Scores {
 
   const AttentionArgs& args;
   const Workspace<T>& work;
-  const long key_head_;
+  const Index key_head_;
   HeadPrefetcher<T>& next_;
-  bool exact_max_ = false;     // row maxima are exact
-  Panel pending_{};            // scores are computed, probabilities are not
-  long done_ = 0;              // rows of pending_ that are done
-  long rows_without_max_ = 0;  // rows without a row max
-  bool low_scores_ = false;    // a row had scores below kMinRowMax only
+  bool exact_max_ = false;      // row maxima are exact
+  Panel pending_{};             // scores are computed, probabilities are not
+  Index done_ = 0;              // rows of pending_ that are done
+  Index rows_without_max_ = 0;  // rows without a row max
+  bool low_scores_ = false;     // a row had scores below kMinRowMax only
 };
 
 // Queries of the heads that share a key head, block by block.
 template <class T>
-void attend(const AttentionArgs& call, long b, long key_head, long begin, long end, void* scratch) {
+void attend(const AttentionArgs& call, Index b, Index key_head, Index begin, Index end,
+            void* scratch) {
   AttentionArgs args = call;
-  const long limit = see_keys<T>(args, b, key_head, static_cast<char*>(scratch));
+  const Index limit = see_keys<T>(args, b, key_head, static_cast<char*>(scratch));
   const Workspace<T> work(args, static_cast<char*>(scratch) + round_up(seen_bytes(call), kLine));
-  const long queries = query_count(args, b);
+  const Index queries = query_count(args, b);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
-  const long last = all ? queries : (end - 1) % queries + 1;
+  const Index last = all ? queries : (end - 1) % queries + 1;
   pack<T>(args, work, b, key_head, args.causal ? min(limit, last) : limit);
-  const long group = args.heads / args.key_heads;
-  const long block_rows = one_tile<T>(args) ? kTileRows : Product<T>::kBlockRows;
-  const long blocks = (end - begin + block_rows - 1) / block_rows;
+  const Index group = args.heads / args.key_heads;
+  const Index block_rows = one_tile<T>(args) ? kTileRows : Product<T>::kBlockRows;
+  const Index blocks = (end - begin + block_rows - 1) / block_rows;
   HeadPrefetcher<T> next(call, b, key_head, blocks, limit);
   const unsigned mode = flush_denormals();
   Product<T>::enter();
-  for (long item = begin; item < end;) {
-    const long first = item % queries;
-    const long left = min(queries - first, end - item),
-               parts = (left + block_rows - 1) / block_rows;
+  for (Index item = begin; item < end;) {
+    const Index first = item % queries;
+    const Index left = min(queries - first, end - item),
+                parts = (left + block_rows - 1) / block_rows;
     // Divided evenly if blocks consist of tiles of gemm.h, since tiles of one or two rows sum in
     // another order.
-    const long rows =
+    const Index rows =
         block_rows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, block_rows);
-    const long visible = args.causal ? min(limit, first + rows) : limit;
-    const long head = key_head * group + item / queries;
+    const Index visible = args.causal ? min(limit, first + rows) : limit;
+    const Index head = key_head * group + item / queries;
     Block<T>(args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, key_head, next)
         .run();
     item += rows;

@@ -12,8 +12,8 @@ namespace {
 
 // Whether all of n values of an additive mask, `step` apart, are -inf.
 template <class T>
-bool all_minus_inf(const T* value, long step, long n) {
-  long j = 0;
+bool all_minus_inf(const T* value, Index step, Index n) {
+  Index j = 0;
   if (step == 1) {
     for (; j + kLanes <= n; j += kLanes) {
       const Vec x = load(value + j);
@@ -28,8 +28,8 @@ bool all_minus_inf(const T* value, long step, long n) {
 
 // Converts a row of an additive mask to floats.
 template <class T>
-void widen_row(const T* from, long step, long n, float* to) {
-  long j = 0;
+void widen_row(const T* from, Index step, Index n, float* to) {
+  Index j = 0;
   if (step == 1)
     for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
   for (; j < n; ++j) to[j] = load_one(from + j * step);
@@ -38,38 +38,38 @@ void widen_row(const T* from, long step, long n, float* to) {
 // Mask of a block of queries [first, first + rows) of one head.
 struct BlockMask {
   const AttentionShape& shape;
-  long b, head, first, rows;
-  long limit;   // end of the keys visible to any row of the block
+  Index b, head, first, rows;
+  Index limit;  // end of the keys visible to any row of the block
   float* bias;  // buffer for one row of the mask over a tile of keys
 
   // Number of keys of the tile [start, start + count) that are visible to the row by causality and
   // length.
-  long visible(long row, long start, long count) const {
-    long end = limit - start;
+  Index visible(Index row, Index start, Index count) const {
+    Index end = limit - start;
     if (shape.causal) end = min(end, first + row + 1 - start);
     return max(0, min(count, end));
   }
 
-  const char* mask_at(long row, long s) const {
-    const long offset = b * shape.mask_stride[0] + head * shape.mask_stride[1] +
-                        (first + row) * shape.mask_stride[2] + s * shape.mask_stride[3];
+  const char* mask_at(Index row, Index s) const {
+    const Index offset = b * shape.mask_stride[0] + head * shape.mask_stride[1] +
+                         (first + row) * shape.mask_stride[2] + s * shape.mask_stride[3];
     return static_cast<const char*>(shape.mask) + offset * element_bytes(shape.mask_type);
   }
 
   // Prefetches a panel of the mask, unless it is broadcast. Its rows are a stride apart that
   // hardware does not predict.
-  void prefetch(long start) const {
+  void prefetch(Index start) const {
     if (shape.mask == nullptr || shape.mask_stride[2] == 0 || shape.mask_stride[3] != 1) return;
     const char* place = mask_at(0, start);
-    const long bytes = element_bytes(shape.mask_type);
-    for (long i = 0; i < rows; ++i, place += shape.mask_stride[2] * bytes)
-      for (long j = 0; j < kPanel * bytes; j += kLine) prefetch_l2(place + j);
+    const Index bytes = element_bytes(shape.mask_type);
+    for (Index i = 0; i < rows; ++i, place += shape.mask_stride[2] * bytes)
+      for (Index j = 0; j < kPanel * bytes; j += kLine) prefetch_l2(place + j);
     asm volatile("");  // GCC removes calls of functions that only prefetch
   }
 
   // A row whose mask begins at `place`.
-  bool row_fully_masked(const char* place, long row, long start, long count) const {
-    const long step = shape.mask_stride[3], n = visible(row, start, count);
+  bool row_fully_masked(const char* place, Index row, Index start, Index count) const {
+    const Index step = shape.mask_stride[3], n = visible(row, start, count);
     switch (shape.mask_type) {
       case Element::boolean:
         return all_zero(place, step, n);
@@ -83,20 +83,20 @@ struct BlockMask {
   }
 
   // Whether the mask tensor masks the whole tile for the whole block.
-  bool fully_masked(long start, long count) const {
+  bool fully_masked(Index start, Index count) const {
     if (shape.mask == nullptr) return false;
     // The last row first: it sees most keys if the mask is causal.
     const char* place = mask_at(rows - 1, start);
-    const long stride = shape.mask_stride[2] * element_bytes(shape.mask_type);
-    for (long i = rows - 1; i >= (stride == 0 ? rows - 1 : 0); --i, place -= stride)
+    const Index stride = shape.mask_stride[2] * element_bytes(shape.mask_type);
+    for (Index i = rows - 1; i >= (stride == 0 ? rows - 1 : 0); --i, place -= stride)
       if (!row_fully_masked(place, i, start, count)) return false;
     return true;
   }
 
   // Number of keys of the tile up to the last panel that is not fully masked; 0 if there is none.
-  long unmasked(long start, long count) const {
+  Index unmasked(Index start, Index count) const {
     while (count > 0) {
-      const long panel = (count - 1) / kPanel * kPanel;
+      const Index panel = (count - 1) / kPanel * kPanel;
       if (!fully_masked(start + panel, count - panel)) break;
       count = panel;
     }
@@ -104,13 +104,13 @@ struct BlockMask {
   }
 
   // One row of the mask over [start, start + count) as additive floats, -inf where masked.
-  const float* mask_row(long row, long start, long count) const {
+  const float* mask_row(Index row, Index start, Index count) const {
     const char* place = mask_at(row, start);
-    const long step = shape.mask_stride[3];
+    const Index step = shape.mask_stride[3];
     switch (shape.mask_type) {
       case Element::boolean: {
         const auto* bytes = reinterpret_cast<const uint8_t*>(place);
-        long j = 0;
+        Index j = 0;
         if (step == 1)
           for (; j + kLanes <= count && count - j >= 16; j += kLanes)
             store(bias + j, select(bytes_nonzero(bytes + j), zero(), set1(-kInf)));
@@ -131,7 +131,7 @@ struct BlockMask {
   }
 
   // kLanes adjacent values of the mask, from the j-th after `place` on.
-  TF_INLINE Vec mask_vector(const char* place, long j) const {
+  TF_INLINE Vec mask_vector(const char* place, Index j) const {
     switch (shape.mask_type) {
       case Element::boolean:
         return select(bytes_nonzero(reinterpret_cast<const uint8_t*>(place) + j), zero(),
@@ -146,9 +146,9 @@ struct BlockMask {
   }
 
   // scores * scale + mask for the first `count` of a row, -inf where masked.
-  void add_mask(float* scores, const float* mask, long count) const {
+  void add_mask(float* scores, const float* mask, Index count) const {
     const Vec scale = set1(shape.scale);
-    long j = 0;
+    Index j = 0;
     for (; j + kLanes <= count; j += kLanes) {
       const Vec m = load(mask + j);
       store(scores + j, select(equal(m, set1(-kInf)), m, fma(load(scores + j), scale, m)));
@@ -157,37 +157,37 @@ struct BlockMask {
   }
 
   // The mask over [start, start + count) if it is the same for all rows; null if it is not.
-  const float* shared_row(long start, long count) const {
+  const float* shared_row(Index start, Index count) const {
     return shape.mask != nullptr && shape.mask_stride[2] == 0 ? mask_row(0, start, count) : nullptr;
   }
 
   // Masks a row of scores of the tile [start, start + count): -inf where masked, and behind the
   // visible keys up to `padded`. Applies the scale if there is a mask tensor or `scaled`.
-  void mask_scores(float* scores, long row, long start, long count, long padded,
+  void mask_scores(float* scores, Index row, Index start, Index count, Index padded,
                    const float* shared, bool scaled) const {
-    const long n = visible(row, start, count);
+    const Index n = visible(row, start, count);
     if (shape.mask != nullptr) {
       add_mask(scores, shared != nullptr ? shared : mask_row(row, start, n), n);
     } else if (scaled) {
-      for (long j = 0; j < n; ++j) scores[j] *= shape.scale;
+      for (Index j = 0; j < n; ++j) scores[j] *= shape.scale;
     }
-    for (long j = n; j < padded; ++j) scores[j] = -kInf;
+    for (Index j = n; j < padded; ++j) scores[j] = -kInf;
   }
 };
 
 // End of the keys of a batch element that its length leaves visible.
-inline long key_limit(const AttentionShape& shape, long b) {
-  const long keys = key_count(shape, b);
+inline Index key_limit(const AttentionShape& shape, Index b) {
+  const Index keys = key_count(shape, b);
   return shape.key_lengths == nullptr ? keys : max(0, min(keys, shape.key_lengths[b]));
 }
 
 // Offset of the first row of a head of a batch element.
-TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
+TF_INLINE Index head_offset(const int64_t* starts, const Index* stride, Index b, Index head) {
   return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
 }
 
 // Bytes of scratch for see_keys().
-inline long seen_bytes(const AttentionArgs& args) {
+inline Index seen_bytes(const AttentionArgs& args) {
   if (args.mask == nullptr || args.mask_stride[2] != 0) return 0;
   return args.keys * (4 + (args.size + args.value_size) * element_bytes(args.type)) + 2 * kLine;
 }
@@ -197,15 +197,15 @@ inline long seen_bytes(const AttentionArgs& args) {
 // to `scratch` and lets `args` refer to these copies. The choice depends on the mask only, so that
 // neither threads nor the number of queries change results.
 template <class T>
-long see_keys(AttentionArgs& args, long b, long key_head, char* scratch) {
-  const long limit = key_limit(args, b), group = args.heads / args.key_heads;
+Index see_keys(AttentionArgs& args, Index b, Index key_head, char* scratch) {
+  const Index limit = key_limit(args, b), group = args.heads / args.key_heads;
   if (args.mask == nullptr || args.mask_stride[2] != 0 || (args.mask_stride[1] != 0 && group > 1))
     return limit;
   auto* bias = reinterpret_cast<float*>(scratch);
   const BlockMask mask{args, b, key_head * group, 0, 1, limit, bias};
   const float* row = mask.mask_row(0, 0, limit);
-  long count = 0, end = 0;
-  for (long s = 0; s < limit; ++s)
+  Index count = 0, end = 0;
+  for (Index s = 0; s < limit; ++s)
     if (row[s] != -kInf) {
       ++count;
       end = s + 1;
@@ -220,7 +220,7 @@ long see_keys(AttentionArgs& args, long b, long key_head, char* scratch) {
       static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, key_head);
   const T* v = static_cast<const T*>(args.value) +
                head_offset(args.key_starts, args.value_stride, b, key_head);
-  for (long s = 0, n = 0; s < end; ++s) {
+  for (Index s = 0, n = 0; s < end; ++s) {
     if (row[s] == -kInf) continue;
     std::memcpy(keys + n * args.size, k + s * args.key_stride[2], args.size * sizeof(T));
     std::memcpy(values + n * args.value_size, v + s * args.value_stride[2],

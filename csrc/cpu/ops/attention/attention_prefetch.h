@@ -15,12 +15,12 @@ class HeadPrefetcher {
  public:
   // For the key head that follows the given one. Its rows are divided among the expected number of
   // calls: `strips` times the panels of `keys`, with causal masking half as many.
-  HeadPrefetcher(const AttentionArgs& args, long b, long key_head, long strips, long keys)
+  HeadPrefetcher(const AttentionArgs& args, Index b, Index key_head, Index strips, Index keys)
       : args_(args) {
     // More would evict the current working set.
-    constexpr long kMaxBytes = 256 * 1024;
-    const long next = b * args.key_heads + key_head + args.next_head;
-    const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
+    constexpr Index kMaxBytes = 256 * 1024;
+    const Index next = b * args.key_heads + key_head + args.next_head;
+    const Index bytes = args.keys * (args.size + args.value_size) * static_cast<Index>(sizeof(T));
     if (args.next_head == 0 || bytes > kMaxBytes || args.key_starts != nullptr ||
         next >= args.batch * args.key_heads)
       return;
@@ -32,17 +32,17 @@ class HeadPrefetcher {
     v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
     keys_ = args.key_lengths == nullptr ? args.keys : max(0, min(args.keys, args.key_lengths[b]));
     rows_ = max(keys_, args.queries);
-    const long calls = max(1, strips * ((keys + kPanel - 1) / kPanel) / (args.causal ? 2 : 1));
+    const Index calls = max(1, strips * ((keys + kPanel - 1) / kPanel) / (args.causal ? 2 : 1));
     share_ = (rows_ + calls - 1) / calls;
   }
 
   TF_INLINE void prefetch_some() {
-    const long until = min(rows_, at_ + share_);
+    const Index until = min(rows_, at_ + share_);
     if (at_ < until) prefetch_until(until);
   }
 
  private:
-  [[gnu::noinline]] void prefetch_until(long until) {
+  [[gnu::noinline]] void prefetch_until(Index until) {
     for (; at_ < until; ++at_) {
       if (at_ < keys_) {
         fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
@@ -54,7 +54,7 @@ class HeadPrefetcher {
 
   const AttentionArgs& args_;
   const T *q_ = nullptr, *k_ = nullptr, *v_ = nullptr;
-  long keys_ = 0, rows_ = 0, share_ = 0, at_ = 0;
+  Index keys_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };
 
 }  // namespace

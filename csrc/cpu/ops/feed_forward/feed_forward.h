@@ -16,14 +16,14 @@ struct FeedForwardArgs {
   const void* packed2 = nullptr;  // W2 (n, f) in panels, or nullptr if y is
   const void* bias2 = nullptr;    // (n) or nullptr
   void* y;                        // (m, n), contiguous, or nullptr: only the hidden units
-  long m, k, f, n, x_stride;
+  Index m, k, f, n, x_stride;
   int activation;
   const void* residual = nullptr;  // (m, n), rows residual_stride apart, added last; or nullptr
-  long residual_stride = 0;
+  Index residual_stride = 0;
   // For training. The backward uses the same code: x is then dY, W1 is W2 transposed and W2 is W1
   // transposed, and hidden units are multiplied by act' instead of being activated.
   Dropout dropout = {};            // of the hidden units
-  long row = 0;                    // row number of the first row for dropout
+  Index row = 0;                   // row number of the first row for dropout
   void* preactivation = nullptr;   // (m, f): receives x W1^T + b1; or nullptr
   const void* slope_at = nullptr;  // (m, f): argument of act' in the backward, or nullptr
   void* hidden = nullptr;          // with slope_at, (m, f): receives dz; or nullptr
@@ -42,11 +42,11 @@ inline bool trains(const FeedForwardArgs& args) {
 
 // Kernels for weights in one packed layout.
 struct FeedForwardKernels {
-  long row_unit;  // row ranges start at multiples
+  Index row_unit;  // row ranges start at multiples
   // Preferred maximum of rows per call of `rows`, and bytes of scratch for that many.
-  long (*row_block)(const FeedForwardArgs& args);
-  long (*scratch)(const FeedForwardArgs& args, long rows);
-  void (*rows)(const FeedForwardArgs& args, long begin, long end, void* scratch);
+  Index (*row_block)(const FeedForwardArgs& args);
+  Index (*scratch)(const FeedForwardArgs& args, Index rows);
+  void (*rows)(const FeedForwardArgs& args, Index begin, Index end, void* scratch);
 };
 
 TF_KERNEL(const FeedForwardKernels* feed_forward_kernels())
@@ -55,7 +55,7 @@ TF_KERNEL_BF16X3(const FeedForwardKernels* bf16x3_feed_forward_kernels())
 
 // Transforms rows [begin, end) of x W1^T + b1 in fp32, contiguous, into the input of the second
 // layer.
-TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin,
-                                   long end))
+TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, Index begin,
+                                   Index end))
 
 }  // namespace tf

@@ -16,17 +16,17 @@ namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-long row_block(const FeedForwardArgs& args) {
+Index row_block(const FeedForwardArgs& args) {
   return block_rows<Product<T>>((args.k + args.f) * Product<T>::kBytes);
 }
 
 template <class T>
-long feed_forward_scratch_bytes(const FeedForwardArgs& args, long rows) {
+Index feed_forward_scratch_bytes(const FeedForwardArgs& args, Index rows) {
   using P = Product<T>;
   return (P::block_size(rows, args.k) + P::block_size(rows, args.f)) *
-             static_cast<long>(sizeof(typename P::Operand)) +
-         P::buffer_size(rows) * static_cast<long>(sizeof(float)) +
-         rows * static_cast<long>(sizeof(KeepBits));
+             static_cast<Index>(sizeof(typename P::Operand)) +
+         P::buffer_size(rows) * static_cast<Index>(sizeof(float)) +
+         rows * static_cast<Index>(sizeof(KeepBits));
 }
 
 // Rows [begin, end). For each panel of hidden units, from column j on, first(j) returns a function
@@ -34,12 +34,12 @@ long feed_forward_scratch_bytes(const FeedForwardArgs& args, long rows) {
 // the row's bits for panel_factors(); after(j) is called when all rows are done. Without y there is
 // no second product.
 template <class T, class First, class After>
-void two_products(const FeedForwardArgs& args, long begin, long end, void* scratch,
+void two_products(const FeedForwardArgs& args, Index begin, Index end, void* scratch,
                   const First& first, const After& after) {
   using P = Product<T>;
   using Operand = typename P::Operand;
   P::enter();
-  const long rows = end - begin;
+  const Index rows = end - begin;
   Operand* x = static_cast<Operand*>(scratch);
   Operand* hidden = x + P::block_size(rows, args.k);
   float* sums = reinterpret_cast<float*>(hidden + P::block_size(rows, args.f));
@@ -47,10 +47,10 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
   const auto* w1 = static_cast<const Operand*>(args.packed1);
   const auto* w2 = static_cast<const Operand*>(args.packed2);
   P::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x);
-  for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
+  for (Index j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
     P::multiply(x, rows, args.k, w1,
                 j + kPanel < args.f || w2 == nullptr ? w1 + P::panel_size(args.k) : w2, sums,
-                [=, activate_hidden = first(j)](long i, Vec low, Vec high)
+                [=, activate_hidden = first(j)](Index i, Vec low, Vec high)
                     __attribute__((always_inline)) {
                       activate_hidden(i, low, high, keep[i]);
                       P::put(P::chunk(hidden, args.f, i, j), low, high);
@@ -60,10 +60,10 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
   T* y = args.y == nullptr ? nullptr : static_cast<T*>(args.y) + begin * args.n;
   const T* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;
-  for (long j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
+  for (Index j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
     P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
                 [=, &args, epilogue = Epilogue<T>(args.bias2, j, args.n, kIdentity)](
-                    long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    Index i, Vec low, Vec high) __attribute__((always_inline)) {
                   epilogue.finish(low, high);
                   if (residual != nullptr)
                     epilogue.add(residual + i * args.residual_stride + j, low, high);
@@ -74,14 +74,14 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
 }
 
 template <class T>
-void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+void forward(const FeedForwardArgs& args, Index begin, Index end, void* scratch) {
   T* preactivation = static_cast<T*>(args.preactivation);
   if (preactivation != nullptr) preactivation += begin * args.f;
   two_products<T>(
       args, begin, end, scratch,
-      [&](long j) {
+      [&](Index j) {
         return [=, &args, epilogue = Epilogue<T>(args.bias1, j, args.f, args.activation)](
-                   long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
+                   Index i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
           epilogue.add_bias(low, high);
           if (preactivation != nullptr) epilogue.write(preactivation + i * args.f + j, low, high);
           epilogue.activate(low, high);
@@ -99,7 +99,7 @@ void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
           }
         };
       },
-      [](long) {});
+      [](Index) {});
 }
 
 // Writes rows of a panel in order, starting with an even one, as pairs.
@@ -109,10 +109,10 @@ class PairedRows {
   using Operand = typename P::Operand;
 
  public:
-  PairedRows(Operand* panel, long row, float* pending)
+  PairedRows(Operand* panel, Index row, float* pending)
       : panel_(panel), row_(row), pending_(pending) {}
 
-  TF_INLINE void put(long i, Vec low, Vec high) const {
+  TF_INLINE void put(Index i, Vec low, Vec high) const {
     if (i % 2 == 0) {
       store(pending_, low);
       store(pending_ + kLanes, high);
@@ -122,37 +122,37 @@ class PairedRows {
   }
 
   // Called after `rows` rows; pads with zeros behind the last of all m rows.
-  void finish(long rows, long m) const {
+  void finish(Index rows, Index m) const {
     if (rows % 2 != 0) put(rows, zero(), zero());
     if (row_ + rows < m) return;
-    for (long pair = (m + 1) / 2; 2 * pair < P::depth(m); ++pair)
+    for (Index pair = (m + 1) / 2; 2 * pair < P::depth(m); ++pair)
       P::put_pair(panel_, pair, {zero(), zero()}, {zero(), zero()});
   }
 
  private:
   Operand* panel_;
-  long row_;
+  Index row_;
   float* pending_;
 };
 
 template <class T>
-void backward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+void backward(const FeedForwardArgs& args, Index begin, Index end, void* scratch) {
   using P = Product<T>;
   float* pending = static_cast<float*>(scratch);
   const T* z = static_cast<const T*>(args.slope_at) + begin * args.f;
   T* grad_z = args.hidden == nullptr ? nullptr : static_cast<T*>(args.hidden) + begin * args.f;
   auto* panels = static_cast<typename P::Operand*>(args.panels);
-  const auto paired = [&](long j) {
+  const auto paired = [&](Index j) {
     return PairedRows<T>(panels == nullptr ? nullptr : panels + j / kPanel * P::panel_size(args.m),
                          begin, pending);
   };
   two_products<T>(
       args, begin, end, pending + kPanel,
-      [&](long j) {
+      [&](Index j) {
         const Epilogue<T> epilogue(nullptr, j, args.f, args.activation);
         const PairedRows<T> hidden = paired(j);
-        const long have = args.f - j;
-        return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
+        const Index have = args.f - j;
+        return [=](Index i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
           const T* from = z + i * args.f + j;
           Vec h_low = load_some(from, have);
           Vec h_high = have > kLanes ? load_some(from + kLanes, have - kLanes) : zero();
@@ -174,18 +174,18 @@ void backward(const FeedForwardArgs& args, long begin, long end, void* scratch) 
           hidden.put(i, h_low, h_high);
         };
       },
-      [&](long j) {
+      [&](Index j) {
         if (panels != nullptr) paired(j).finish(end - begin, args.m);
       });
 }
 
 template <class T>
-long scratch_bytes(const FeedForwardArgs& args, long rows) {
-  return kPanel * static_cast<long>(sizeof(float)) + feed_forward_scratch_bytes<T>(args, rows);
+Index scratch_bytes(const FeedForwardArgs& args, Index rows) {
+  return kPanel * static_cast<Index>(sizeof(float)) + feed_forward_scratch_bytes<T>(args, rows);
 }
 
 template <class T>
-void rows(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+void rows(const FeedForwardArgs& args, Index begin, Index end, void* scratch) {
   (args.slope_at == nullptr ? forward<T> : backward<T>)(args, begin, end, scratch);
 }
 

@@ -16,10 +16,10 @@ TF_KERNEL_INT8(const LinearKernels* int8_linear_kernels(Element type, Element x_
 TF_KERNEL_INT8(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
 
 // Packs panels [begin, end) of W (n, k), with rows stride apart.
-TF_KERNEL_INT8(void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed,
-                              long begin, long end))
+TF_KERNEL_INT8(void pack_int8(const int8_t* weight, Index stride, Index n, Index k, void* packed,
+                              Index begin, Index end))
 
 // Sums of more products could overflow 32 bits, and split sums of more weights 16 bits.
-constexpr long kMaxInt8Depth = 65536;
+constexpr Index kMaxInt8Depth = 65536;
 
 }  // namespace tf

@@ -7,9 +7,9 @@ namespace tf::TF_ISA {
 namespace {
 
 #if defined(__AMX_BF16__)
-constexpr long kRowUnit = 16;
+constexpr Index kRowUnit = 16;
 #else
-constexpr long kRowUnit = 1;
+constexpr Index kRowUnit = 1;
 #endif
 
 template <class T, class X = T, class Y = T, class P = Int8Product<X>>
@@ -36,36 +36,36 @@ struct Workspace {
   char *x, *quantized;
   Hidden* hidden;
   float* sums;
-  long hidden_stride, bytes;
+  Index hidden_stride, bytes;
 
   template <class First, class Second>
-  Workspace(const FeedForwardArgs& args, long rows, void* scratch, First, Second)
+  Workspace(const FeedForwardArgs& args, Index rows, void* scratch, First, Second)
       : hidden_stride(round_up(args.f, kPanel) + kPanel) {  // not a power of two
     x = static_cast<char*>(scratch);
     quantized = x + First::block_size(rows, args.k);
     sums = reinterpret_cast<float*>(quantized + Second::block_size(rows, args.f));
     hidden = reinterpret_cast<Hidden*>(sums + First::buffer_size(rows));
     bytes = First::block_size(rows, args.k) + Second::block_size(rows, args.f) +
-            First::buffer_size(rows) * static_cast<long>(sizeof(float)) +
-            rows * hidden_stride * static_cast<long>(sizeof(Hidden));
+            First::buffer_size(rows) * static_cast<Index>(sizeof(float)) +
+            rows * hidden_stride * static_cast<Index>(sizeof(Hidden));
   }
 };
 
 template <class T>
-long network_row_block(const FeedForwardArgs& args) {
-  return block_rows<Int8Product<T>>(args.k + args.f * (1 + static_cast<long>(sizeof(Hidden))));
+Index network_row_block(const FeedForwardArgs& args) {
+  return block_rows<Int8Product<T>>(args.k + args.f * (1 + static_cast<Index>(sizeof(Hidden))));
 }
 
 template <class T>
-long network_scratch(const FeedForwardArgs& args, long rows) {
+Index network_scratch(const FeedForwardArgs& args, Index rows) {
   return Workspace(args, rows, nullptr, Int8Product<T>(), Int8Product<Hidden>()).bytes;
 }
 
 template <class T>
-void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+void network(const FeedForwardArgs& args, Index begin, Index end, void* scratch) {
   using First = Int8Product<T>;
   using Second = Int8Product<Hidden>;
-  const long rows = end - begin;
+  const Index rows = end - begin;
   const Workspace work(args, rows, scratch, First(), Second());
   const auto* w1 = static_cast<const char*>(args.packed1);
   const auto* w2 = static_cast<const char*>(args.packed2);
@@ -73,37 +73,37 @@ void network(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   First::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k,
               work.x, args.factors1);
   with_coarse_activation(args.activation, [&](auto activation) {
-    for (long j = 0; j < args.f; j += kPanel, w1 += First::panel_size(args.k)) {
+    for (Index j = 0; j < args.f; j += kPanel, w1 += First::panel_size(args.k)) {
       First::multiply(
           work.x, rows, args.k, w1, j + kPanel < args.f ? w1 + First::panel_size(args.k) : w2,
           work.sums,
           [=, &args,
            epilogue = Epilogue<T, activation>(args.bias1, j, args.f, args.activation, args.scale1)](
-              long i, Vec low, Vec high) __attribute__((always_inline)) {
+              Index i, Vec low, Vec high) __attribute__((always_inline)) {
             epilogue.dequantize(First::row_scale(work.x, i), low, high);
             epilogue.finish(low, high);
             Hidden* to = work.hidden + i * work.hidden_stride + j;
             store(to, low);
             store(to + kLanes, high);
           },
-          {work.hidden + j, work.hidden_stride * static_cast<long>(sizeof(Hidden))});
+          {work.hidden + j, work.hidden_stride * static_cast<Index>(sizeof(Hidden))});
     }
   });
   Second::fill(work.hidden, work.hidden_stride, rows, args.f, work.quantized, args.factors2);
   T* y = static_cast<T*>(args.y) + begin * args.n;
   const auto* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;
-  for (long j = 0; j < args.n; j += kPanel, w2 += Second::panel_size(args.f)) {
+  for (Index j = 0; j < args.n; j += kPanel, w2 += Second::panel_size(args.f)) {
     Second::multiply(
         work.quantized, rows, args.f, w2, w2 + Second::panel_size(args.f), work.sums,
         [=, &args, epilogue = Epilogue<T>(args.bias2, j, args.n, kIdentity, args.scale2)](
-            long i, Vec low, Vec high) __attribute__((always_inline)) {
+            Index i, Vec low, Vec high) __attribute__((always_inline)) {
           epilogue.dequantize(Second::row_scale(work.quantized, i), low, high);
           epilogue.finish(low, high);
           if (residual != nullptr) epilogue.add(residual + i * args.residual_stride + j, low, high);
           epilogue.write(y + i * args.n + j, low, high);
         },
-        {y + j, args.n * static_cast<long>(sizeof(T))});
+        {y + j, args.n * static_cast<Index>(sizeof(T))});
   }
   First::leave();
 }
@@ -128,10 +128,10 @@ const FeedForwardKernels* int8_feed_forward_kernels(Element type) {
       type, [](auto t) -> const FeedForwardKernels* { return &kNetworkKernels<decltype(t)>; });
 }
 
-void pack_int8(const int8_t* weight, long stride, long n, long k, void* packed, long begin,
-               long end) {
+void pack_int8(const int8_t* weight, Index stride, Index n, Index k, void* packed, Index begin,
+               Index end) {
   using P = Int8Product<float>;
-  for (long p = begin; p < end; ++p)
+  for (Index p = begin; p < end; ++p)
     P::pack_rows(weight + p * kPanel * stride, stride, min(kPanel, n - p * kPanel), k,
                  static_cast<char*>(packed) + p * P::panel_size(k));
 }

@@ -10,13 +10,13 @@
 
 namespace tf {
 
-void run_layer_norm(const LayerNormArgs& args, long rows) {
+void run_layer_norm(const LayerNormArgs& args, Index rows) {
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, args.n));
   parallel_for(0, rows, grain,
                [&](int64_t begin, int64_t end) { run_layer_norm_rows(args, begin, end); });
 }
 
-void run_layer_norm_rows(const LayerNormArgs& args, long begin, long end) {
+void run_layer_norm_rows(const LayerNormArgs& args, Index begin, Index end) {
   const bool in_float = args.type == Element::float32;
   const int64_t scratch =
       in_float ? TF_DISPATCH(layer_norm_scratch, args) : TF_DISPATCH(lowp_layer_norm_scratch, args);

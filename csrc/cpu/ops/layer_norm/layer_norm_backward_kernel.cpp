@@ -16,11 +16,11 @@ namespace tf::TF_ISA {
 namespace {
 
 // Rows summed before they are added to the block's partial sum: short sums are more accurate.
-constexpr long kRowChain = 32;
+constexpr Index kRowChain = 32;
 // In standard deviations of a row: up to a mean of this size, its rounding error is about a unit in
 // the last place of the results.
 constexpr float kFar = 2.0f;
-constexpr long kWide = 2 * kLanes;  // granularity of dropout_factors()
+constexpr Index kWide = 2 * kLanes;  // granularity of dropout_factors()
 
 template <class T>
 struct Row {
@@ -29,7 +29,7 @@ struct Row {
   const float* weight;
   float mean, rstd;
 
-  Row(const LayerNormBackwardArgs& a, long row)
+  Row(const LayerNormBackwardArgs& a, Index row)
       : args(a),
         grad(static_cast<const T*>(a.grad) + row * a.grad_stride),
         source(static_cast<const T*>(a.source) + row * a.source_stride),
@@ -37,29 +37,29 @@ struct Row {
         mean(a.mean[row]),
         rstd(a.rstd[row]) {}
 
-  TF_INLINE Vec operator()(long j, long count) const { return load_some(source + j, count); }
-  TF_INLINE Vec normal(long j, long count) const {
+  TF_INLINE Vec operator()(Index j, Index count) const { return load_some(source + j, count); }
+  TF_INLINE Vec normal(Index j, Index count) const {
     return (load_some(source + j, count) - set1(mean)) * set1(rstd);
   }
   // h - off. Uses fma(), so that the bits are the same in all loops.
-  TF_INLINE Vec normal(long j, long count, float off) const {
+  TF_INLINE Vec normal(Index j, Index count, float off) const {
     return fma(load_some(source + j, count) - set1(mean), set1(rstd), set1(-off));
   }
-  TF_INLINE Vec weighted(Vec dy, long j, long count) const {
+  TF_INLINE Vec weighted(Vec dy, Index j, Index count) const {
     return weight == nullptr ? dy : dy * load_some(weight + j, count);
   }
 };
 
 // 1 / sqrt(terms sum(h h)); 0 for a constant row, as in PyTorch's std.
 template <class T>
-float share_outside(const Row<T>& in, long n, long terms) {
+float share_outside(const Row<T>& in, Index n, Index terms) {
   const float square = sum_of_squares(in, n, in.mean, in.rstd) * static_cast<float>(terms);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
 // mean(h), which is 0 up to the rounding error of the row's mean: 0 unless that is far from 0.
 template <class T>
-float mean_of_normal(const Row<T>& in, long n) {
+float mean_of_normal(const Row<T>& in, Index n) {
   if (__builtin_fabsf(in.mean) * in.rstd <= kFar) return 0.0f;
   return sum_of_distances(in, n, in.mean, in.rstd) / static_cast<float>(n);
 }
@@ -68,20 +68,20 @@ float mean_of_normal(const Row<T>& in, long n) {
 // nearby memory waits until the store has left for the cache.
 struct Sums {
   float* data;
-  long stride;
+  Index stride;
 
-  Sums(float* memory, long n) : data(memory), stride(round_up(n, kLanes)) {}
+  Sums(float* memory, Index n) : data(memory), stride(round_up(n, kLanes)) {}
 
-  TF_INLINE void add(long j, Vec dy, Vec h) const {
+  TF_INLINE void add(Index j, Vec dy, Vec h) const {
     store(data + j, fma(dy, h, load(data + j)));
     store(data + stride + j, load(data + stride + j) + dy);
   }
   void clear() const {
-    for (long j = 0; j < 2 * stride; ++j) data[j] = 0.0f;
+    for (Index j = 0; j < 2 * stride; ++j) data[j] = 0.0f;
   }
-  void move_into(float* share, long n) const {
-    for (long which = 0; which < 2; ++which)
-      each_vector(n, [&](long j, long count) {
+  void move_into(float* share, Index n) const {
+    for (Index which = 0; which < 2; ++which)
+      each_vector(n, [&](Index j, Index count) {
         float* to = share + which * n + j;
         store_some(to, load_some(to, count) + load(data + which * stride + j), count);
       });
@@ -91,12 +91,12 @@ struct Sums {
 
 // Computes ds of a row; also adds its share of dweight and dbias to `chain` if they are wanted.
 template <class T>
-void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors,
+void source_gradient(const LayerNormBackwardArgs& args, Index row, float* factors,
                      const Sums& chain) {
-  const long n = args.n;
+  const Index n = args.n;
   const Row<T> in(args, row);
   float sums[2];  // of g, and of g h
-  row_sums(n, sums, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+  row_sums(n, sums, [&](Vec* to, Index j, Index count) __attribute__((always_inline)) {
     const Vec g = in.weighted(load_some(in.grad + j, count), j, count);
     to[0] = to[0] + g;
     to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
@@ -118,7 +118,7 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
   const T* extra = args.grad_sum == nullptr
                        ? nullptr
                        : static_cast<const T*>(args.grad_sum) + row * args.grad_sum_stride;
-  each_vector(n, [&](long j, long count) {
+  each_vector(n, [&](Index j, Index count) {
     const Vec dy = load_some(in.grad + j, count), h = in.normal(j, count);
     Vec d = (in.weighted(dy, j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
     if (args.partial != nullptr) chain.add(j, dy, in.normal(j, count, off));
@@ -130,8 +130,8 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
 }
 
 template <class T>
-void run_block(LayerNormBackwardArgs args, long block, float* scratch) {
-  const long n = args.n;
+void run_block(LayerNormBackwardArgs args, Index block, float* scratch) {
+  const Index n = args.n;
   const Sums chain(scratch, n);
   float *factors = scratch + 2 * chain.stride, *weight = factors + n + kWide;
   if (args.weight_type != Element::float32)
@@ -139,18 +139,18 @@ void run_block(LayerNormBackwardArgs args, long block, float* scratch) {
   float* share = args.partial != nullptr ? args.partial + block * 2 * n : nullptr;
   if (share != nullptr) {
     chain.clear();
-    for (long j = 0; j < 2 * n; ++j) share[j] = 0.0f;
+    for (Index j = 0; j < 2 * n; ++j) share[j] = 0.0f;
   }
-  const long begin = args.rows * block / args.blocks;
-  const long end = args.rows * (block + 1) / args.blocks;
+  const Index begin = args.rows * block / args.blocks;
+  const Index end = args.rows * (block + 1) / args.blocks;
   const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
-  for (long row = begin; row < end; ++row) {
+  for (Index row = begin; row < end; ++row) {
     if (source) source_gradient<T>(args, row, factors, chain);
     if (share == nullptr) continue;
     if (!source) {
       const Row<T> in(args, row);
       const float off = mean_of_normal(in, n);
-      each_vector(n, [&](long j, long count) {
+      each_vector(n, [&](Index j, Index count) {
         chain.add(j, load_some(in.grad + j, count), in.normal(j, count, off));
       });
     }
@@ -161,21 +161,21 @@ void run_block(LayerNormBackwardArgs args, long block, float* scratch) {
 
 }  // namespace
 
-long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) {
+Index layer_norm_backward_scratch(const LayerNormBackwardArgs& args) {
   return 4 * round_up(args.n, kLanes) + kWide;
 }
 
-void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+void layer_norm_backward_block(const LayerNormBackwardArgs& args, Index block, float* scratch) {
   dispatch_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
 }
 
-void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total, long begin,
-                             long end) {
+void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, void* total, Index begin,
+                             Index end) {
   dispatch_element(args.weight_type, [&](auto type) {
     auto* to = static_cast<decltype(type)*>(total) + begin;
-    each_vector(end - begin, [&](long j, long count) {
+    each_vector(end - begin, [&](Index j, Index count) {
       Vec sum = zero();
-      for (long block = 0; block < args.blocks; ++block)
+      for (Index block = 0; block < args.blocks; ++block)
         sum = sum + load_some(args.partial + (block * 2 + which) * args.n + begin + j, count);
       store_some(to + j, sum, count);
     });

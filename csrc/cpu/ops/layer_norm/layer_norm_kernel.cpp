@@ -12,7 +12,7 @@ TF_INLINE Vec as_stored(Vec x, const BFloat16*) { return from_bf16(to_bf16(x)); 
 TF_INLINE Vec as_stored(Vec x, const Float16*) { return from_fp16(to_fp16(x)); }
 
 // Returns how many floats the factors of dropout and the padding behind them take.
-long factors_of(const LayerNormArgs& args) { return args.dropout.on ? args.n + 2 * kLanes : 0; }
+Index factors_of(const LayerNormArgs& args) { return args.dropout.on ? args.n + 2 * kLanes : 0; }
 
 // c = mean + offset, and r.
 struct Statistics {
@@ -25,7 +25,7 @@ constexpr float kFar = 256.0f;
 // Returns the statistics of a row with the sum `total`; at(offset, count) loads a vector of it.
 template <class At>
 TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const At& at, float total) {
-  const long n = args.n;
+  const Index n = args.n;
   const float terms = static_cast<float>(terms_of(args.kind, n));
   Statistics found{};
   if (subtracts_mean(args.kind)) found.mean = total / static_cast<float>(n);
@@ -41,17 +41,17 @@ TF_INLINE Statistics statistics_of(const LayerNormArgs& args, const At& at, floa
 
 // Sums up to this size are held in float32 on the stack until the row is done: a load from memory
 // waits for the store just before it unless it has the same place, size and no mask.
-constexpr long kHeld = 4 * kLanes;
+constexpr Index kHeld = 4 * kLanes;
 
 // T: type of rows; W: type of weight and bias. `holds`: there is a residual, and n <= kHeld.
 template <class T, class W, bool holds>
-void one_row(const LayerNormArgs& args, long row, float* factors) {
-  const long n = args.n;
+void one_row(const LayerNormArgs& args, Index row, float* factors) {
+  const Index n = args.n;
   if (holds && n > kHeld) __builtin_unreachable();
   alignas(64) float held[kHeld];
   const T *x = static_cast<const T*>(args.x) + row * args.x_stride, *source = x;
   T* y = static_cast<T*>(args.y) + row * n;
-  const auto at = [&](long j, long count) __attribute__((always_inline)) {
+  const auto at = [&](Index j, Index count) __attribute__((always_inline)) {
     return holds ? load(held + j) : load_some(source + j, count);
   };
   float total[1] = {0.0f};
@@ -60,7 +60,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
     T* sum = static_cast<T*>(args.sum) + row * n;
     if (args.dropout.on)
       row_dropout_factors(args.dropout, row, args.n, args.dropout_columns, factors);
-    row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    row_sums(n, total, [&](Vec* to, Index j, Index count) __attribute__((always_inline)) {
       Vec s = load_some(x + j, count);
       if (args.dropout.on) s = drop(s, load_some(factors + j, count));
       s = as_stored(s + load_some(residual + j, count), x);
@@ -70,7 +70,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
     });
     source = sum;
   } else if (subtracts_mean(args.kind)) {
-    row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    row_sums(n, total, [&](Vec* to, Index j, Index count) __attribute__((always_inline)) {
       to[0] = to[0] + at(j, count);
     });
   }
@@ -78,7 +78,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
   const W *weight = static_cast<const W*>(args.weight), *bias = static_cast<const W*>(args.bias);
   const Vec mean = set1(statistics.mean), scale = set1(statistics.rstd);
   const Vec offset = set1(-statistics.offset * statistics.rstd);
-  each_vector(n, [&](long j, long count) {
+  each_vector(n, [&](Index j, Index count) {
     Vec value = fma(at(j, count) - mean, scale, offset);
     if (weight != nullptr) value = value * load_some(weight + j, count);
     if (bias != nullptr) value = value + load_some(bias + j, count);
@@ -89,9 +89,9 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
 }
 
 template <class T, class W>
-void rows(const LayerNormArgs& args, long begin, long end, float* scratch) {
+void rows(const LayerNormArgs& args, Index begin, Index end, float* scratch) {
   const bool holds = args.residual != nullptr && args.n <= kHeld;
-  for (long row = begin; row < end; ++row)
+  for (Index row = begin; row < end; ++row)
     (holds ? one_row<T, W, true> : one_row<T, W, false>)(args, row, scratch);
 }
 
@@ -99,11 +99,11 @@ void rows(const LayerNormArgs& args, long begin, long end, float* scratch) {
 
 // The AVX-512 build of fp32 serves the instruction sets above it.
 #if !defined(__AVX512BF16__)
-long layer_norm_scratch(const LayerNormArgs& args) {
-  return factors_of(args) * static_cast<long>(sizeof(float));
+Index layer_norm_scratch(const LayerNormArgs& args) {
+  return factors_of(args) * static_cast<Index>(sizeof(float));
 }
 
-void layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
+void layer_norm_rows(const LayerNormArgs& args, Index begin, Index end, void* scratch) {
   rows<float, float>(args, begin, end, static_cast<float*>(scratch));
 }
 #endif
@@ -112,10 +112,10 @@ namespace {
 
 // Weights and biases up to this size are converted to float32 once for all rows; larger ones would
 // leave no room for the row in the first-level cache.
-constexpr long kWidened = 2048;
+constexpr Index kWidened = 2048;
 
 template <class T>
-void lowp_rows(LayerNormArgs args, long begin, long end, float* scratch) {
+void lowp_rows(LayerNormArgs args, Index begin, Index end, float* scratch) {
   if (args.weight_type != Element::float32) {
     if (args.n > kWidened) return rows<T, T>(args, begin, end, scratch);
     float* to = scratch + factors_of(args);
@@ -127,11 +127,11 @@ void lowp_rows(LayerNormArgs args, long begin, long end, float* scratch) {
 
 }  // namespace
 
-long lowp_layer_norm_scratch(const LayerNormArgs& args) {
-  return (factors_of(args) + 2 * min(args.n, kWidened)) * static_cast<long>(sizeof(float));
+Index lowp_layer_norm_scratch(const LayerNormArgs& args) {
+  return (factors_of(args) + 2 * min(args.n, kWidened)) * static_cast<Index>(sizeof(float));
 }
 
-void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
+void lowp_layer_norm_rows(const LayerNormArgs& args, Index begin, Index end, void* scratch) {
   (args.type == Element::bfloat16
        ? lowp_rows<BFloat16>
        : lowp_rows<Float16>)(args, begin, end, static_cast<float*>(scratch));

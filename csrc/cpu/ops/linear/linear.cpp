@@ -72,7 +72,7 @@ const uint16_t* layout_of(const Tensor& packed) {
 // layout id determine whether the instruction set in use can read it.
 Panels given_panels(const Matrix& weight, const Tensor& packed) {
   const LinearKernels* kernels = nullptr;
-  const bool same_size = static_cast<long>(packed.element_size()) == element_bytes(weight.type);
+  const bool same_size = static_cast<Index>(packed.element_size()) == element_bytes(weight.type);
   if (same_size && element_of(packed) == weight.type) kernels = &kernels_for(weight.type, 0);
 #if TF_HAVE_AMX
   else if (weight.type == Element::float32 && packed.scalar_type() == ScalarType::BFloat16 &&

@@ -15,12 +15,12 @@ struct LinearArgs {
   const void* bias;      // (n) or nullptr: zeros
   const void* residual;  // (m, n), rows residual_stride apart, or nullptr
   void* y;               // (m, n), rows y_stride apart
-  long m, k, n, x_stride, residual_stride, y_stride;
+  Index m, k, n, x_stride, residual_stride, y_stride;
   int activation;
   void* preactivation = nullptr;  // (m, n), contiguous: receives x W^T + bias; or nullptr
   // Unpacked weight, instead of `packed`: W, or W^T if transposed, with rows weight_stride apart.
   const void* weight = nullptr;
-  long weight_stride = 0;
+  Index weight_stride = 0;
   bool transposed = false;
   const float* scale = nullptr;    // with 8-bit weights: (n), multiplies the columns of y
   const float* factors = nullptr;  // with 8-bit weights: (k), for columns of x; nullptr: 1
@@ -29,39 +29,39 @@ struct LinearArgs {
 
 // Kernels for weights in one packed layout. Scratch sizes are in bytes, ranges half open.
 struct LinearKernels {
-  bool in_fp32;                   // packed as fp32
-  bool quantizes = false;         // packed in 8 bits; x is quantised for each block
-  uint16_t layout = 0;            // id, unique among layouts of the same size
-  long panel;                     // columns of a panel
-  long row_unit;                  // row ranges start at multiples
-  long pack_transposed_rows = 0;  // unit of pack_transposed: rows of W^T; 0: panels
-  long (*packed_bytes)(long n, long k) = nullptr;
+  bool in_fp32;                    // packed as fp32
+  bool quantizes = false;          // packed in 8 bits; x is quantised for each block
+  uint16_t layout = 0;             // id, unique among layouts of the same size
+  Index panel;                     // columns of a panel
+  Index row_unit;                  // row ranges start at multiples
+  Index pack_transposed_rows = 0;  // unit of pack_transposed: rows of W^T; 0: panels
+  Index (*packed_bytes)(Index n, Index k) = nullptr;
   // Packs panels [begin, end) of W (n, k), or from W^T (k, n), with rows stride apart.
-  void (*pack)(const void* weight, long stride, long n, long k, void* packed, long begin,
-               long end) = nullptr;
-  void (*pack_transposed)(const void* transposed, long stride, long n, long k, void* packed,
-                          long begin, long end) = nullptr;
+  void (*pack)(const void* weight, Index stride, Index n, Index k, void* packed, Index begin,
+               Index end) = nullptr;
+  void (*pack_transposed)(const void* transposed, Index stride, Index n, Index k, void* packed,
+                          Index begin, Index end) = nullptr;
 
   // Computes a range of rows and panels from `packed`; row_block is the preferred maximum of rows.
-  long (*row_block)(const LinearArgs& args) = nullptr;
-  long (*scratch)(const LinearArgs& args) = nullptr;
-  void (*block)(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
-                long panel_end, void* scratch) = nullptr;
+  Index (*row_block)(const LinearArgs& args) = nullptr;
+  Index (*scratch)(const LinearArgs& args) = nullptr;
+  void (*block)(const LinearArgs& args, Index row_begin, Index row_end, Index panel_begin,
+                Index panel_end, void* scratch) = nullptr;
 
   // All rows at once, if they form one block with k <= max_depth: fill() packs x once, then
   // panels() multiplies any panels by it. Without `packed`, each panel of the weight is packed just
   // before its product, which pays from min_panels per thread on.
-  long max_depth = 0, min_panels = 0;
-  long (*panels_scratch)(const LinearArgs& args) = nullptr;
+  Index max_depth = 0, min_panels = 0;
+  Index (*panels_scratch)(const LinearArgs& args) = nullptr;
   void (*fill)(const LinearArgs& args, void* scratch) = nullptr;
-  void (*panels)(const LinearArgs& args, long begin, long end, void* scratch) = nullptr;
+  void (*panels)(const LinearArgs& args, Index begin, Index end, void* scratch) = nullptr;
 
   // Columns of y from the unpacked weight (not transposed), in multiples of direct_unit, for 1 to
   // kMaxDirectRows rows.
-  long direct_unit = 0;
-  void (*direct)(const LinearArgs& args, long begin, long end) = nullptr;
+  Index direct_unit = 0;
+  void (*direct)(const LinearArgs& args, Index begin, Index end) = nullptr;
 };
-constexpr long kMaxDirectRows = 12;
+constexpr Index kMaxDirectRows = 12;
 
 TF_KERNEL(const LinearKernels* linear_kernels())
 TF_KERNEL_AMX(const LinearKernels* lowp_linear_kernels(Element type))
@@ -75,10 +75,10 @@ struct SlopeArgs {
   const void* grad;  // (m, n), rows grad_stride apart
   const void* z;     // (m, n), contiguous: what the activation was applied to
   void* to;          // (m, n), contiguous
-  long n, grad_stride;
+  Index n, grad_stride;
   int activation;
 };
-TF_KERNEL(void multiply_by_slope(const SlopeArgs& args, long begin, long end))
+TF_KERNEL(void multiply_by_slope(const SlopeArgs& args, Index begin, Index end))
 
 // The contribution of some rows to dW = dY^T X and db = sum over rows of dY, with X =
 // dropout(act(x)).
@@ -89,9 +89,9 @@ struct WeightGradientArgs {
   void* panels = nullptr;       // X in panels of its columns, see WeightGradientKernels
   void* grad_weight = nullptr;  // (n, k), contiguous, or nullptr: not wanted
   void* grad_bias = nullptr;    // (n) or nullptr
-  long m, n, k, grad_stride, x_stride;
+  Index m, n, k, grad_stride, x_stride;
   bool first = true, last = true;  // whether these are the first, the last rows
-  long row = 0;                    // row number of the first row for dropout
+  Index row = 0;                   // row number of the first row for dropout
   int activation = 0;              // fp32 only
   Dropout dropout = {};            // fp32 only
   // fp32 sums for reduced types: of dW (n, k) over the rows so far, unless these are all; of db
@@ -106,17 +106,17 @@ inline bool reads_x(const WeightGradientArgs& args) {
 }
 
 struct WeightGradientKernels {
-  long pack_rows;  // row unit of pack
-  long (*packed_bytes)(long m, long k);
+  Index pack_rows;  // row unit of pack
+  Index (*packed_bytes)(Index m, Index k);
   // Computes rows of X and packs them into the panels at `to`.
-  void (*pack)(const WeightGradientArgs& args, void* to, long begin, long end, void* scratch);
+  void (*pack)(const WeightGradientArgs& args, void* to, Index begin, Index end, void* scratch);
 
-  long rows, columns;                               // preferred maximum block of dW
-  long (*scratch)(const WeightGradientArgs& args);  // for pack and block
+  Index rows, columns;                               // preferred maximum block of dW
+  Index (*scratch)(const WeightGradientArgs& args);  // for pack and block
   // column_begin is a multiple of a panel's columns.
-  void (*block)(const WeightGradientArgs& args, long row_begin, long row_end, long column_begin,
-                long column_end, void* scratch);
-  void (*bias)(const WeightGradientArgs& args, long begin, long end) = nullptr;  // of db
+  void (*block)(const WeightGradientArgs& args, Index row_begin, Index row_end, Index column_begin,
+                Index column_end, void* scratch);
+  void (*bias)(const WeightGradientArgs& args, Index begin, Index end) = nullptr;  // of db
 };
 
 TF_KERNEL(const WeightGradientKernels* weight_gradient_kernels())
@@ -131,13 +131,13 @@ struct SmallMInputArgs {
   const float* grad;    // dY (m, n), rows grad_stride apart
   const float* weight;  // W (n, k), rows weight_stride apart
   float* grad_input;    // (m, k), contiguous
-  long m, n, k, grad_stride, weight_stride;
+  Index m, n, k, grad_stride, weight_stride;
 };
-TF_KERNEL(long small_m_columns())
-TF_KERNEL(void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end))
+TF_KERNEL(Index small_m_columns())
+TF_KERNEL(void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end))
 
 // Rows [begin, end) of dW, from unpacked X.
-TF_KERNEL(void small_m_weight_gradient(const WeightGradientArgs& args, long begin, long end))
+TF_KERNEL(void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index end))
 
 // Backward of activation and dropout between the two linear layers of a feed-forward network, for
 // rows [begin, end); scratch of f + 64 floats.
@@ -145,11 +145,11 @@ struct HiddenBackwardArgs {
   const float* z;  // (m, f): input of the activation
   float* grad;     // (m, f): in: gradient of dropout(act(z)); out: that of z
   float* hidden;   // (m, f): receives dropout(act(z)); or nullptr
-  long f;
+  Index f;
   int activation;
   Dropout dropout;
 };
-TF_KERNEL(void hidden_backward(const HiddenBackwardArgs& args, long begin, long end,
+TF_KERNEL(void hidden_backward(const HiddenBackwardArgs& args, Index begin, Index end,
                                float* scratch))
 
 }  // namespace tf

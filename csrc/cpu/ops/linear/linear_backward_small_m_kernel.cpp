@@ -15,13 +15,13 @@ constexpr int kRows = 6, kVecs = 4;  // 24 sums
 #else
 constexpr int kRows = 4, kVecs = 2;  // 8 sums
 #endif
-constexpr long kColumns = kVecs * kLanes;
-constexpr long kLargeGradient = 1 << 22;  // values: 16 MiB
-constexpr long kCacheLine = 16;           // values
+constexpr Index kColumns = kVecs * kLanes;
+constexpr Index kLargeGradient = 1 << 22;  // values: 16 MiB
+constexpr Index kCacheLine = 16;           // values
 
 // kVecs vectors of a row, `left` values of which are valid.
 template <bool kWhole>
-TF_INLINE void read(const float* from, long left, Vec (&to)[kVecs]) {
+TF_INLINE void read(const float* from, Index left, Vec (&to)[kVecs]) {
   TF_UNROLL for (int v = 0; v < kVecs; ++v) {
     if constexpr (kWhole) {
       to[v] = load(from + v * kLanes);
@@ -36,7 +36,7 @@ TF_INLINE void read(const float* from, long left, Vec (&to)[kVecs]) {
 struct Tile {
   const float *left, *right;
   float* sums;
-  long left_row, left_step, right_stride, sums_stride, depth, columns;
+  Index left_row, left_step, right_stride, sums_stride, depth, columns;
   bool accumulate, ahead;  // add to sums; prefetch the rows of right
   bool uncached = false;   // store the sums past the caches: aligned, of whole vectors
 };
@@ -47,10 +47,10 @@ void tile(const Tile& t) {
   TF_UNROLL for (int i = 0; i < kCount; ++i) TF_UNROLL for (int v = 0; v < kVecs; ++v) sum[i][v] =
       zero();
   const float *left = t.left, *right = t.right;
-  const long left_row = t.left_row, left_step = t.left_step, right_stride = t.right_stride;
+  const Index left_row = t.left_row, left_step = t.left_step, right_stride = t.right_stride;
   // Rows are far apart: hardware does not prefetch them.
-  const long ahead = t.ahead ? 12 * right_stride : 0;
-  for (long p = 0; p < t.depth; ++p, left += left_step, right += right_stride) {
+  const Index ahead = t.ahead ? 12 * right_stride : 0;
+  for (Index p = 0; p < t.depth; ++p, left += left_step, right += right_stride) {
     Vec b[kVecs];
     TF_UNROLL for (int v = 0; v < kVecs; ++v) prefetch_l1(right + ahead + v * kLanes);
     read<kWhole>(right, t.columns, b);
@@ -79,7 +79,7 @@ void tile(const Tile& t) {
 }
 
 template <bool kWhole>
-void tile_of(long rows, const Tile& t) {
+void tile_of(Index rows, const Tile& t) {
   switch (rows) {
     case 1:
       return tile<1, kWhole>(t);
@@ -99,9 +99,9 @@ void tile_of(long rows, const Tile& t) {
 }
 
 // All rows of a strip of columns.
-void strip(long rows, Tile t) {
-  for (long row = 0; row < rows; row += kRows) {
-    const long count = min(kRows, rows - row);
+void strip(Index rows, Tile t) {
+  for (Index row = 0; row < rows; row += kRows) {
+    const Index count = min(kRows, rows - row);
     (t.columns >= kColumns ? tile_of<true> : tile_of<false>)(count, t);
     t.left += count * t.left_row;
     t.sums += count * t.sums_stride;
@@ -111,11 +111,11 @@ void strip(long rows, Tile t) {
 
 }  // namespace
 
-long small_m_columns() { return kColumns; }
+Index small_m_columns() { return kColumns; }
 
-void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end) {
-  for (long column = begin; column < end; column += kColumns)
-    for (long n = 0; n < args.n; n += kKBlock)  // a block of W stays in cache for all rows
+void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end) {
+  for (Index column = begin; column < end; column += kColumns)
+    for (Index n = 0; n < args.n; n += kKBlock)  // a block of W stays in cache for all rows
       strip(args.m, {.left = args.grad + n,
                      .right = args.weight + n * args.weight_stride + column,
                      .sums = args.grad_input + column,
@@ -129,15 +129,15 @@ void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end) {
                      .ahead = true});
 }
 
-void small_m_weight_gradient(const WeightGradientArgs& args, long begin, long end) {
+void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index end) {
   const auto* grad = static_cast<const float*>(args.grad);
   const auto* x = static_cast<const float*>(args.x);
   auto* to = static_cast<float*>(args.grad_weight);
   // A store to memory that is not cached reads it first: half of the time of a large gradient.
   const bool uncached = args.n * args.k >= kLargeGradient && args.k % kCacheLine == 0 &&
                         reinterpret_cast<uintptr_t>(to) % 64 == 0;
-  for (long row = begin; row < end; row += kRows)
-    for (long column = 0; column < args.k; column += kColumns)
+  for (Index row = begin; row < end; row += kRows)
+    for (Index column = 0; column < args.k; column += kColumns)
       strip(min(kRows, end - row), {.left = grad + row,
                                     .right = x + column,
                                     .sums = to + row * args.k + column,
@@ -153,12 +153,12 @@ void small_m_weight_gradient(const WeightGradientArgs& args, long begin, long en
   if (uncached) finish_uncached_stores();
 }
 
-void hidden_backward(const HiddenBackwardArgs& args, long begin, long end, float* scratch) {
-  for (long row = begin; row < end; ++row) {
+void hidden_backward(const HiddenBackwardArgs& args, Index begin, Index end, float* scratch) {
+  for (Index row = begin; row < end; ++row) {
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row), 0, args.f, scratch);
-    for (long j = 0; j < args.f; j += kLanes) {
-      const long place = row * args.f + j, left = args.f - j;
+    for (Index j = 0; j < args.f; j += kLanes) {
+      const Index place = row * args.f + j, left = args.f - j;
       const auto dropped = [&](Vec x) { return args.dropout.on ? drop(x, load(scratch + j)) : x; };
       Vec h = load_some(args.z + place, left);
       const Vec grad = dropped(load_some(args.grad + place, left));

@@ -7,9 +7,9 @@ namespace {
 using P = Product<float>;
 using Operand = P::Operand;
 
-void pack_transposed_panels(const void* transposed, long stride, long n, long k, void* packed,
-                            long begin, long end) {
-  for (long p = begin; p < end; ++p)
+void pack_transposed_panels(const void* transposed, Index stride, Index n, Index k, void* packed,
+                            Index begin, Index end) {
+  for (Index p = begin; p < end; ++p)
     P::pack_columns(static_cast<const float*>(transposed) + p * kPanel, stride,
                     min(kPanel, n - p * kPanel), k,
                     static_cast<Operand*>(packed) + p * P::panel_size(k));
@@ -20,34 +20,34 @@ void pack_transposed_panels(const void* transposed, long stride, long n, long k,
 // previous chunk.
 //
 // Depth of a chunk. The components of two chunks fit in the first-level cache beside the rows.
-constexpr long kChunk = 64;
-constexpr long kChunkSize = kSplitComponents * kPanel * kChunk;
+constexpr Index kChunk = 64;
+constexpr Index kChunkSize = kSplitComponents * kPanel * kChunk;
 // Depth of a running sum. It is rounded 6 times per 32 products, less often than by 128
 // multiply-adds.
-constexpr long kSum = 512;
+constexpr Index kSum = 512;
 // While a block of rows of a panel is split, the first half of the next is prefetched; hardware
 // prefetches the second half. Prefetching both would keep loads waiting for a line fill buffer.
-constexpr long kAhead = 16 * kPanel;
+constexpr Index kAhead = 16 * kPanel;
 
 // A chunk of a panel; `done` of its pairs of rows (see pack_bf16x3_pair()) are split already.
 struct Chunk {
   const float* from;
-  long depth, units, done = 0;
+  Index depth, units, done = 0;
   Operand* to;
 
-  Chunk(const float* panel, long k, long p, Operand* place)
+  Chunk(const float* panel, Index k, Index p, Operand* place)
       : from(panel + p * kPanel),
         depth(min(kChunk, k - p)),
         units(pair_depth(depth) / 2),
         to(place) {}
 
-  TF_INLINE void split_to(long until) {
+  TF_INLINE void split_to(Index until) {
     for (; done < until; ++done) {
-      constexpr long kBlock = kPanel * kPairDepth;
-      const long p = done / 16 * kPairDepth + done % 16;
+      constexpr Index kBlock = kPanel * kPairDepth;
+      const Index p = done / 16 * kPairDepth + done % 16;
       const float* row = from + p * kPanel;
       Operand* pair = to + done / 16 * kSplitComponents * kBlock + done % 16 * 2 * kPanel;
-      TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
+      TF_UNROLL for (Index j = 0; j < kPanel; j += kLanes) {
         prefetch_l1(row + 16 * kPanel + j + kAhead);
         __m512i low[kSplitComponents], high[kSplitComponents];
         split_bf16x3_finite(p < depth ? load(row + j) : zero(), low);
@@ -62,9 +62,9 @@ struct Chunk {
 // Adds the products of a chunk. Incomplete running sums stay in the tiles if one pair of tiles
 // holds all rows, else in `sums`; complete ones are added to `total`.
 template <bool kTwo>
-TF_INLINE void multiply_chunk(const Operand* a, long k, long p, const Operand* b, bool alone,
+TF_INLINE void multiply_chunk(const Operand* a, Index k, Index p, const Operand* b, bool alone,
                               float* sums, float* total, const auto& meanwhile) {
-  const long done = min(p + kChunk, k);
+  const Index done = min(p + kChunk, k);
   if (p % kSum == 0) {
     P::clear_sums<kTwo>();
   } else if (!alone) {
@@ -82,15 +82,15 @@ TF_INLINE void multiply_chunk(const Operand* a, long k, long p, const Operand* b
   }
 }
 
-long small_m_scratch(const LinearArgs& args) {
-  return (P::block_size(args.m, args.k) + 2 * kChunkSize) * static_cast<long>(sizeof(Operand)) +
-         2 * P::buffer_size(args.m) * static_cast<long>(sizeof(float));
+Index small_m_scratch(const LinearArgs& args) {
+  return (P::block_size(args.m, args.k) + 2 * kChunkSize) * static_cast<Index>(sizeof(Operand)) +
+         2 * P::buffer_size(args.m) * static_cast<Index>(sizeof(float));
 }
 
-void small_m_block(const LinearArgs& args, long, long, long panel_begin, long panel_end,
+void small_m_block(const LinearArgs& args, Index, Index, Index panel_begin, Index panel_end,
                    void* scratch) {
   const auto* packed = static_cast<const float*>(args.packed);
-  const long k = args.k, depth = pair_depth(k);
+  const Index k = args.k, depth = pair_depth(k);
   auto* a = static_cast<Operand*>(scratch);
   Operand* components[2] = {a + P::block_size(args.m, k),
                             a + P::block_size(args.m, k) + kChunkSize};
@@ -99,13 +99,13 @@ void small_m_block(const LinearArgs& args, long, long, long panel_begin, long pa
   P::enter();
   P::fill(static_cast<const float*>(args.x), args.x_stride, args.m, k, a);
   const RowEpilogue<float> row_epilogue(args, 0);
-  const long row_pairs = (args.m + P::kPair - 1) / P::kPair;
+  const Index row_pairs = (args.m + P::kPair - 1) / P::kPair;
   int which = 0;
   Chunk next(packed + panel_begin * kPanel * k, k, 0, components[0]);
   next.split_to(next.units);
-  for (long panel = panel_begin; panel < panel_end; ++panel) {
+  for (Index panel = panel_begin; panel < panel_end; ++panel) {
     const float* weights = packed + panel * kPanel * k;
-    for (long p = 0; p < k; p += kChunk) {
+    for (Index p = 0; p < k; p += kChunk) {
       const Operand* b = components[which];
       which ^= 1;
       if (p + kChunk < k) {
@@ -116,17 +116,17 @@ void small_m_block(const LinearArgs& args, long, long, long panel_begin, long pa
         next.units = 0;
       }
       // Share of the next chunk per call, in 1/1024.
-      const long calls = row_pairs * (pair_depth(min(kChunk, k - p)) / kPairDepth) * P::kTerms;
-      const long share = (next.units * 1024 + calls - 1) / calls;
-      long until = 0;
+      const Index calls = row_pairs * (pair_depth(min(kChunk, k - p)) / kPairDepth) * P::kTerms;
+      const Index share = (next.units * 1024 + calls - 1) / calls;
+      Index until = 0;
       compiler_barrier();
-      for (long pair = 0; pair < row_pairs; ++pair) {
-        const auto meanwhile = [&](long) __attribute__((always_inline)) {
+      for (Index pair = 0; pair < row_pairs; ++pair) {
+        const auto meanwhile = [&](Index) __attribute__((always_inline)) {
           until += share;
           next.split_to(min(until / 1024, next.units));
         };
         const Operand* rows = a + (pair * P::kPair * depth + p * P::kTile) * kSplitComponents;
-        const long place = pair * P::kPair * kPanel;
+        const Index place = pair * P::kPair * kPanel;
         if (args.m - pair * P::kPair > P::kTile) {
           multiply_chunk<true>(rows, k, p, b, row_pairs == 1, sums + place, total + place,
                                meanwhile);
@@ -139,11 +139,11 @@ void small_m_block(const LinearArgs& args, long, long, long panel_begin, long pa
     }
     compiler_barrier();
     const Epilogue<float> epilogue = row_epilogue.of_panel(panel);
-    for (long i = 0; i < args.m; ++i) {
+    for (Index i = 0; i < args.m; ++i) {
       Vec low = load(total + i * kPanel), high = load(total + i * kPanel + kLanes);
       if (P::needs_fp32(low, high))
-        FloatProduct<float>::fp32_row([&](long p) { return row_epilogue.x(i, p); }, k, weights, low,
-                                      high);
+        FloatProduct<float>::fp32_row([&](Index p) { return row_epilogue.x(i, p); }, k, weights,
+                                      low, high);
       row_epilogue.finish_checked(epilogue, i, panel, low, high);
     }
   }

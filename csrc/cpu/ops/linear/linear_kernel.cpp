@@ -8,17 +8,17 @@ namespace tf::TF_ISA {
 namespace {
 
 // Rows of x per register tile.
-constexpr long kDirectRows = 4;
+constexpr Index kDirectRows = 4;
 
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
 template <class T, int kRows, int kColumns>
 void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
   using P = InPlace<T>;
-  const long stride = args.weight_stride;
+  const Index stride = args.weight_stride;
   Vec sum[kRows][kColumns];
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
       zero();
-  const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
+  const auto step = [&](Index p, const auto& read) __attribute__((always_inline)) {
     typename P::Operand b[kColumns];
     TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * stride + p);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
@@ -26,7 +26,7 @@ void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
       TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = P::add_products(sum[i][j], a, b[j]);
     }
   };
-  long p = 0;
+  Index p = 0;
   for (; p + P::kDepth <= args.k; p += P::kDepth) {
     // Prefetches the rows after the ones being read.
     TF_UNROLL for (int j = 0; j < kColumns; ++j) prefetch_l2(w + (j + kColumns) * stride + p);
@@ -40,7 +40,7 @@ void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
 template <class T, int kColumns>
 void direct_columns(const LinearArgs& args, const T* w, float* sums) {
   const auto* x = static_cast<const T*>(args.x);
-  for (long i = 0; i < args.m; i += kDirectRows, x += kDirectRows * args.x_stride) {
+  for (Index i = 0; i < args.m; i += kDirectRows, x += kDirectRows * args.x_stride) {
     switch (min(args.m - i, kDirectRows)) {
       case 1:
         dot_products<T, 1, kColumns>(args, x, w, sums + i * kPanel);
@@ -58,16 +58,16 @@ void direct_columns(const LinearArgs& args, const T* w, float* sums) {
 }
 
 template <class T, int kColumns>
-void direct_panels(const LinearArgs& args, long begin, long end) {
+void direct_panels(const LinearArgs& args, Index begin, Index end) {
   const RowEpilogue<T> row_epilogue(args, 0);
-  const long stride = args.weight_stride;
+  const Index stride = args.weight_stride;
   // A panel is finished after the next one's products: reading sums just written would wait.
   float sums[2][kMaxDirectRows * kPanel] = {};
-  for (long p = begin; p <= end; ++p) {
-    const long columns = min(kPanel, args.n - p * kPanel);
+  for (Index p = begin; p <= end; ++p) {
+    const Index columns = min(kPanel, args.n - p * kPanel);
     const auto* w = static_cast<const T*>(args.weight) + p * kPanel * stride;
     float* to = sums[p % 2];
-    for (long j = 0; p < end && j < columns;) {
+    for (Index j = 0; p < end && j < columns;) {
       if (j + kColumns <= columns) {
         direct_columns<T, kColumns>(args, w + j * stride, to + j);
         j += kColumns;
@@ -79,20 +79,20 @@ void direct_panels(const LinearArgs& args, long begin, long end) {
     if (p == begin) continue;
     const float* from = sums[(p - 1) % 2];
     const Epilogue<T> epilogue = row_epilogue.of_panel(p - 1);
-    for (long i = 0; i < args.m; ++i, from += kPanel)
+    for (Index i = 0; i < args.m; ++i, from += kPanel)
       row_epilogue.finish_checked(epilogue, i, p - 1, load(from), load(from + kLanes));
   }
 }
 
 // Accumulators: at most half of the registers.
 template <class T>
-void direct(const LinearArgs& args, long column_begin, long column_end) {
-  const long begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
+void direct(const LinearArgs& args, Index column_begin, Index column_end) {
+  const Index begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
   if constexpr (TF_VECTOR_REGISTERS < 32) return direct_panels<T, 2>(args, begin, end);
   // One row of x leaves little to compute: reading W takes the time. The hardware prefetches
   // short rows of fp32 best one after the other; longer ones (than a page) need more software
   // prefetches in flight, for which the registers of one or two rows of x have room.
-  constexpr long kShortRow = std::is_same_v<T, float> ? 1024 : 0;
+  constexpr Index kShortRow = std::is_same_v<T, float> ? 1024 : 0;
   if (args.m == 1 && args.k <= kShortRow) return direct_panels<T, 1>(args, begin, end);
   (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
 }

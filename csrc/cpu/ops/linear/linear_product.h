@@ -11,27 +11,28 @@ namespace {
 
 // If k is large, few rows fit in the cache, and the weights would be streamed too often. So k is
 // split into slabs, whose products are accumulated in a block of the result.
-constexpr long kSlab = 512, kSlabColumns = 512;
-constexpr long kSlabStride = kSlabColumns + 16;  // not a power of two
+constexpr Index kSlab = 512, kSlabColumns = 512;
+constexpr Index kSlabStride = kSlabColumns + 16;  // not a power of two
 
 template <class P>
-constexpr bool kNarrow = P::kBytes < static_cast<long>(sizeof(float));
+constexpr bool kNarrow = P::kBytes < static_cast<Index>(sizeof(float));
 template <class P>
-bool in_slabs(long k) {
+bool in_slabs(Index k) {
   return !kNarrow<P> && k > (P::kIsBf16x3 ? 1024 : kLanes == 16 ? 1755 : 4096);
 }
 
 template <class P>
-long row_block(const LinearArgs& args) {
+Index row_block(const LinearArgs& args) {
   return block_rows<P>((in_slabs<P>(args.k) ? kSlab : args.k) * P::kBytes);
 }
 
 template <class T>
-void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
+void pack(const void* weight, Index stride, Index n, Index k, void* packed, Index begin,
+          Index end) {
   using P = PackedProduct<T>;
   auto* panels = static_cast<typename P::Operand*>(packed);
-  for (long p = begin; p < end; ++p) {
-    const long row = p * kPanel;
+  for (Index p = begin; p < end; ++p) {
+    const Index row = p * kPanel;
     P::pack_rows(static_cast<const T*>(weight) + row * stride, stride, min(kPanel, n - row), k,
                  panels + p * P::panel_size(k));
   }
@@ -39,17 +40,17 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
 
 // Rows of W^T packed at a time: few in fp32, since they are read far apart.
 template <class T>
-constexpr long kPackRows = std::is_same_v<T, float> ? 8 : 32;
+constexpr Index kPackRows = std::is_same_v<T, float> ? 8 : 32;
 template <class T>
-void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
-                     long end) {
+void pack_transposed(const void* transposed, Index stride, Index n, Index k, void* packed,
+                     Index begin, Index end) {
   using P = PackedProduct<T>;
-  constexpr long kRows = kPackRows<T>;
-  for (long block = begin; block < end; ++block) {
-    const long p = block * kRows, depth = min(kRows, k - p);
+  constexpr Index kRows = kPackRows<T>;
+  for (Index block = begin; block < end; ++block) {
+    const Index p = block * kRows, depth = min(kRows, k - p);
     const T* rows = static_cast<const T*>(transposed) + p * stride;
     auto* panel = static_cast<typename P::Operand*>(packed) + P::panel_size(p);
-    for (long j = 0; j < n; j += kPanel, panel += P::panel_size(k))
+    for (Index j = 0; j < n; j += kPanel, panel += P::panel_size(k))
       P::pack_columns(rows + j, stride, min(kPanel, n - j), depth, panel);
   }
 }
@@ -61,7 +62,7 @@ class RowEpilogue {
 
  public:
   // `block` holds the same rows, packed.
-  RowEpilogue(const LinearArgs& call, long row, const Operand* block = nullptr)
+  RowEpilogue(const LinearArgs& call, Index row, const Operand* block = nullptr)
       : args_(call),
         block_(block),
         x_(static_cast<const X*>(call.x) + row * call.x_stride),
@@ -76,15 +77,15 @@ class RowEpilogue {
     if (preactivation_ != nullptr) preactivation_ += row * n_;
   }
 
-  Epilogue<T> of_panel(long p) const {
+  Epilogue<T> of_panel(Index p) const {
     return Epilogue<T>(args_.bias, p * kPanel, args_.n, args_.activation,
                        P::kQuantizes ? args_.scale : nullptr);
   }
 
-  TF_INLINE void finish(const Epilogue<T>& epilogue, long i, long p, Vec low, Vec high) const {
+  TF_INLINE void finish(const Epilogue<T>& epilogue, Index i, Index p, Vec low, Vec high) const {
     if constexpr (P::kIsBf16x3) {
       if (P::needs_fp32(low, high))
-        P::fp32_row([&](long k) { return x(i, k); }, args_.k,
+        P::fp32_row([&](Index k) { return x(i, k); }, args_.k,
                     static_cast<const Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
                     high);
     }
@@ -93,9 +94,9 @@ class RowEpilogue {
   }
 
   // The same for sums that need no fp32 recomputation.
-  TF_INLINE void finish_checked(const Epilogue<T>& epilogue, long i, long p, Vec low,
+  TF_INLINE void finish_checked(const Epilogue<T>& epilogue, Index i, Index p, Vec low,
                                 Vec high) const {
-    const long column = p * kPanel;
+    const Index column = p * kPanel;
     epilogue.add_bias(low, high);
     if (preactivation_ != nullptr) epilogue.write(preactivation_ + i * n_ + column, low, high);
     epilogue.activate(low, high);
@@ -106,15 +107,15 @@ class RowEpilogue {
   }
 
   // The last argument of P::multiply(): the place of the results, or the number of columns.
-  auto destination(long p) const {
+  auto destination(Index p) const {
     if constexpr (P::kQuantizes)
       return
-          typename P::Destination{y_ + p * kPanel, args_.y_stride * static_cast<long>(sizeof(Y))};
+          typename P::Destination{y_ + p * kPanel, args_.y_stride * static_cast<Index>(sizeof(Y))};
     else
       return min(kPanel, args_.n - p * kPanel);
   }
 
-  float x(long i, long k) const { return load_one(x_ + i * args_.x_stride + k); }
+  float x(Index i, Index k) const { return load_one(x_ + i * args_.x_stride + k); }
 
  private:
   const LinearArgs& args_;
@@ -124,13 +125,13 @@ class RowEpilogue {
   const T* residual_;
   T* preactivation_;
   // Copies stay in registers: the compiler must assume that a store changes args_.
-  long n_, y_stride_, residual_stride_;
+  Index n_, y_stride_, residual_stride_;
   bool multiplies_;
 };
 
 // Packs `rows` rows of x from row `row` on.
 template <class X, class P>
-void fill_rows(const LinearArgs& args, long row, long rows, typename P::Operand* block) {
+void fill_rows(const LinearArgs& args, Index row, Index rows, typename P::Operand* block) {
   const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
   if constexpr (P::kQuantizes)
     P::fill(x, args.x_stride, rows, args.k, block, args.factors);
@@ -140,18 +141,19 @@ void fill_rows(const LinearArgs& args, long row, long rows, typename P::Operand*
 
 // Rows [row, row + rows), at most row_block(), of panels [begin, end).
 template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
-void row_panels(const LinearArgs& args, long row, long rows, long begin, long end, void* scratch) {
+void row_panels(const LinearArgs& args, Index row, Index rows, Index begin, Index end,
+                void* scratch) {
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
   auto* a = static_cast<typename P::Operand*>(scratch);
   float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), args.k));
-  const long size = P::panel_size(args.k);
+  const Index size = P::panel_size(args.k);
   fill_rows<X, P>(args, row, rows, a);
   const RowEpilogue<T, P, X, Y> row_epilogue(args, row, a);
-  for (long p = begin; p < end; ++p) {
+  for (Index p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
     P::multiply(
         a, rows, args.k, panel, panel + size, sums,
-        [=, epilogue = row_epilogue.of_panel(p)](long i, Vec low, Vec high)
+        [=, epilogue = row_epilogue.of_panel(p)](Index i, Vec low, Vec high)
             __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); },
         row_epilogue.destination(p));
   }
@@ -159,19 +161,19 @@ void row_panels(const LinearArgs& args, long row, long rows, long begin, long en
 
 // The same in slabs, for at most kSlabColumns.
 template <class T, class P = PackedProduct<T>>
-void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin, long end,
+void row_panels_in_slabs(const LinearArgs& args, Index row, Index rows, Index begin, Index end,
                          void* scratch) {
   using Operand = typename P::Operand;
   const auto* packed = static_cast<const Operand*>(args.packed);
   auto* a = static_cast<Operand*>(scratch);
   float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), kSlab));
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-  const long size = P::panel_size(args.k);
-  for (long p = 0; p < args.k; p += kSlab) {
-    const long depth = min(kSlab, args.k - p);
+  const Index size = P::panel_size(args.k);
+  for (Index p = 0; p < args.k; p += kSlab) {
+    const Index depth = min(kSlab, args.k - p);
     P::fill(x + p, args.x_stride, rows, depth, a);
-    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
-    for (long j = begin; j < end; ++j) {
+    const Index bytes = P::panel_size(depth) * static_cast<Index>(sizeof(Operand));
+    for (Index j = begin; j < end; ++j) {
       const Operand* panel = packed + j * size + P::panel_size(p);
       FetchAhead fetch(panel + size, bytes, P::steps(rows, depth));
       P::multiply_to(
@@ -180,9 +182,9 @@ void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin
     }
   }
   const RowEpilogue<T, P> row_epilogue(args, row);
-  for (long j = begin; j < end; ++j) {
+  for (Index j = begin; j < end; ++j) {
     const Epilogue<T> epilogue = row_epilogue.of_panel(j);
-    for (long i = 0; i < rows; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       const float* from = sums + i * kSlabStride + (j - begin) * kPanel;
       row_epilogue.finish(epilogue, i, j, load(from), load(from + kLanes));
     }
@@ -190,16 +192,16 @@ void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin
 }
 
 template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
-void block(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
-           void* scratch) {
+void block(const LinearArgs& args, Index row_begin, Index row_end, Index panel_begin,
+           Index panel_end, void* scratch) {
   P::enter();
   const bool slabs = in_slabs<P>(args.k);
-  const long max_rows = row_block<P>(args), step = slabs ? kSlabColumns / kPanel : panel_end;
-  const long count = (row_end - row_begin + max_rows - 1) / max_rows;
-  for (long item = 0, row = row_begin; item < count; ++item) {
-    const long rows = (row_end - row + count - item - 1) / (count - item);
-    for (long p = panel_begin; p < panel_end; p += step) {
-      const long end = min(panel_end, p + step);
+  const Index max_rows = row_block<P>(args), step = slabs ? kSlabColumns / kPanel : panel_end;
+  const Index count = (row_end - row_begin + max_rows - 1) / max_rows;
+  for (Index item = 0, row = row_begin; item < count; ++item) {
+    const Index rows = (row_end - row + count - item - 1) / (count - item);
+    for (Index p = panel_begin; p < panel_end; p += step) {
+      const Index end = min(panel_end, p + step);
       if constexpr (kNarrow<P>) {
         row_panels<T, P, X, Y>(args, row, rows, p, end, scratch);
       } else {
@@ -212,18 +214,18 @@ void block(const LinearArgs& args, long row_begin, long row_end, long panel_begi
 }
 
 template <class T, class P = PackedProduct<T>>
-long scratch_bytes(const LinearArgs& args) {
-  const long rows = row_block<P>(args);
+Index scratch_bytes(const LinearArgs& args) {
+  const Index rows = row_block<P>(args);
   const bool slabs = in_slabs<P>(args.k);
   return P::block_size(rows, slabs ? kSlab : args.k) *
-             static_cast<long>(sizeof(typename P::Operand)) +
-         (slabs ? rows * kSlabStride : P::buffer_size(rows)) * static_cast<long>(sizeof(float));
+             static_cast<Index>(sizeof(typename P::Operand)) +
+         (slabs ? rows * kSlabStride : P::buffer_size(rows)) * static_cast<Index>(sizeof(float));
 }
 
 template <class P>
-long packed_bytes(long n, long k) {
+Index packed_bytes(Index n, Index k) {
   return round_up(n, kPanel) / kPanel * P::panel_size(k) *
-         static_cast<long>(sizeof(typename P::Operand));
+         static_cast<Index>(sizeof(typename P::Operand));
 }
 
 template <class X, class P = PackedProduct<X>>
@@ -234,10 +236,10 @@ void fill(const LinearArgs& args, void* scratch) {
 // Without args.packed, packs panels for this product only, in the cache of the thread that
 // multiplies by them.
 template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
-void panels(const LinearArgs& args, long begin, long end, void* scratch) {
+void panels(const LinearArgs& args, Index begin, Index end, void* scratch) {
   using Operand = typename P::Operand;
   const auto* weight = static_cast<const T*>(args.weight);
-  const long k = args.k, stride = args.weight_stride;
+  const Index k = args.k, stride = args.weight_stride;
   auto* a = static_cast<Operand*>(scratch);
   Operand* place = a + P::block_size(args.m, k);
   float* sums = reinterpret_cast<float*>(place + P::panel_size(k));
@@ -245,14 +247,14 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   // Parts of fp32 panels stay in the first-level cache.
   constexpr bool kInParts = P::kBytes == sizeof(float);
   P::enter();
-  for (long p = begin; p < end; ++p) {
-    const long column = p * kPanel, columns = min(kPanel, args.n - column);
+  for (Index p = begin; p < end; ++p) {
+    const Index column = p * kPanel, columns = min(kPanel, args.n - column);
     // Prefetches the next rows of W during the product if they are as long as a panel.
     const Operand* next = place;
     if constexpr (!P::kQuantizes && sizeof(Operand) == sizeof(T))
       if (!args.transposed) next = weight + (column + kPanel) * stride;
     const auto sink =
-        [=, epilogue = row_epilogue.of_panel(p)](long i, Vec low, Vec high)
+        [=, epilogue = row_epilogue.of_panel(p)](Index i, Vec low, Vec high)
             __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); };
     if (args.packed != nullptr) {
       const Operand* panel = static_cast<const Operand*>(args.packed) + p * P::panel_size(k);
@@ -261,7 +263,7 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
       continue;
     }
     if constexpr (!P::kQuantizes) {
-      const auto pack_part = [&](long from, long depth) {
+      const auto pack_part = [&](Index from, Index depth) {
         if (args.transposed) {
           P::pack_columns(weight + from * stride + column, stride, columns, depth, place);
         } else {
@@ -269,14 +271,14 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
         }
       };
       if (kInParts && columns > kLanes) {
-        for (long from = 0; from < k; from += P::kKBlock) {
-          const long depth = min(P::kKBlock, k - from);
+        for (Index from = 0; from < k; from += P::kKBlock) {
+          const Index depth = min(P::kKBlock, k - from);
           pack_part(from, depth);
           P::multiply_to(
               P::chunk(a, k, 0, from), k, args.m, depth, place, from > 0, sums, kPanel, [] {},
               next + from * kPanel);
         }
-        for (long i = 0; i < args.m; ++i)
+        for (Index i = 0; i < args.m; ++i)
           sink(i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
       } else {
         pack_part(0, k);
@@ -288,10 +290,10 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
 }
 
 template <class T, class P = PackedProduct<T>>
-long panels_scratch(const LinearArgs& args) {
+Index panels_scratch(const LinearArgs& args) {
   return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
-             static_cast<long>(sizeof(typename P::Operand)) +
-         P::buffer_size(args.m) * static_cast<long>(sizeof(float));
+             static_cast<Index>(sizeof(typename P::Operand)) +
+         P::buffer_size(args.m) * static_cast<Index>(sizeof(float));
 }
 
 }  // namespace

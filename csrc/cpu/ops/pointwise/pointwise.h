@@ -12,24 +12,24 @@ namespace tf {
 struct ArgmaxArgs {
   Element type;  // float32, bfloat16 or float16
   const void* x;
-  long columns, stride;  // columns > 0; row stride in elements
+  Index columns, stride;  // columns > 0; row stride in elements
   int64_t* place;
 };
-TF_KERNEL(void argmax_rows(const ArgmaxArgs& args, long begin, long end))
+TF_KERNEL(void argmax_rows(const ArgmaxArgs& args, Index begin, Index end))
 
 // Dropout by itself, for compositions of several operators.
 struct DropoutArgs {
   Element type;   // of x and y
   const void* x;  // (rows, n), contiguous
   void* y;        // likewise; may be x
-  long n;
+  Index n;
   Dropout dropout;
 };
 
 // Floats of scratch for dropout_rows.
-TF_KERNEL(long dropout_scratch(const DropoutArgs& args))
+TF_KERNEL(Index dropout_scratch(const DropoutArgs& args))
 
-TF_KERNEL(void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch))
+TF_KERNEL(void dropout_rows(const DropoutArgs& args, Index begin, Index end, float* scratch))
 
 // Rotary position embeddings, in place: x cos + rotate_half(x) sin in the first `rotated` channels
 // of each head, with rotate_half((a, b)) = (-b, a) for the two halves of these channels.
@@ -37,10 +37,10 @@ struct RotationArgs {
   Element type = {};        // of x
   Element table_type = {};  // of cos and sin: the same, or float32
   void* x = nullptr;        // rows x_stride apart, each with `heads` heads of `size` channels
-  long x_stride = 0, heads = 0, size = 0, rotated = 0;
+  Index x_stride = 0, heads = 0, size = 0, rotated = 0;
   const void *cos = nullptr, *sin = nullptr;  // (positions, rotated), contiguous
-  long positions = 0;                         // row i is at position i % positions
+  Index positions = 0;                        // row i is at position i % positions
 };
-TF_KERNEL(void rotate_rows(const RotationArgs& args, long begin, long end))
+TF_KERNEL(void rotate_rows(const RotationArgs& args, Index begin, Index end))
 
 }  // namespace tf
