@@ -1,5 +1,5 @@
-// holds: verifies the checks of a transformer_fast.nn.guard.Guard in one pass. are_unchanged: compares
-// tensors with their earlier states.
+// holds: verifies the checks of a transformer_fast.nn.guard.Guard in one pass. are_unchanged:
+// compares tensors with their earlier states.
 #include "autograd/ops.h"
 
 namespace tf::autograd {

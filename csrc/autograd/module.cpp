@@ -118,9 +118,8 @@ PyMethodDef methods[] = {
                           "Takes the kernels of `_C`, the settings and `is_observed`."},
     {"holds", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&holds)), METH_FASTCALL,
      "True if all checks of a Guard hold."},
-    {"are_unchanged",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_unchanged)), METH_FASTCALL,
-     "True if tensors have the states that were recorded."},
+    {"are_unchanged", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_unchanged)),
+     METH_FASTCALL, "True if tensors have the states that were recorded."},
     {"bind", bind, METH_VARARGS, "Sets the functions and the limits of an op."},
     {nullptr, nullptr, 0, nullptr}};
 #undef TF_METHOD

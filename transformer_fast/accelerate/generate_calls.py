@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import memory
-from .._context import is_traced
+from .._context import as_plain_tensors, is_traced
 from ..models.generation.methods import bind_best, top
 from ..nn.drop_in import DropIn, subclass
 from .private_names import CACHES, OBJECTS, load
@@ -62,7 +62,8 @@ def _sample_of(kind: Any) -> Any:
         processors, config = kwargs.get("logits_processor"), kwargs.get("generation_config")
         # Scores that are returned must be plain tensors.
         if processors is not None and config is not None and not config.output_scores:
-            kwargs["logits_processor"] = _greedy_class(type(processors))(processors)
+            list_class: Any = type(processors)
+            kwargs["logits_processor"] = _greedy_class(list_class)(processors)
         with memory.compared_once():
             return kind._sample(self, input_ids, *args, **kwargs)
 
@@ -119,7 +120,7 @@ def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the arguments of the first beam of each source; None if beams differ, or of other calls."""
     names = "DynamicCache", "EncoderDecoderCache"
     plain, both = (load("transformers.cache_utils", name) for name in names)
-    cache, encoded, beams = _cache_of(given), given["encoder_outputs"], config.num_beams
+    cache, encoded, beams = _cache_of(given), given.get("encoder_outputs"), config.num_beams
     if (
         type(cache) is not both
         or {type(cache.self_attention_cache), type(cache.cross_attention_cache)} != {plain}
@@ -188,7 +189,7 @@ class _Scores(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             if function is torch.argmax and len(args) == 1 and kwargs == {"dim": -1}:
                 x = args[0].as_subclass(Tensor)
                 return bind_best(x)(x)
@@ -239,10 +240,10 @@ class _Once(TorchFunctionMode):
 
 def _searching_once(processor: Any) -> Any:
     """Returns a processor with the same attributes; the given one if its class is not known."""
-    kinds = [load(_PROCESSORS, name) for name in OBJECTS[_PROCESSORS]]
-    if type(processor) not in kinds:
+    kind: Any = type(processor)
+    if kind not in [load(_PROCESSORS, name) for name in OBJECTS[_PROCESSORS]]:
         return processor
-    copied = object.__new__(_class_of_processors(type(processor)))
+    copied = object.__new__(_class_of_processors(kind))
     copied.__dict__ = processor.__dict__  # the same, since users may change it amid a call
     object.__setattr__(copied, "_once", _Once())
     return copied

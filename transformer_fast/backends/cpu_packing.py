@@ -371,11 +371,18 @@ class PackedWeights:
         )
         before, last = self._last
         if pieces == before and len(last) == len(weights):
-            packed: list[Tensor | None] = [entry.packed for entry in last]
-            states = [*zip(owners or weights, weights, [x.state for x in last], strict=True)]
-            if all(entry.alive for entry in last) and memory.are_unchanged(states):
-                prints = [x.fingerprint for x in last if x.fingerprint is not None]
-                if not prints or _all_hold(prints, rows):
+            packed: list[Tensor | None] = []
+            states, prints, are_alive = [], [], True
+            # A loop, since each step of a generator costs a function call.
+            for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
+                packed.append(entry.packed)
+                states.append((owner, weight, entry.state))
+                are_alive = are_alive and entry.alive
+                if entry.fingerprint is not None:
+                    prints.append(entry.fingerprint)
+            if are_alive and memory.are_unchanged(states):
+                once = memory.compared.get() is not None
+                if not prints or (_all_hold if once else _native.module.all_hold)(prints, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now

@@ -105,9 +105,11 @@ class Parameters:
         for freed, factors in self.freed:
             if freed.held.factors is not factors:
                 return False
-        later = [snapshot for *_, snapshot in self.quantized]
-        # The guard has checked that the parameters and their factors are the same.
-        is_same = all(x is not None and x.alive and x.storage() is not None for x in later)
+        later, is_same = [], True
+        # A loop, as in `PackedWeights`. The guard has checked that parameters and factors are the same.
+        for _, _, x in self.quantized:
+            later.append(x)
+            is_same = is_same and x is not None and x.alive and x.storage() is not None
         if torch.is_grad_enabled():
             is_same = is_same and not any(x.requires_grad for x, *_ in self.states)
         if not (is_same and memory.are_unchanged(self.states)):
