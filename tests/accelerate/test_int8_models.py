@@ -267,6 +267,21 @@ def test_save_pretrained_stores_floats(family, tmp_path):
             assert found < (ROUNDING if run_in_8_bits else ERROR)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_tied_heads_are_tied_after_save_pretrained(written, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    accelerate(model, quantize="int8", keep_weights=False)
+    if written:
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+    model.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
+    assert (again.lm_head.weight is again.transformer.wte.weight) is not written
+
+
 def test_float_weights_are_freed():
     layer = nn.Linear(64, 32)
     weight = weakref.ref(layer.weight)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..nn.drop_in import functions_of, is_of_others
-from ..nn.int8 import to_float
+from ..nn.int8 import is_quantized_from, to_float
 from . import classes, packing
 from .classes import Change, ClassChange
 from .hugging_face_layers import CLASSES, Attention, attention
@@ -352,6 +352,11 @@ def _quantizer_class() -> Any:
             state = model.state_dict()
             for name, module in model.named_modules():
                 to_float(module, state, f"{name}." if name else "")
+            weights = dict(model.named_parameters(remove_duplicate=False))
+            # `from_pretrained` ties weights only if their stored values are equal.
+            for name, table in getattr(model, "all_tied_weights_keys", {}).items():
+                if table in state and is_quantized_from(weights.get(name), state[table]):
+                    state[name] = state[table]
             return state, {}
 
     return Int8OfTransformerFast

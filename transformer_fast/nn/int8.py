@@ -506,6 +506,14 @@ def to_float(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> Non
         state[prefix + name] = weight.floats()
 
 
+def is_quantized_from(weight: Any, floats: Tensor) -> bool:
+    """True if the weight is a `FreedWeight` with the 8-bit values of a float weight."""
+    if type(weight) is not FreedWeight or weight.transposed or weight.shape != floats.shape:
+        return False
+    found = functional.quantize_weight(floats, factors=weight.held.factors)
+    return all(map(torch.equal, found, (weight.held.values, weight.held.scale)))
+
+
 def run_linear(
     input: Tensor, weight: Weight, bias: Tensor | None, activation: str | None = None
 ) -> Tensor:
