@@ -66,6 +66,20 @@ def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatc
     assert {type(each) for each in scores.scores} == {Tensor}
 
 
+def test_hooks_get_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hooks the first tokens of a source's beams are computed once."""
+    model, sizes, run = build("marian"), [], generate_calls._of_one_beam
+    monkeypatch.setattr(
+        generate_calls, "_of_one_beam", lambda *given: sizes.append("one") or run(*given)
+    )
+    accelerate(model)
+    expected = generated(model, num_beams=3)
+    assert sizes == ["one"]
+    model.model.decoder.register_forward_hook(lambda _, __, out: sizes.append(len(out[0])))
+    assert torch.equal(generated(model, num_beams=3), expected)
+    assert {*sizes[1:]} == {3 * len(sources()["input_ids"])}
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
 def test_highest_scores_are_those_of_pytorch(kind: str) -> None:
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from .. import memory
 from .._context import as_plain_tensors, is_traced
 from ..models.generation.methods import bind_best, top
 from ..nn.drop_in import DropIn, subclass
+from .padded_places import is_hooked
 from .private_names import CACHES, OBJECTS, load
 
 _PROCESSORS = "transformers.generation.logits_process"
@@ -90,7 +91,7 @@ def _prefill_of(kind: Any) -> Any:
 
         beams = generation_config.num_beams
         one = None
-        if beams > 1 and self.config.is_encoder_decoder:
+        if beams > 1 and self.config.is_encoder_decoder and not is_hooked(self):
             one = _of_one_beam(generation_config, {**model_kwargs, "input_ids": input_ids})
         if one is None:
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -322,6 +322,16 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def is_hooked(model: torch.nn.Module) -> bool:
+    """True if a module has a forward hook of a user."""
+    return any(
+        _is_of_user(hook)
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
+
+
 def _is_of_user(hook: Any) -> bool:
     path = getattr(hook, "__module__", None) or type(hook).__module__
     return path.partition(".")[0] not in KNOWN_PACKAGES
