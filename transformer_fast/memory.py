@@ -55,8 +55,20 @@ class Copies(NamedTuple):
 COPIES: dict[str, Copies] = {}
 
 
-#: Within `compared_once`: the fingerprints whose weights were compared. None: each call compares.
-compared: ContextVar[set[Any] | None] = ContextVar("compared", default=None)
+class _Compared(set[Any]):
+    """The fingerprints whose weights were compared within `compared_once`."""
+
+    #: False after the block, which copies of its context may outlive.
+    is_valid = True
+
+
+_compared: ContextVar[_Compared | None] = ContextVar("compared", default=None)
+
+
+def compared() -> set[Any] | None:
+    """Returns the fingerprints whose weights need no comparison; None: each call compares."""
+    found = _compared.get()
+    return None if found is None or not found.is_valid else found
 
 
 @contextmanager
@@ -65,11 +77,13 @@ def compared_once() -> Iterator[None]:
 
     Later calls find what PyTorch tracks. To read a part of each row takes a quarter of an int8 step.
     """
-    token = compared.set(set() if compared.get() is None else compared.get())
+    found = _Compared()
+    token = _compared.set(found)
     try:
         yield
     finally:
-        compared.reset(token)
+        found.is_valid = False
+        _compared.reset(token)
 
 
 def state_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[Any, ...]:

@@ -3,10 +3,13 @@ examples/transcribe.py."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import functools
 import pickle
 import re
 import wave
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
 )
 from test_generation_steps import build, sources
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
 
@@ -66,8 +70,9 @@ def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatc
     assert {type(each) for each in scores.scores} == {Tensor}
 
 
-def test_hooks_get_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hooks the first tokens of a source's beams are computed once."""
+@pytest.mark.parametrize("reader", ["a hook", "a global hook", "another forward"])
+def test_code_of_users_gets_all_beams(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without such code the first tokens of a source's beams are computed once."""
     model, sizes, run = build("marian"), [], generate_calls._of_one_beam
     monkeypatch.setattr(
         generate_calls, "_of_one_beam", lambda *given: sizes.append("one") or run(*given)
@@ -75,9 +80,70 @@ def test_hooks_get_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate(model)
     expected = generated(model, num_beams=3)
     assert sizes == ["one"]
-    model.model.decoder.register_forward_hook(lambda _, __, out: sizes.append(len(out[0])))
-    assert torch.equal(generated(model, num_beams=3), expected)
+
+    def note(module: Any, _: Any, out: Any) -> None:
+        if isinstance(module, torch.nn.Linear) and out.shape[-1] == model.config.vocab_size:
+            sizes.append(len(out))
+
+    if reader == "a hook":
+        model.lm_head.register_forward_hook(note)
+    elif reader == "another forward":
+        forward = model.forward
+        model.forward = functools.wraps(forward)(
+            lambda *args, **kwargs: (
+                sizes.append(len(kwargs["decoder_input_ids"])) or forward(*args, **kwargs)
+            )
+        )
+    with ExitStack() as stack:
+        if reader == "a global hook":
+            stack.callback(register_module_forward_hook(note).remove)
+        assert torch.equal(generated(model, num_beams=3), expected)
+    assert len(sizes) > 2
     assert {*sizes[1:]} == {3 * len(sources()["input_ids"])}
+
+
+def test_beams_have_caches_of_their_own() -> None:
+    model, given = build("marian"), {name: x[:1] for name, x in sources().items()}
+    accelerate(model)
+    found = model.generate(**given, num_beams=3, return_dict_in_generate=True)
+    keys = found.past_key_values.cross_attention_cache.layers[0].keys
+    before = keys.clone()
+    keys[0].neg_()
+    assert torch.equal(keys[1:], before[1:])
+
+
+class Negating(LogitsProcessorList):
+    """A list with state, which its constructor requires."""
+
+    def __init__(self, items: Any, sign: int) -> None:
+        super().__init__(items)
+        self.sign = sign
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return super().__call__(input_ids, scores, **kwargs) * self.sign
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_lists_of_processors_keep_their_state(beams: int) -> None:
+    model = build("marian")
+    kind = type(model)
+
+    def processors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Negating(kind._get_logits_processor(self, *args, **kwargs), -1)
+
+    model.__class__ = type("Mine", (kind,), {"_get_logits_processor": processors})
+    expected = generated(model, num_beams=beams, suppress_tokens=[5])
+    accelerate(model)
+    assert torch.equal(generated(model, num_beams=beams, suppress_tokens=[5]), expected)
+
+
+def test_comparisons_end_with_their_search() -> None:
+    with memory.compared_once():
+        outer, context = memory.compared(), contextvars.copy_context()
+        with memory.compared_once():
+            assert memory.compared() is not outer
+        assert context.run(memory.compared) is outer is memory.compared()
+    assert context.run(memory.compared) is None
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
@@ -121,6 +187,7 @@ def test_processors_search_the_vocabulary_once() -> None:
     ]
     for one in theirs:
         ours = generate_calls._searching_once(one)
+        assert type(pickle.loads(pickle.dumps(ours))) is type(one)
         assert isinstance(ours, type(one))
         assert ours is not one
         for size, length in ((90, 2), (90, 3), (80, 9), (90, 2)):
@@ -129,7 +196,7 @@ def test_processors_search_the_vocabulary_once() -> None:
             assert torch.equal(ours(ids, scores), one(ids, scores))
             assert torch.equal(scores, before)
         (tokens,) = (value for value in vars(one).values() if isinstance(value, Tensor))
-        tokens += 1
+        tokens.data += 1
         assert torch.equal(ours(ids, scores), one(ids, scores))
         with Searches() as searches:
             one(ids, scores)
@@ -162,7 +229,7 @@ def test_changes_of_weights_are_found(quantize: Any) -> None:
     found = generated(model, Changing(weight))  # tracked
     assert torch.equal(found[:, :10], before[:, :10])
     assert not torch.equal(found, before)
-    assert memory.compared.get() is None
+    assert memory.compared() is None
     weight.data.neg_()  # not tracked
     assert torch.equal(generated(model), before)
     weight.data[3] = 1.0

@@ -8,6 +8,7 @@ The first tokens of beams, which are equal, are computed for one beam of each so
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
@@ -20,6 +21,7 @@ from .. import memory
 from .._context import as_plain_tensors, is_traced
 from ..models.generation.methods import bind_best, top
 from ..nn.drop_in import DropIn, subclass
+from .classes import code_of_others
 from .padded_places import is_hooked
 from .private_names import CACHES, OBJECTS, load
 
@@ -41,7 +43,9 @@ def _processors_of(kind: Any) -> Any:
     @functools.wraps(kind._get_logits_processor)
     def processors(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = kind._get_logits_processor(self, *args, **kwargs)
-        return type(found)(map(_searching_once, found))
+        copied = copy.copy(found)
+        copied[:] = map(_searching_once, found)
+        return copied
 
     return processors
 
@@ -61,10 +65,17 @@ def _sample_of(kind: Any) -> Any:
     @functools.wraps(kind._sample)
     def sample(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         processors, config = kwargs.get("logits_processor"), kwargs.get("generation_config")
-        # Scores that are returned must be plain tensors.
-        if processors is not None and config is not None and not config.output_scores:
-            list_class: Any = type(processors)
-            kwargs["logits_processor"] = _greedy_class(list_class)(processors)
+        # Scores that are returned, or read by code of others, must be plain tensors.
+        if (
+            processors is not None
+            and config is not None
+            and not config.output_scores
+            and kind._sample is load("transformers.generation", "GenerationMixin")._sample
+        ):
+            copied = copy.copy(processors)
+            of_list: Any = type(processors)
+            copied.__class__ = _greedy_class(of_list)
+            kwargs["logits_processor"] = copied
         with memory.compared_once():
             return kind._sample(self, input_ids, *args, **kwargs)
 
@@ -89,9 +100,14 @@ def _prefill_of(kind: Any) -> Any:
     ) -> Any:  # fmt: skip
         from .generation import keep_shared  # which imports this module
 
-        beams = generation_config.num_beams
+        beams = generation_config.num_beams or 1
         one = None
-        if beams > 1 and self.config.is_encoder_decoder and not is_hooked(self):
+        if (
+            beams > 1
+            and self.config.is_encoder_decoder
+            and not is_hooked(self)
+            and code_of_others(self) is None
+        ):
             one = _of_one_beam(generation_config, {**model_kwargs, "input_ids": input_ids})
         if one is None:
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -100,9 +116,10 @@ def _prefill_of(kind: Any) -> Any:
         cache = _cache_of(one)
         cache.self_attention_cache.batch_repeat_interleave(beams)
         for layer in cache.cross_attention_cache.layers:
-            layer.keys, layer.values = (_repeated(x, beams) for x in (layer.keys, layer.values))
+            layer.keys = layer.keys.repeat_interleave(beams, 0)
+            layer.values = layer.values.repeat_interleave(beams, 0)
         keep_shared(cache.cross_attention_cache, beams)
-        outputs["logits"] = _repeated(outputs.logits, beams)
+        outputs["logits"] = outputs.logits.repeat_interleave(beams, 0)
         return outputs
 
     return prefill
@@ -110,11 +127,6 @@ def _prefill_of(kind: Any) -> Any:
 
 def _cache_of(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
-
-
-def _repeated(x: Tensor, beams: int) -> Tensor:
-    """Returns (B * beams, ...), for one source without a copy."""
-    return x.expand(beams, *x.shape[1:]) if len(x) == 1 else x.repeat_interleave(beams, 0)
 
 
 def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -212,31 +224,25 @@ class _Once(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.numbers: tuple[Any, Tensor] | None = None
-        self.found: tuple[Tensor, Tensor, int, Tensor] | None = None
+        self.found: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function is torch.arange:
-            key = args, kwargs
+            key = args, kwargs, torch.is_inference_mode_enabled()
             if self.numbers is None or self.numbers[0] != key:
                 self.numbers = key, function(*args, **(kwargs or {}))
             return self.numbers[1]
         if function is not torch.isin or kwargs or self.numbers is None or len(args) != 2:
             return function(*args, **(kwargs or {}))
         numbers, tokens = args
-        if (
-            numbers is not self.numbers[1]
-            or not isinstance(tokens, Tensor)
-            or tokens.is_inference()
-        ):
+        if numbers is not self.numbers[1] or not isinstance(tokens, Tensor):
             return function(*args)
         found = self.found
-        if not (
-            found and found[0] is numbers and found[1] is tokens and found[2] == tokens._version
-        ):
-            found = self.found = numbers, tokens, tokens._version, function(*args)
-        return found[3]
+        if found is None or found[0] is not numbers or not torch.equal(found[1], tokens):
+            found = self.found = numbers, tokens.clone(), function(*args)
+        return found[2]
 
 
 def _searching_once(processor: Any) -> Any:
@@ -244,10 +250,16 @@ def _searching_once(processor: Any) -> Any:
     kind: Any = type(processor)
     if kind not in [load(_PROCESSORS, name) for name in OBJECTS[_PROCESSORS]]:
         return processor
-    copied = object.__new__(_class_of_processors(kind))
-    copied.__dict__ = processor.__dict__  # the same, since users may change it amid a call
+    # The same attributes, since users may change them amid a call.
+    copied = _processor(_class_of_processors(kind), processor.__dict__)
     object.__setattr__(copied, "_once", _Once())
     return copied
+
+
+def _processor(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    made.__dict__ = attributes
+    return made
 
 
 @functools.cache
@@ -259,4 +271,9 @@ def _class_of_processors(kind: Any) -> Any:
 
     made: Any = call
     made.__signature__ = inspect.signature(kind.__call__)  # transformers asks for it in each step
-    return type(kind.__name__, (kind,), {"__call__": made, "__slots__": ("_once",)})
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        return _processor, (kind, self.__dict__)
+
+    names = {"__call__": made, "__slots__": ("_once",), "__reduce_ex__": reduced}
+    return type(kind.__name__, (kind,), names)

@@ -323,13 +323,11 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 def is_hooked(model: torch.nn.Module) -> bool:
-    """True if a module has a forward hook of a user."""
-    return any(
-        _is_of_user(hook)
-        for module in model.modules()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
-    )
+    """True if a module, or all modules, have a forward hook of a user."""
+    every: Any = torch.nn.modules.module
+    found = [every._global_forward_hooks, every._global_forward_pre_hooks]
+    found += [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+    return any(_is_of_user(hook) for hooks in found for hook in hooks.values())
 
 
 def _is_of_user(hook: Any) -> bool:

@@ -91,7 +91,7 @@ class Snapshot:
 
 def _all_hold(fingerprints: Sequence[Any], rows: int) -> bool:
     assert _native.module is not None
-    done = memory.compared.get()
+    done = memory.compared()
     if done is None:
         return bool(_native.module.all_hold(fingerprints, rows))
     new = [one for one in fingerprints if one not in done]
@@ -381,7 +381,7 @@ class PackedWeights:
                 if entry.fingerprint is not None:
                     prints.append(entry.fingerprint)
             if are_alive and memory.are_unchanged(states):
-                once = memory.compared.get() is not None
+                once = memory.compared() is not None
                 if not prints or (_all_hold if once else _native.module.all_hold)(prints, rows):
                     now = next(_clock)
                     for entry in last:

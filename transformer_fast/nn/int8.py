@@ -510,8 +510,9 @@ def is_quantized_from(weight: Any, floats: Tensor) -> bool:
     """True if the weight is a `FreedWeight` with the 8-bit values of a float weight."""
     if type(weight) is not FreedWeight or weight.transposed or weight.shape != floats.shape:
         return False
-    found = functional.quantize_weight(floats, factors=weight.held.factors)
-    return all(map(torch.equal, found, (weight.held.values, weight.held.scale)))
+    values, scale = functional.quantize_weight(floats, factors=weight.held.factors)
+    held = weight.held
+    return torch.equal(values, held.values) and torch.equal(scale, held.scale)  # type: ignore[arg-type]
 
 
 def run_linear(
