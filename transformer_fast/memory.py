@@ -62,13 +62,8 @@ class _Compared(set[Any]):
     is_valid = True
 
 
-_compared: ContextVar[_Compared | None] = ContextVar("compared", default=None)
-
-
-def compared() -> set[Any] | None:
-    """Returns the fingerprints whose weights need no comparison; None: each call compares."""
-    found = _compared.get()
-    return None if found is None or not found.is_valid else found
+#: None, or not valid: each call compares.
+compared: ContextVar[_Compared | None] = ContextVar("compared", default=None)
 
 
 @contextmanager
@@ -78,12 +73,12 @@ def compared_once() -> Iterator[None]:
     Later calls find what PyTorch tracks. To read a part of each row takes a quarter of an int8 step.
     """
     found = _Compared()
-    token = _compared.set(found)
+    token = compared.set(found)
     try:
         yield
     finally:
         found.is_valid = False
-        _compared.reset(token)
+        compared.reset(token)
 
 
 def state_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[Any, ...]:

@@ -139,11 +139,13 @@ def test_lists_of_processors_keep_their_state(beams: int) -> None:
 
 def test_comparisons_end_with_their_search() -> None:
     with memory.compared_once():
-        outer, context = memory.compared(), contextvars.copy_context()
+        outer, context = memory.compared.get(), contextvars.copy_context()
         with memory.compared_once():
-            assert memory.compared() is not outer
-        assert context.run(memory.compared) is outer is memory.compared()
-    assert context.run(memory.compared) is None
+            assert memory.compared.get() is not outer
+        assert outer is not None
+        assert context.run(memory.compared.get) is outer is memory.compared.get()
+        assert outer.is_valid
+    assert not outer.is_valid
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
@@ -229,7 +231,7 @@ def test_changes_of_weights_are_found(quantize: Any) -> None:
     found = generated(model, Changing(weight))  # tracked
     assert torch.equal(found[:, :10], before[:, :10])
     assert not torch.equal(found, before)
-    assert memory.compared() is None
+    assert memory.compared.get() is None
     weight.data.neg_()  # not tracked
     assert torch.equal(generated(model), before)
     weight.data[3] = 1.0

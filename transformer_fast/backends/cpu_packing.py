@@ -91,8 +91,8 @@ class Snapshot:
 
 def _all_hold(fingerprints: Sequence[Any], rows: int) -> bool:
     assert _native.module is not None
-    done = memory.compared()
-    if done is None:
+    done = memory.compared.get()
+    if done is None or not done.is_valid:
         return bool(_native.module.all_hold(fingerprints, rows))
     new = [one for one in fingerprints if one not in done]
     if new and not _native.module.all_hold(new, rows):
@@ -381,7 +381,7 @@ class PackedWeights:
                 if entry.fingerprint is not None:
                     prints.append(entry.fingerprint)
             if are_alive and memory.are_unchanged(states):
-                once = memory.compared() is not None
+                once = memory.compared.get() is not None
                 if not prints or (_all_hold if once else _native.module.all_hold)(prints, rows):
                     now = next(_clock)
                     for entry in last:
