@@ -7,8 +7,8 @@ after `transformer_fast.accelerate`, to show what it gains.
     python examples/transcribe.py --make --out out.txt talk.wav
 
 `--model` is a folder or a name of the Hugging Face hub. `--make` makes a small model with random weights
-instead, whose transcripts say nothing: it shows that all works. Recordings are WAV files of 16 bits at
-16 kHz. ffmpeg converts others: ffmpeg -i talk.mp3 -ar 16000 -ac 1 -sample_fmt s16 talk.wav
+instead, whose transcripts are meaningless: it shows that the example runs. Recordings are WAV files
+of 16 bits at 16 kHz. ffmpeg converts others: ffmpeg -i talk.mp3 -ar 16000 -ac 1 -sample_fmt s16 talk.wav
 
 Needs transformers: pip install transformers
 """

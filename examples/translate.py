@@ -9,7 +9,7 @@ is translated before and after `transformer_fast.accelerate`, to show what it ga
 `--model` is a folder or a name of the Hugging Face hub: Marian, NLLB, M2M100, T5, BART and others that
 `AutoModelForSeq2SeqLM` loads. NLLB needs `--source eng_Latn --target deu_Latn`, T5 needs `--prefix
 "translate English to German: "`. `--make` makes a small model with random weights instead, whose
-translations say nothing: it shows that all works.
+translations are meaningless: it shows that the example runs.
 
 Needs transformers: pip install transformers
 """

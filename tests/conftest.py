@@ -67,7 +67,7 @@ if interpreted.WHY_NOT is not None:
     collect_ignore_glob = ["triton_kernels/test_triton_[!h]*.py"]
 
 #: Percentages of a test's cases on these backends that run in `make test` and in `make test-all`.
-#: Without a GPU they are emulated, which is slow and says nothing about this machine.
+#: Without a GPU they are emulated, which is slow and does not test this machine.
 _OF_GPUS = {"triton": (0, 6), "cuda": (0, 100)}
 if torch.cuda.is_available():
     _OF_GPUS = {"triton": (4, 100), "cuda": (15, 100)}

@@ -15,20 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from transformer_fast import _native, accelerate, memory, restore
-from transformer_fast.accelerate import generate_calls
-
-pytest.importorskip(
-    "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
-)
 from test_generation_steps import build, sources
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
 
 from examples import transcribe, translate
+from transformer_fast import _native, accelerate, memory, restore
+from transformer_fast.accelerate import generate_calls
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

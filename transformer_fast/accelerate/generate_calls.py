@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,14 +52,21 @@ def _processors_of(kind: Any) -> Any:
     return processors
 
 
-@functools.cache
-def _continuations_of(kind: Any) -> Any:
-    @functools.wraps(kind._get_top_k_continuations)
-    def continuations(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Blocks():
-            return kind._get_top_k_continuations(self, *args, **kwargs)
+def _within(context: Callable[[], AbstractContextManager[Any]], name: str) -> Callable[..., Any]:
+    """Returns a function of a class that returns the class's method, run within a context."""
 
-    return continuations
+    @functools.cache
+    def method_of(kind: Any) -> Any:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with context():
+                return method(self, *args, **kwargs)
+
+        return run
+
+    return method_of
 
 
 @functools.cache
@@ -80,16 +89,6 @@ def _sample_of(kind: Any) -> Any:
             return kind._sample(self, input_ids, *args, **kwargs)
 
     return sample
-
-
-@functools.cache
-def _beams_of(kind: Any) -> Any:
-    @functools.wraps(kind._beam_search)
-    def search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with memory.compared_once():
-            return kind._beam_search(self, *args, **kwargs)
-
-    return search
 
 
 @functools.cache
@@ -159,15 +158,6 @@ def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     return {**found, "encoder_outputs": type(encoded)(last_hidden_state=found["encoder_outputs"])}
 
 
-_METHODS = {
-    "_beam_search": _beams_of,
-    "_get_logits_processor": _processors_of,
-    "_get_top_k_continuations": _continuations_of,
-    "_prefill": _prefill_of,
-    "_sample": _sample_of,
-}
-
-
 #: PyTorch's topk is faster on shorter rows.
 _LONG = 10_000
 
@@ -182,6 +172,15 @@ class _Blocks(TorchFunctionMode):
         if function is torch.topk and len(args) == 1 and {*given} == {"k"} and not is_traced():
             return _topk(*args, **given)
         return function(*args, **given)
+
+
+_METHODS: dict[str, Callable[[Any], Any]] = {
+    "_beam_search": _within(memory.compared_once, "_beam_search"),
+    "_get_logits_processor": _processors_of,
+    "_get_top_k_continuations": _within(_Blocks, "_get_top_k_continuations"),
+    "_prefill": _prefill_of,
+    "_sample": _sample_of,
+}
 
 
 def _topk(x: Tensor, k: int) -> Any:
@@ -246,7 +245,7 @@ class _Once(TorchFunctionMode):
 
 
 def _searching_once(processor: Any) -> Any:
-    """Returns a processor with the same attributes; the given one if its class is not known."""
+    """Returns a processor with the same attributes; the given one if its class is unknown."""
     kind: Any = type(processor)
     if kind not in [load(_PROCESSORS, name) for name in OBJECTS[_PROCESSORS]]:
         return processor

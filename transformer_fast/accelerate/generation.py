@@ -499,7 +499,7 @@ class _Memory(_Shared):
     def __init__(
         self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None, kept: Any
     ) -> None:
-        """``kept``: what is known of the layers' tensors."""
+        """``kept``: an earlier record of the layers' tensors, or None."""
         self.dtype = dtype
         #: (R, S), True at places that are not padding; None: no mask.
         self.real = None if mask is None else mask != 0

@@ -267,6 +267,7 @@ def try_run(
     if (
         settings.current.falls_back
         and x.dim() == 3
+        # `is_small`, inlined, because large layers pay for the call.
         and 3 * x.numel() * x.shape[2] < fast_path.LAYER_LIMITS[torch.is_grad_enabled()]
         and (y := _try_enter(owner, x, *given)) is not None
     ):
