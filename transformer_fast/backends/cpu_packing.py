@@ -193,71 +193,41 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     return None if entry is None else entry.packed
 
 
-def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
-) -> Tensor:
-    packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
-    return LINEAR_PACKED.of["cpu"](input, weight, packed, bias, residual, activation)  # type: ignore[no-any-return]
-
-
-def _feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: int,
-) -> Tensor:
-    rows = input.numel() // max(1, input.shape[-1])
-    packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
-    return FEED_FORWARD_PACKED.of["cpu"](  # type: ignore[no-any-return]
-        input, weight1, packed1, bias1, weight2, packed2, bias2, activation
-    )
-
-
-def _int8_linear(
-    input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
-    factors: Tensor | None, activation: int,
-) -> Tensor:  # fmt: skip
-    packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
-    return INT8_LINEAR_PACKED.of["cpu"](  # type: ignore[no-any-return]
-        input, weight, scale, packed, bias, residual, factors, activation
-    )
-
-
-def _int8_feed_forward(
-    input: Tensor, weight1: Tensor, scale1: Tensor, bias1: Tensor | None, weight2: Tensor,
-    scale2: Tensor, bias2: Tensor | None, factors1: Tensor | None, factors2: Tensor | None,
-    activation: int,
-) -> Tensor:  # fmt: skip
-    rows = input.numel() // max(1, input.shape[-1])
-    packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
-    return INT8_FEED_FORWARD_PACKED.of["cpu"](  # type: ignore[no-any-return]
-        input, weight1, scale1, packed1, bias1, weight2, scale2, packed2, bias2, factors1, factors2,
-        activation,
-    )  # fmt: skip
-
-
 def implement_packed() -> None:
     """Implements the operators without the argument ``packed``: they look up the packed copies.
 
     So compiled programs use the copies, too. Calls that are not recorded skip the operator.
     """
-    for operator, function in (
-        (LINEAR, _linear),
-        (FEED_FORWARD, _feed_forward),
-        (INT8_LINEAR, _int8_linear),
-        (INT8_FEED_FORWARD, _int8_feed_forward),
+    for operator, packed in (
+        (LINEAR, LINEAR_PACKED),
+        (FEED_FORWARD, FEED_FORWARD_PACKED),
+        (INT8_LINEAR, INT8_LINEAR_PACKED),
+        (INT8_FEED_FORWARD, INT8_FEED_FORWARD_PACKED),
     ):
-        operator.of["cpu"] = _unless_recorded(operator.of["cpu"], function)
+        operator.of["cpu"] = _with_copies(operator.of["cpu"], packed.of["cpu"])
 
 
-def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    torch.library.impl(operator.name(), "cpu", function)
+def _with_copies(operator: Any, packed: Any) -> Callable[..., Tensor]:
+    names = [argument.name for argument in packed._schema.arguments]
+    #: Positions of a weight and of its copy.
+    places = [
+        (names.index(name.replace("packed", "weight")), place)
+        for place, name in enumerate(names)
+        if name.startswith("packed")
+    ]
+
+    def look_up(*arguments: Any) -> Tensor:
+        input, given = arguments[0], [*arguments]
+        rows = input.numel() // max(1, input.shape[-1])
+        for weight, place in places:
+            given.insert(place, packed_weight(given[weight], rows))
+        return packed(*given)  # type: ignore[no-any-return]
+
+    torch.library.impl(operator.name(), "cpu", look_up)
 
     def run(*arguments: Any) -> Tensor:
         # A recorded look-up would make the packed copy a constant of the program.
-        return operator(*arguments) if is_recorded() else function(*arguments)  # type: ignore[no-any-return]
+        return operator(*arguments) if is_recorded() else look_up(*arguments)  # type: ignore[no-any-return]
 
     return run
 
