@@ -159,7 +159,6 @@ def _register() -> None:
         implement_packed()
         torch.library.register_fake("transformer_fast::pack_weight.cpu", _fake_pack_weight)
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
-    activations = frozenset(CODES)
     for kernel in (
         *norm_kernels("cpu", float_weights=True),
         Kernel(
@@ -169,39 +168,22 @@ def _register() -> None:
             gradients=True,
             mask_gradient=True,
             query_lengths=True,
-            dropout=True,
             softcap=True,
             refuses=_refuse_attention,
         ),
-        Kernel("linear", "cpu", linear, gradients=True, activations=activations),
-        Kernel(
-            "feed_forward",
-            "cpu",
-            feed_forward,
-            gradients=True,
-            dropout=True,
-            activations=activations,
-        ),
-        Kernel(
-            "int8_linear",
-            "cpu",
-            int8_linear_on("cpu"),
-            activations=activations,
-            refuses=_refuse_int8_depth,
-            remark=_int8_remark,
-        ),
-        Kernel(
-            "int8_feed_forward",
-            "cpu",
-            int8_feed_forward_on("cpu"),
-            activations=activations,
-            refuses=_refuse_int8_depth,
-            remark=_int8_remark,
+        Kernel("linear", "cpu", linear, gradients=True),
+        Kernel("feed_forward", "cpu", feed_forward, gradients=True),
+        *(
+            Kernel(op, "cpu", run, refuses=_refuse_int8_depth, remark=_int8_remark)
+            for op, run in (
+                ("int8_linear", int8_linear_on("cpu")),
+                ("int8_feed_forward", int8_feed_forward_on("cpu")),
+            )
         ),
         Kernel("cross_entropy", "cpu", cross_entropy, gradients=True),
         Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),
     ):
-        register_kernel(kernel)
+        register_kernel(replace(kernel, dropout=True, activations=frozenset(CODES)))
 
 
 _register()

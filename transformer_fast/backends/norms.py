@@ -32,7 +32,6 @@ def norm_kernels(
             backend,
             norm_on(backend, op),
             gradients=True,
-            dropout=bool(adds),
             same_dtype=1 + adds if float_weights else None,
             refuses=refuses_annotated if op in ANNOTATED else also,
             **limits,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -280,30 +281,13 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 def _norms() -> Iterator[Kernel]:
-    for op, norm in NORMS.items():
-        refuses = _refuse_layer_norm if norm.pytorch is F.layer_norm else None
-        yield Kernel(op, "torch", unpacked(norm.pytorch), gradients=True, refuses=refuses)
-        yield Kernel(
-            f"add_{op}",
-            "torch",
-            _behind_sum(norm.pytorch),
-            gradients=True,
-            dropout=True,
-            drops_as_torch=_drops_as_torch,
-            refuses=refuses,
-        )
+    formulas = {op: norm.pytorch for op, norm in NORMS.items()}
     # PyTorch has no op for these: the reference's formula, with `_dropout`.
-    annotated, add_annotated = reference.ANNOTATED
-    formula = reference.annotated_layer_norm
-    yield Kernel(annotated, "torch", unpacked(formula), gradients=True)
-    yield Kernel(
-        add_annotated,
-        "torch",
-        _behind_sum(formula),
-        gradients=True,
-        dropout=True,
-        drops_as_torch=_drops_as_torch,
-    )
+    formulas[reference.ANNOTATED[0]] = reference.annotated_layer_norm
+    for op, formula in formulas.items():
+        refuses = _refuse_layer_norm if formula is F.layer_norm else None
+        yield Kernel(op, "torch", unpacked(formula), refuses=refuses)
+        yield Kernel(f"add_{op}", "torch", _behind_sum(formula), refuses=refuses)
 
 
 def _register() -> None:
@@ -320,34 +304,30 @@ def _register() -> None:
             "attention",
             "torch",
             attention,
-            gradients=True,
             mask_gradient=True,
             query_lengths=True,
-            dropout=True,
-            drops_as_torch=_drops_as_torch,
             refuses=_refuse_attention,
         ),
         # The reference consists of PyTorch's products and activations, so it is used as it is.
-        Kernel("linear", "torch", linear, gradients=True, activations=names),
-        Kernel(
-            "feed_forward",
-            "torch",
-            feed_forward,
-            gradients=True,
-            dropout=True,
-            drops_as_torch=_drops_as_torch,
-            activations=names,
-        ),
-        Kernel("cross_entropy", "torch", cross_entropy, gradients=True),
+        Kernel("linear", "torch", linear),
+        Kernel("feed_forward", "torch", feed_forward),
+        Kernel("cross_entropy", "torch", cross_entropy),
         Kernel(
             "linear_cross_entropy",
             "torch",
             linear_cross_entropy,
-            gradients=True,
             remark=_linear_cross_entropy_remark,
         ),
     ):
-        register(kernel)
+        register(
+            replace(
+                kernel,
+                gradients=True,
+                dropout=True,
+                drops_as_torch=_drops_as_torch,
+                activations=names,
+            )
+        )
 
 
 _register()
