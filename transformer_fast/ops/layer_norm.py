@@ -88,40 +88,32 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 def norm_on(backend: str, op: str) -> Callable[[Any], Any]:
     """Returns the function that the dispatcher runs for a norm, with or without a residual sum."""
     fields = RECORDS[op]._fields
-    has_bias, annotated = "bias" in fields, "unbiased" in fields
+    adds, has_bias, annotated = ("residual" in fields, "bias" in fields, "unbiased" in fields)
     kind = ANNOTATED if annotated else NORMS[op.removeprefix("add_")].kind
 
     def run(arguments: Any) -> Any:
-        input, weight, eps = arguments.input, arguments.weight, arguments.eps
+        input, weight = arguments.input, arguments.weight
         bias = arguments.bias if has_bias else None
-        dims = 1 if annotated else len(arguments.normalized_shape)
-        own = ANNOTATED_BIASED if annotated and not arguments.unbiased else kind
-        if torch.is_grad_enabled():
-            result = NormFunction.recorded(
-                (backend, dims, eps, own, 0.0), (input, None, weight, bias, None)
-            )
-            if result is not None:
-                return result
-        if backend in INFERENCE.of:
-            return INFERENCE.of[backend](input, weight, bias, dims, eps, own)
-        return TRAINING.of[backend](input, None, weight, bias, dims, eps, own, 0.0, None)[0]
-
-    def run_behind_sum(arguments: Any) -> Any:
-        bias = arguments.bias if has_bias else None
-        tensors = (arguments.input, arguments.residual, arguments.weight, bias)
+        residual, p, seed = None, 0.0, None
+        if adds:
+            residual, p, seed = arguments.residual, arguments.dropout_p, arguments.seed
         dims = 1 if annotated else len(arguments.normalized_shape)
         own = ANNOTATED_BIASED if annotated and not arguments.unbiased else kind
         given = (dims, arguments.eps, own)
-        p, seed = arguments.dropout_p, arguments.seed
         if torch.is_grad_enabled():
-            result = NormFunction.recorded((backend, *given, p), (*tensors, seed))
+            result = NormFunction.recorded(
+                (backend, *given, p), (input, residual, weight, bias, seed)
+            )
             if result is not None:
                 return result
-        if p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](*tensors, *given)
-        return TRAINING.of[backend](*tensors, *given, p, seed)[:2]
+        if p == 0.0 and backend in INFERENCE.of:
+            if adds:
+                return ADD_INFERENCE.of[backend](input, residual, weight, bias, *given)
+            return INFERENCE.of[backend](input, weight, bias, *given)
+        results = TRAINING.of[backend](input, residual, weight, bias, *given, p, seed)
+        return results[:2] if adds else results[0]
 
-    return run_behind_sum if "residual" in fields else run
+    return run
 
 
 @called_directly
@@ -161,54 +153,27 @@ class NormFunction(Function):
         if grad is None and grad_sum is None:
             return gradients_of(ctx)
         source, weight, mean, rstd, seed = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        backend, dims, eps, kind, dropout_p = ctx.options
+        if differentiates_again():
+            given = grad, grad_sum, source, weight, seed, kind, eps, dropout_p, needs[1:5], dims
+            return None, *gradients_again(*given), None
         if source is None:
             source = grad.detach()  # type: ignore[union-attr] # the bias's gradient needs no more
-        needs = ctx.needs_input_grad
         if grad is None:
             grad = torch.zeros_like(source)
-        backend, dims, eps, kind, dropout_p = ctx.options
         drops = dropout_p > 0.0
-        wants = needs[1] or needs[2], needs[3], needs[4]
-        if differentiates_again():
-            dsource, dweight, dbias = _by_formula(dims, eps, kind, grad, source, weight, wants)
-            if dsource is not None and grad_sum is not None:
-                dsource = dsource + grad_sum
+        found = gradients(
+            BACKWARD.of[backend], grad, grad_sum, source, weight, mean, rstd, dims, kind, dropout_p,
+            seed, needs[2] or (needs[1] and not drops), needs[1] and drops, *needs[3:5],
+        )  # fmt: skip
+        wants = needs[1] or needs[2], needs[1], needs[3], needs[4]
+        dsource, dinput, dweight, dbias = mask_unwanted(wants, found)
+        if not drops:
             dinput = dsource
-            if drops and needs[1]:
-                assert dsource is not None
-                dinput = dropout(dsource, dropout_p, seed)
-        else:
-            dsource, dinput, dweight, dbias = gradients(
-                BACKWARD.of[backend], grad, grad_sum, source, weight, mean, rstd, dims, kind,
-                dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
-                *needs[3:5],
-            )  # fmt: skip
-            dsource, dweight, dbias = mask_unwanted(wants, (dsource, dweight, dbias))
-            if not drops:
-                dinput = dsource
         return (
             None, dinput if needs[1] else None, dsource if needs[2] else None, dweight, dbias, None
         )  # fmt: skip
-
-
-def _by_formula(
-    dims: int,
-    eps: float,
-    kind: int,
-    grad: Tensor,
-    source: Tensor,
-    weight: Tensor | None,
-    wants: tuple[bool, bool, bool],
-) -> list[Tensor | None]:
-    shape = tuple(source.shape[-dims:])
-    # The gradients of weight and bias do not depend on their values.
-    if wants[1] and weight is None:
-        weight = grad.new_ones(shape)
-    bias = grad.new_zeros(shape) if wants[2] else None
-    return vjp(
-        lambda x, w, b: _FORMULAS[kind](x, shape, w, b, eps),
-        (source, weight, bias), wants, (grad,),
-    )  # fmt: skip
 
 
 def gradients_again(
@@ -221,15 +186,23 @@ def gradients_again(
     eps: float,
     dropout_p: float,
     wants: Sequence[bool],
+    dims: int = 1,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the differentiable gradients of input, residual, weight and bias, for csrc/autograd."""
+    """Returns the differentiable gradients of input, residual, weight and bias."""
     if grad is None:
         assert grad_sum is not None
         grad = torch.zeros_like(grad_sum)
     if source is None:
         source = grad.detach()
-    both = wants[0] or wants[1], wants[2], wants[3]
-    dsource, dweight, dbias = _by_formula(1, eps, int(kind), grad, source, weight, both)
+    shape = tuple(source.shape[-dims:])
+    # The gradients of weight and bias do not depend on their values.
+    if wants[2] and weight is None:
+        weight = grad.new_ones(shape)
+    dsource, dweight, dbias = vjp(
+        lambda x, w, b: _FORMULAS[int(kind)](x, shape, w, b, eps),
+        (source, weight, grad.new_zeros(shape) if wants[3] else None),
+        (wants[0] or wants[1], wants[2], wants[3]), (grad,),
+    )  # fmt: skip
     if dsource is not None and grad_sum is not None:
         dsource = dsource + grad_sum
     dinput = dsource
