@@ -21,7 +21,7 @@ from .aliasing import between
 from .editor import Editor
 from .modes import Modes
 from .nodes import dtype, is_number, is_same, is_single, only_user, rank, shape
-from .ops import Op, calls, constant, is_copy, is_view, mutates, permutation, read
+from .ops import OPS, Op, calls, constant, is_copy, is_view, mutates, permutation, read
 
 #: Fills up to this value mask a key out: exp of the difference to any usual score is 0.
 _HIDING_FILL = -9000.0
@@ -458,7 +458,7 @@ def rewrite_attention(editor: Editor) -> None:
 def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     if op["dtype"] not in (None, dtype(softmax), torch.float32):
         raise NotAttentionError(f"it is computed in {op['dtype']}")
-    if not _is_over_keys(softmax, op):
+    if op["dim"] not in (-1, (rank(softmax) or 0) - 1):
         raise NotAttentionError("it is not over the last dimension")
     if rank(softmax) not in (2, 3, 4):
         raise NotAttentionError("its scores have neither 2, 3 nor 4 dimensions")
@@ -544,16 +544,7 @@ def heads_and_masks(
         *heads, hidden, added, scale, dropout_p, _, _ = call.args
         masks, plain = Masks(hidden, added, False), True  # type: ignore[arg-type]
     elif call.target is functional.scaled_dot_product_attention:
-        names = (
-            "query",
-            "key",
-            "value",
-            "attn_mask",
-            "dropout_p",
-            "is_causal",
-            "scale",
-            "enable_gqa",
-        )
+        names = OPS["attention"][0].split()
         given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         if not given.keys() <= {*names}:
             return None
@@ -645,11 +636,6 @@ def _is_copied(output: Node, permuted: bool) -> bool:
         elif not (permuted and is_copy(user)):
             return False
     return True
-
-
-def _is_over_keys(softmax: Node, op: Op) -> bool:
-    dim, dimensions = op["dim"], rank(softmax)
-    return isinstance(dim, int) and dimensions is not None and dim in (-1, dimensions - 1)
 
 
 def _weights_for_users(editor: Editor, both: Node, weights: Node, output: Node) -> Node:

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from .aliasing import AliasAnalysis
 from .modes import GraphModes
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import Op, calls, constant, mutates, read
+from .ops import calls, constant, mutates, read
 
 
 def canonicalize(graph: Graph, modes: GraphModes) -> AliasAnalysis:
@@ -48,16 +48,12 @@ def use_mutation_results(graph: Graph) -> None:
             fill.meta["stack_trace"] = node.meta.get("stack_trace")
             graph.erase_node(node)
             node = fill
-        elif node.kwargs.get("out") is not None or not _returns_its_target(node):
+        elif node.kwargs.get("out") is not None or rank(node) is None or rank(node) != rank(target):
             continue
         order = {n: i for i, n in enumerate(graph.nodes)}
         for user in list(target.users):
             if order[user] > order[node]:
                 user.replace_input_with(target, node)
-
-
-def _returns_its_target(node: Node) -> bool:
-    return rank(node) is not None and rank(node) == rank(node.args[0])
 
 
 def _fills_where_true(op: Any) -> bool:
@@ -167,19 +163,18 @@ def remove_no_ops(graph: Graph) -> None:
     for node, op in calls(graph, "dropout", "to", "float"):
         if not isinstance(op["input"], Node):
             continue
-        drops_nothing = op.name == "dropout" and (op["training"] is False or op["p"] == 0)
-        if drops_nothing or (op.name != "dropout" and _is_no_op_cast(node, op)):
+        if op.name == "dropout":
+            does_nothing = op["training"] is False or op["p"] == 0
+        else:
+            before, after = value(op["input"]), value(node)
+            does_nothing = (
+                op.args.keys() <= {"input", "dtype", "device"}
+                and isinstance(before, torch.Tensor)
+                and (before.dtype, before.device) == (after.dtype, after.device)
+            )
+        if does_nothing:
             node.replace_all_uses_with(op["input"])
             graph.erase_node(node)
-
-
-def _is_no_op_cast(node: Node, op: Op) -> bool:
-    before, after = value(op["input"]), value(node)
-    return (
-        op.args.keys() <= {"input", "dtype", "device"}
-        and isinstance(before, torch.Tensor)
-        and (before.dtype, before.device) == (after.dtype, after.device)
-    )
 
 
 def replace_type_as(graph: Graph) -> None:

@@ -246,22 +246,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-#: Operators of tensors -> functions of `operator`, as Dynamo writes them. False: operands reversed.
-_OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
-    f"__{prefix}{name}__": (getattr(operator, function), prefix != "r")
-    for name, function in {
-        "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "div": "truediv",
-        "pow": "pow", "matmul": "matmul", "and": "and_", "or": "or_",
-    }.items()
-    for prefix in ("", "r")
-} | {
-    f"__{name}__": (getattr(operator, function), True)
-    for name, function in {
-        "iadd": "iadd", "isub": "isub", "imul": "imul", "itruediv": "itruediv", "idiv": "itruediv",
-        "getitem": "getitem", "setitem": "setitem", "invert": "invert", "neg": "neg", "eq": "eq",
-        "ne": "ne",
-    }.items()
-}  # fmt: skip
 #: Functions that return no tensor and do not depend on values of tensors.
 _OF_METADATA = frozenset({
     "__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
@@ -269,6 +253,18 @@ _OF_METADATA = frozenset({
     "nelement", "numel", "result_type", "size", "storage_offset", "stride", "type", "__hash__",
 })  # fmt: skip
 _DROPOUT = frozenset({torch.dropout, torch.nn.functional.dropout})
+
+
+def _operator(name: str) -> tuple[Callable[..., Any] | None, int]:
+    """Returns the function of `operator` that Dynamo writes for a method, if any, and the order of its
+    operands: -1 if they are reversed."""
+    if not name.startswith("__"):
+        return None, 1
+    if name in ("__div__", "__rdiv__", "__idiv__"):  # PyTorch's names of true division
+        name = name.replace("div", "truediv")
+    found = getattr(operator, name, None)
+    reverse = name.startswith("__r") and found is None
+    return (getattr(operator, f"__{name[3:]}", None), -1) if reverse else (found, 1)
 
 
 class _Recorder(TorchFunctionMode):
@@ -377,9 +373,9 @@ class _Recorder(TorchFunctionMode):
 
     def _write(self, function: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
         args, kwargs = map_aggregate((tuple(args), dict(kwargs)), self._of)
-        if name in _OPERATORS and not kwargs:
-            function, is_in_order = _OPERATORS[name]
-            node = self.graph.call_function(function, args if is_in_order else args[::-1])
+        operation, order = _operator(name)
+        if operation is not None and not kwargs:
+            node = self.graph.call_function(operation, args[::order])
         elif getattr(Tensor, name, None) is function:
             node = self.graph.call_method(name, args, kwargs)
         else:

@@ -122,12 +122,12 @@ def _storages(inputs: Sequence[Any], indices: Iterable[int]) -> set[int]:
 _all: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
 
 
-def _forget(module: torch.nn.Module | None) -> None:
-    for each in list(_all):
-        each.forget()
-
-
-memory.packings.append((lambda: sum(each.held_bytes() for each in list(_all)), _forget))
+memory.packings.append(
+    (
+        lambda: sum(each.held_bytes() for each in list(_all)),
+        lambda module: [each.forget() for each in list(_all)],
+    )
+)
 
 
 def lift(
@@ -159,7 +159,10 @@ def lift(
         if product is None:
             continue
         operator, arguments, rows = product
-        places = [i for i in PLACES[operator.name] if not _is_read_in_place(arguments[i], rows)]
+        is_read_in_place = memory.COPIES["cpu"].is_read_in_place
+        places = [
+            i for i in PLACES[operator.name] if not is_read_in_place(value(arguments[i]), rows)
+        ]
         if any(arguments[i] not in constant_nodes for i in places):
             continue
         packed = {i: _weight(arguments[i], given, inputs, rows) for i in places}
@@ -265,10 +268,6 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results))
     return GraphModule({}, graph).forward  # type: ignore[return-value]
-
-
-def _is_read_in_place(node: Node, rows: int) -> bool:
-    return memory.COPIES["cpu"].is_read_in_place(value(node), rows)
 
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:

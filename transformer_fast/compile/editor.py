@@ -34,7 +34,11 @@ class Editor:
         ``point=None``: at ``last``. The caller must remove ``last`` after the replacement.
         """
         sources = [n for n in inputs if isinstance(n, Node)]
-        parts = [n for n in between(set(sources), last) if not _is_same_in_all_modes(n)]
+        # No mode changes the value of a number or a constant.
+        parts = [
+            n for n in between(set(sources), last)
+            if not isinstance(value(n), NO_MEMORY) and constant(n) is None
+        ]  # fmt: skip
         if not self.modes.same([*parts, last, point]):
             return "a torch.no_grad, autocast or similar block begins or ends between its ops"
         if not self.aliases.may_replace(last, sources, point):
@@ -159,8 +163,3 @@ def number(x: Any) -> Any:
     """Returns a number; for a symbol, its value during the capture."""
     is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return x.node.hint if is_symbol else x
-
-
-def _is_same_in_all_modes(node: Node) -> bool:
-    """True if the node is a number or a constant: no mode changes its value."""
-    return isinstance(value(node), NO_MEMORY) or constant(node) is not None

@@ -281,10 +281,7 @@ def _dropped(node: object) -> tuple[Node | None, float]:
     op = read(node)
     if op is None or op.name != "dropout":
         return node, 0.0
-    found = dropout_of(node)
-    if found is None or only_user(node) is None:
-        return None, 0.0
-    return found
+    return (dropout_of(node) if only_user(node) is not None else None) or (None, 0.0)
 
 
 def dropout_of(node: Node) -> tuple[Node, float] | None:

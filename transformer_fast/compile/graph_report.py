@@ -50,7 +50,8 @@ class GraphReport:
         if int8:
             lines.append(f"  in 8 bits: {_listed(int8)}.")
         if self.stacks:
-            lines.append(f"  {sum(self.stacks)} sub-layers run in {_calls(len(self.stacks))}.")
+            count = len(self.stacks)
+            lines.append(f"  {sum(self.stacks)} sub-layers run in {count} call{'s' * (count > 1)}.")
         lines += [f"  {match}" for match in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
@@ -60,10 +61,6 @@ class GraphReport:
 
 #: Prefix of the names of ops whose products were replaced by 8-bit products.
 _INT8 = "int8_"
-
-
-def _calls(count: int) -> str:
-    return f"{count} call{'' if count == 1 else 's'}"
 
 
 def _listed(counts: dict[str, int]) -> str:

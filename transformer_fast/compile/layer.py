@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from .. import recipe
-from ..recipe import Kind, Layer, Linear, NormKind, Place, Sublayer
+from ..recipe import Kind, Layer, NormKind, Place
 from .attention import NO_MASKS, Masks
 from .backend import STEPS
 from .canonicalize import canonicalize
@@ -109,11 +108,8 @@ def layer_of(
         module, _, name = places[node].rpartition(".")
         return Place(module, name, transposed=is_turned)
 
-    layer = Layer(
-        tuple(map(_sublayer, stack)),
-        stack[0].norm_first,
-        networks[0].activation,
-    ).each(place)
+    recipes = tuple(one.recipe() for one in stack)
+    layer = Layer(recipes, stack[0].norm_first, networks[0].activation).each(place)
     if not for_steps and any(one.is_for_steps for one in layer.sublayers):
         raise NotALayerError(
             "its heads have other sizes than M / H, keys have fewer heads, or its scores another factor "
@@ -153,20 +149,6 @@ def masks_of(captured: Captured, found: Found, arguments: Sequence[str]) -> Grap
 
     graph.output(tuple(of(node) for node in (*found.own[:2], *found.cross[:2])))
     return GraphModule({}, graph)
-
-
-def _sublayer(one: SublayerNodes) -> Sublayer[Node]:
-    block, norm = one.block, one.norm
-    return Sublayer(
-        block.kind,
-        tuple(Linear(weight, bias) for weight, bias in block.maps),
-        recipe.Norm(NormKind(norm.kind), norm.weight, norm.bias, norm.eps),
-        block.heads,
-        scale=block.scale,
-        key_heads=block.key_heads,
-        head_size=block.head_size,
-        is_rotated=bool(block.rotation),
-    )
 
 
 def names_of(layer: Layer[Place]) -> frozenset[str]:

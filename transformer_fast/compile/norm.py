@@ -229,7 +229,10 @@ def rewrite_add_norm(editor: Editor) -> None:
         if not isinstance(total, Node) or op is None or op.name != "add" or mutates(total):
             continue
         terms = op["input"], op["other"]
-        if not all(isinstance(t, Node) and _same_shape_and_dtype(t, total) for t in terms):
+        if not all(
+            isinstance(t, Node) and (shape(t), dtype(t)) == (shape(total), dtype(total))
+            for t in terms
+        ):
             continue
         parameters = [n for n in node.all_input_nodes if n is not total]
         if editor.last([total, *parameters]) is not total:
@@ -278,10 +281,6 @@ def norm_of(node: Node | None) -> NormCall | None:
     width = (shape(x) or (0,))[-1:]
     fits = all(p is None or is_same(shape(p), width) for p in rest[:2])
     return NormCall(x, rest[0], rest[1], rest[2], kind) if fits else None
-
-
-def _same_shape_and_dtype(term: Node, total: Node) -> bool:
-    return shape(term) == shape(total) and dtype(term) == dtype(total)
 
 
 def _rewrite_sum(

@@ -35,7 +35,7 @@ class Op:
 
 #: Op name: (parameters, further functions, further methods). The functions of this name in torch
 #: and torch.nn.functional, and the method of torch.Tensor, are implied.
-_OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
+OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "matmul": ("input other", (torch.bmm, operator.matmul), "bmm __matmul__"),
     "baddbmm": ("input batch1 batch2 beta alpha", (), ""),
     "addmm": ("input mat1 mat2", (), ""),
@@ -103,7 +103,7 @@ _OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
 }  # fmt: skip
 _FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {}
 _METHODS: dict[str, tuple[str, tuple[str, ...]]] = {}
-for _name, (_parameters, _functions, _methods) in _OPS.items():
+for _name, (_parameters, _functions, _methods) in OPS.items():
     _entry = _name, tuple(_parameters.split())
     _same = (getattr(module, _name, None) for module in (torch, F))
     _FUNCTIONS.update({f: _entry for f in (*_same, *_functions) if callable(f)})
@@ -191,15 +191,12 @@ def _without_dots(equation: str, operands: list[Any]) -> str:
     return equation.replace("...", "".join(unused[: counts.pop()]))
 
 
-def _read_getattr(node: Node) -> Op | None:
-    name = node.args[1]
-    return _read_transposed(node) if isinstance(name, str) and name in _TRANSPOSED else None
-
-
 def _read_transposed(node: Node) -> Op | None:
     """Reads ``x.mT``, and ``x.T``, ``x.mH`` and ``x.H`` where they are the same."""
     x = node.args[0]
     name = node.args[1] if node.target is builtins.getattr else getattr(node.target, "__name__", "")
+    if node.target is builtins.getattr and name not in _TRANSPOSED:
+        return None
     if name != "mT":
         found = value(x)
         if not isinstance(found, torch.Tensor) or (name != "mH" and found.dim() != 2):
@@ -224,7 +221,7 @@ _TRANSPOSED: dict[str, Any] = {
 }
 _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
     torch.einsum: _read_einsum,
-    builtins.getattr: _read_getattr,
+    builtins.getattr: _read_transposed,
     torch.permute: _read_permute,
     **dict.fromkeys(_TRANSPOSED.values(), _read_transposed),
 }

@@ -86,6 +86,19 @@ class SublayerNodes:
         norm = self.norm.weight, self.norm.bias
         return {self.block.memory, hidden, added, *norm, *parameters, *self.block.rotation}
 
+    def recipe(self) -> Sublayer[Node]:
+        block, norm = self.block, self.norm
+        return Sublayer(
+            block.kind,
+            tuple(Linear(*each) for each in block.maps),
+            Norm(NormKind(norm.kind), norm.weight, norm.bias, norm.eps),
+            block.heads,
+            scale=block.scale,
+            key_heads=block.key_heads,
+            head_size=block.head_size,
+            is_rotated=bool(block.rotation),
+        )
+
 
 def rewrite_sublayers(editor: Editor) -> None:
     """Replaces each stack of sub-layers with one call of `Sublayers`."""
@@ -501,15 +514,10 @@ def _plan(stack: list[SublayerNodes], places: dict[Any, int]) -> _Plan:
     def at(*nodes: Node | None) -> tuple[int, ...]:
         return tuple(-1 if node is None else places[node] for node in nodes)
 
-    sublayers = []
     masks = {Kind.SELF_ATTENTION: (-1, -1, False), Kind.CROSS_ATTENTION: (-1, -1, False)}
     activation, memory = None, None
     for one in stack:
         block = one.block
-        norm = Norm(NormKind(one.norm.kind), one.norm.weight, one.norm.bias, one.norm.eps)
-        maps = tuple(Linear(*each) for each in block.maps)
-        sublayer = Sublayer(block.kind, maps, norm, block.heads)
-        sublayers.append(sublayer.each(places.__getitem__))
         if block.kind is Kind.FEED_FORWARD:
             activation = block.activation
         else:
@@ -518,7 +526,8 @@ def _plan(stack: list[SublayerNodes], places: dict[Any, int]) -> _Plan:
         memory = memory or block.memory
     x, of_memory = at(stack[0].x, memory)
     own, cross = masks[Kind.SELF_ATTENTION], masks[Kind.CROSS_ATTENTION]
-    layer = Layer(tuple(sublayers), stack[0].norm_first, activation)
+    recipes = tuple(one.recipe().each(places.__getitem__) for one in stack)
+    layer = Layer(recipes, stack[0].norm_first, activation)
     dropouts = [p for one in stack for p in (one.block.dropout_p, one.dropout_p)]
     return _Plan(layer, x, of_memory, own, cross, dropouts if any(dropouts) else [])
 
