@@ -110,23 +110,15 @@ class LossFunction(Function):
     """Losses of logits: the input, or with a weight the result of a linear layer."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        options: tuple[str, int, float],
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        target: Tensor,
-    ) -> Tensor:
-        backend, ignore_index, label_smoothing = ctx.options = options
+    def forward(ctx: Any, options: tuple[str, int, float], *tensors: Any) -> Tensor:  # type: ignore[override]
+        input, weight, _, target = tensors
+        backend, *rest = ctx.options = options
         if weight is None:
-            losses, statistics = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
+            losses, statistics = FORWARD.of[backend](input, target, *rest)
         else:
-            losses, statistics = LINEAR_FORWARD.of[backend](
-                input, weight, bias, target, ignore_index, label_smoothing
-            )
+            losses, statistics = LINEAR_FORWARD.of[backend](*tensors, *rest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight, bias, target, statistics)
+        ctx.save_for_backward(*tensors, statistics)
         return losses  # type: ignore[no-any-return]
 
     @staticmethod

@@ -122,18 +122,11 @@ class NormFunction(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        options: tuple[str, int, float, int, float],
-        input: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        seed: Tensor | None,
+        ctx: Any, options: tuple[str, int, float, int, float], *tensors: Any
     ) -> Any:
-        backend, dims, eps, kind, dropout_p = ctx.options = options
-        output, sum, mean, rstd = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
-        )
+        input, residual, weight, _, seed = tensors
+        backend, *rest = ctx.options = options
+        output, sum, mean, rstd = TRAINING.of[backend](*tensors[:4], *rest, seed)
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         source = sum

@@ -78,13 +78,9 @@ def linear_on(backend: str) -> Callable[[LinearArguments], Tensor]:
 class LinearFunction(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        options: tuple[str, str | None],
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        ctx: Any, options: tuple[str, str | None], *tensors: Any
     ) -> tuple[Tensor, Tensor]:
+        input, weight, bias, residual = tensors
         backend, activation = ctx.options = options
         output, preactivation = TRAINING.of[backend](
             input, weight, bias, residual, CODES[activation], activation is not None

@@ -139,7 +139,7 @@ def supports_query_lengths(attention: Attention) -> Attention:
         query_lengths, longest, softcap, contiguous = more + (None,) * (4 - len(more))
         weights: Tensor | None = None
         if longest is not None:
-            output = via_padding(run, *given, query_lengths, longest, softcap)  # type: ignore[call-arg]
+            output = via_padding(run, *given, query_lengths, longest, softcap)
         elif query_lengths is None:
             output, weights = attention(*given, softcap)
         else:
@@ -153,21 +153,14 @@ def supports_query_lengths(attention: Attention) -> Attention:
 
 
 def _of_real(
-    attention: Attention,
-    query_lengths: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    *rest: Any,
+    attention: Attention, query_lengths: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Calls ``attention`` and zeroes query rows beyond ``query_lengths`` before and after.
 
     Keys that only those rows would see are masked out by ``key_lengths``: their NaNs would reach
     gradients.
     """
+    query, key, value, attn_mask, key_lengths, is_causal, *rest = arguments
     query_lengths = query_lengths.to(query.device)
     # torch.arange would return a plain tensor; this is a DTensor where query_lengths is one.
     position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
@@ -189,31 +182,13 @@ def _of_real(
     return output.masked_fill(beyond, 0.0), weights
 
 
-def via_padding(
-    attention: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    enable_gqa: bool,
-    need_weights: bool,
-    query_lengths: Tensor,
-    longest: tuple[int, int],
-    softcap: float | None,
-) -> Tensor:
+def via_padding(attention: Attention, *arguments: Any) -> Tensor:
     """Computes the output of packed sequences by padding them, without a device synchronisation."""
-    assert attn_mask is None
-    assert not need_weights
-    queries, keys = longest
+    query, key, value, _, key_lengths, *given, query_lengths, (queries, keys), softcap = arguments
     output, _ = attention(
         _padded(query[0], query_lengths, queries), _padded(key[0], key_lengths, keys),
-        _padded(value[0], key_lengths, keys), None, key_lengths.diff(), is_causal, scale, dropout_p,
-        seed, enable_gqa, False, query_lengths.diff(), None, softcap,
+        _padded(value[0], key_lengths, keys), None, key_lengths.diff(), *given, query_lengths.diff(),
+        None, softcap,
     )  # fmt: skip
     return _packed(output, query_lengths, query.shape[2])[None]
 
