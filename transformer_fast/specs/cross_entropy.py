@@ -80,10 +80,6 @@ def _rising(draw: Draw) -> tuple[Any, ...]:
     return x, draw.integers(260, end=300), _IGNORED, 0.1
 
 
-def _target_apart(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(260, 64), draw.integers(260, 2, end=64)[:, 1], _IGNORED, 0.1
-
-
 def _garbage_in_padding(draw: Draw) -> tuple[Any, ...]:
     x, target, *rest = _loss(300, 150, smoothing=0.1, ignored=0.4)(draw)
     garbage = torch.tensor([math.nan, math.inf, -math.inf], device=draw.device).repeat(100)
@@ -107,14 +103,6 @@ def _hidden_target(smoothing: float, value: float = -math.inf) -> Any:
     return build
 
 
-def _far_from_zero(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(260, 70, shift=100.0), draw.integers(260, end=70), _IGNORED, 0.1
-
-
-def _another_index(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(400, 6), draw.integers(400, end=6), 3, 0.1
-
-
 _CASES = (
     case("plain", _loss(260, 64)),
     case("smoothing", _loss(260, 64, smoothing=0.1)),
@@ -122,17 +110,20 @@ _CASES = (
     case("padding", _loss(300, 48, smoothing=0.1, ignored=0.4)),
     case("padding, no smoothing", _loss(300, 48, ignored=0.4)),
     case("nothing but padding", _loss(250, 48, smoothing=0.1, ignored=1.0)),
-    case("a class that is padding", _another_index),
+    case("a class that is padding",
+         lambda draw: (draw.normal(400, 6), draw.integers(400, end=6), 3, 0.1)),
     case("prime classes", _loss(251, 1031, smoothing=0.1)),
     case("2^k + 1 classes", _loss(250, 4097)),
     case("one class", _loss(260, 1, smoothing=0.1)),
     case("two classes", _loss(400, 2)),
     case("large logits", _loss(260, 300, scale=40.0)),
-    case("logits far from zero", _far_from_zero),
+    case("logits far from zero",
+         lambda draw: (draw.normal(260, 70, shift=100.0), draw.integers(260, end=70), _IGNORED, 0.1)),
     case("hidden classes", _hidden_classes),
     case("hidden blocks", _hidden_blocks(0.0)),
     case("rising classes", _rising),
-    case("targets apart", _target_apart),
+    case("targets apart", lambda draw: (
+        draw.normal(260, 64), draw.integers(260, 2, end=64)[:, 1], _IGNORED, 0.1)),
     case("garbage in padding", _garbage_in_padding),
     case("garbage: smoothing over hidden blocks", _hidden_blocks(0.1)),
     case("garbage: nothing but hidden classes", _nothing_but_hidden(0.0)),
@@ -152,7 +143,7 @@ _CASES = (
     case("every other pixel", _planes(3, 20, 200, lambda x: x[:, :, ::2])),
     case("groups of rows", _planes(3, 40, 90, lambda x: x.mT.contiguous().mT)),
     case("expanded rows", _laid_out(1, 60, lambda x: x.expand(260, 60))),
-)
+)  # fmt: skip
 
 
 def _linear_loss(

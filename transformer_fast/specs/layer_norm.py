@@ -42,15 +42,6 @@ def _laid_out(*shape: int, change: Any) -> Any:
     return build
 
 
-def _two_dimensions(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(5, 7, 12), (7, 12), draw.normal(7, 12), draw.normal(7, 12), _EPS
-
-
-def _constant_rows(draw: Draw) -> tuple[Any, ...]:
-    x = draw.normal(10, 1).expand(10, 48)
-    return x, (48,), draw.normal(48), draw.normal(48), _EPS
-
-
 def _outlier(draw: Draw) -> tuple[Any, ...]:
     # One large square and many small equal ones: a running sum rounds each small square the same
     # way, so the rounding errors add up.
@@ -75,11 +66,12 @@ _CASES = (
     case("no weight, no bias", _affine(False, False)),
     case("weight only", _affine(True, False)),
     case("bias only", _affine(False, True)),
-    case("two dimensions normalised", _two_dimensions),
+    case("two dimensions normalised", lambda draw: (
+        draw.normal(5, 7, 12), (7, 12), draw.normal(7, 12), draw.normal(7, 12), _EPS)),
     case("values far from zero", _plain(9, 96, shift=100.0)),
     case("values of the size of eps", _plain(9, 96, scale=3e-3)),
     case("large eps", _plain(9, 96, eps=0.5)),
-    case("constant rows", _constant_rows),
+    case("constant rows", _laid_out(10, 1, change=lambda x: x.expand(10, 48))),
     case("one outlier in a long row", _outlier),
     case("transposed", _laid_out(56, 8, change=lambda x: x.t())),
     case("every third row", _laid_out(27, 48, change=lambda x: x[::3])),
@@ -87,7 +79,7 @@ _CASES = (
     case("every other column", _laid_out(9, 96, change=lambda x: x[:, ::2])),
     case("expanded rows", _laid_out(1, 60, change=lambda x: x.expand(9, 60))),
     case("strided weight, expanded bias", _strided_affine),
-)
+)  # fmt: skip
 
 
 def _with_residual(name: str, dropout_p: float = 0.0) -> Any:
@@ -108,11 +100,6 @@ def _garbage_dropped(draw: Draw) -> tuple[Any, ...]:
     return x.masked_fill(dropped, math.nan), *rest, p, seed
 
 
-def _same_tensor_twice(draw: Draw) -> tuple[Any, ...]:
-    x, shape, weight, bias, eps = _plain(9, 64)(draw)
-    return x, x, shape, weight, bias, eps, 0.0, None
-
-
 def _residual_laid_out(draw: Draw) -> tuple[Any, ...]:
     x, shape, weight, bias, eps = _plain(4, 9, 32)(draw)
     return x, draw.normal(9, 4, 32).transpose(0, 1), shape, weight, bias, eps, 0.0, None
@@ -121,13 +108,14 @@ def _residual_laid_out(draw: Draw) -> tuple[Any, ...]:
 _ADD_CASES = (
     *(case(c.name, _with_residual(c.name)) for c in _CASES),
     case("residual laid out otherwise", _residual_laid_out),
-    case("residual is input", _same_tensor_twice),
+    case("residual is input", lambda draw: (
+        (given := _plain(9, 64)(draw))[0], *given, 0.0, None)),
     case("dropout", _with_residual("three dimensions", 0.1)),
     case("dropout, two dimensions normalised", _with_residual("two dimensions normalised", 0.3)),
     case("dropout, prime columns", _with_residual("prime columns", 0.5)),
     case("dropout, garbage in dropped elements", _garbage_dropped),
     case("everything dropped", _with_residual("rows of 64", 1.0)),
-)
+)  # fmt: skip
 
 
 def _without_bias(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 def _linear(
     lead: tuple[int, ...], inputs: int, outputs: int, *, bias: bool = True,
-    activation: str | None = None, residual: bool = False,
+    activation: Any = None, residual: bool = False,
 ) -> Callable[[Draw], tuple[Any, ...]]:  # fmt: skip
     def build(draw: Draw) -> tuple[Any, ...]:
         x, weight = draw.normal(*lead, inputs), draw.weight(outputs, inputs)
@@ -21,14 +21,6 @@ def _linear(
         return x, weight, b, activation, draw.normal(*lead, outputs) if residual else None
 
     return build
-
-
-def _transposed_input(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(33, 40).t(), draw.weight(24, 33), draw.normal(24), None, None
-
-
-def _transposed_weight(draw: Draw) -> tuple[Any, ...]:
-    return draw.normal(21, 33), draw.weight(33, 29).t(), None, None, None
 
 
 def _strided(draw: Draw) -> tuple[Any, ...]:
@@ -41,11 +33,6 @@ def _strided(draw: Draw) -> tuple[Any, ...]:
 def _expanded(draw: Draw) -> tuple[Any, ...]:
     x = draw.normal(1, 32).expand(12, 32)
     return x, draw.weight(40, 32), draw.normal(1).expand(40), None, draw.normal(40).expand(12, 40)
-
-
-def _callable(draw: Draw) -> tuple[Any, ...]:
-    x, weight, bias, _, _ = _linear((15,), 32, 32)(draw)
-    return x, weight, bias, Tensor.sin, None
 
 
 _CASES = (
@@ -68,11 +55,13 @@ _CASES = (
     case("silu, residual", _linear((17,), 48, 40, activation="silu", residual=True)),
     case("silu, residual, no bias", _linear((17,), 48, 40, bias=False, activation="silu",
                                             residual=True)),
-    case("transposed input", _transposed_input),
-    case("transposed weight", _transposed_weight),
+    case("transposed input", lambda draw: (
+        draw.normal(33, 40).t(), draw.weight(24, 33), draw.normal(24), None, None)),
+    case("transposed weight",
+         lambda draw: (draw.normal(21, 33), draw.weight(33, 29).t(), None, None, None)),
     case("strided", _strided),
     case("expanded", _expanded),
-    case("callable activation", _callable),
+    case("callable activation", _linear((15,), 32, 32, activation=Tensor.sin)),
 )  # fmt: skip
 
 
