@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ import torch
 
 from . import _native
 from ._version import __version__
-from .reference import ANNOTATED, OPS
 
 COMMAND = "python -m transformer_fast prove"
 #: Duration of the command in messages: an estimate from the number of cases, not measured on a GPU.
@@ -127,10 +126,6 @@ def _rows_class(call: Any) -> list[str]:
     return [_up_to(rows, (64, 1024, 8192), "rows")]
 
 
-def _norm_class(call: Any) -> list[str]:
-    return [*_rows_class(call), _up_to(columns_of(call), (1024, 8192), "columns")]
-
-
 def _attention_class(call: Any) -> list[str]:
     given = call.arguments
     query, key = given.query, given.key
@@ -152,33 +147,17 @@ def _attention_class(call: Any) -> list[str]:
     return [*words, "weights"] if given.need_weights else words
 
 
-def _linear_class(call: Any) -> list[str]:
-    after = call.arguments.activation is not None or call.arguments.residual is not None
-    return [*_rows_class(call), *(["activation or residual"] if after else [])]
-
-
-def _loss_class(call: Any) -> list[str]:
-    classes = call.tensors[0].shape[-1]
-    return [*_rows_class(call), _up_to(classes, (1024, 16384), "classes")]
-
-
-#: Op -> function that returns the class of a call; other ops use `_rows_class`.
-_CLASSES: dict[str, Callable[[Any], list[str]]] = {
-    **{op: _norm_class for op in (*OPS, *ANNOTATED) if op.endswith("_norm")},
-    "attention": _attention_class,
-    "linear": _linear_class,
-    "cross_entropy": _loss_class,
-}
-
-
 def shape_class(call: Any) -> str:
     """Returns the class of a `dispatch.Call`; one verdict covers all calls of a class."""
-    words = _CLASSES.get(call.op, _rows_class)(call)
-    return ", ".join([*words, "dropout"] if getattr(call.arguments, "dropout_p", 0.0) else words)
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
+    op, given = call.op, call.arguments
+    words = _attention_class(call) if op == "attention" else _rows_class(call)
+    if op.endswith("_norm"):
+        words.append(_up_to(columns_of(call), (1024, 8192), "columns"))
+    elif op == "cross_entropy":
+        words.append(_up_to(call.tensors[0].shape[-1], (1024, 16384), "classes"))
+    elif op == "linear" and (given.activation is not None or given.residual is not None):
+        words.append("activation or residual")
+    return ", ".join([*words, "dropout"] if getattr(given, "dropout_p", 0.0) else words)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -186,7 +165,8 @@ def machine_of(device: torch.device) -> Machine:
     triton = "none"
     if device.type == "cpu":
         isa = "none" if _native.module is None else _native.module.isa()
-        name, target = _native.cpu_model(), f"{isa}, {_threads(torch.get_num_threads())}"
+        threads = torch.get_num_threads()
+        name, target = _native.cpu_model(), f"{isa}, {threads} thread{'s' * (threads > 1)}"
     else:
         major, minor = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)

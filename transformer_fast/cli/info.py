@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -212,15 +211,6 @@ def _peaks() -> Table:
     return grid
 
 
-def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
-    return (
-        f"sm_{compiled.architecture}", case, compiled.kernel, str(compiled.registers),
-        str(compiled.spilled) if compiled.spilled == 0 else f"[yellow]{compiled.spilled}",
-        f"{compiled.shared / 1024:.1f}", str(compiled.warps), str(compiled.stages),
-        "yes" if compiled.fits else "[red]no",
-    )  # fmt: skip
-
-
 def show_compiled(console: Console, architectures: Sequence[int]) -> None:
     """Compiles the Triton kernels and prints their resources, or the reason why it cannot."""
     try:
@@ -233,7 +223,12 @@ def show_compiled(console: Console, architectures: Sequence[int]) -> None:
     with progress() as bar:
         task = bar.add_task("compiling", total=len(work))
         for name, run in work:
-            table.add_row(*_compiled_row(name, run()))
+            one = run()
+            table.add_row(
+                f"sm_{one.architecture}", name, one.kernel, str(one.registers),
+                f"{'[yellow]' * (one.spilled > 0)}{one.spilled}", f"{one.shared / 1024:.1f}",
+                str(one.warps), str(one.stages), "yes" if one.fits else "[red]no",
+            )  # fmt: skip
             bar.advance(task)
     console.print(table)
 

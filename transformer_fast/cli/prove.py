@@ -10,7 +10,6 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forget", action="store_true", help="remove the results of earlier runs and exit"
     )
-    # Internal option of the subprocesses of `measure`: one op, a line of JSON per trial.
+    # Internal option of the subprocesses: one op, a line of JSON per trial.
     parser.add_argument("--alone", nargs=2, metavar=("OP", "DEVICE"), help=argparse.SUPPRESS)
 
 
@@ -104,17 +103,6 @@ def _measure_op(op: str, bar: Progress, measured: Measured) -> None:
         ]
 
 
-def _measure(ops: Sequence[str], measured: Measured) -> bool:
-    """Checks and times the kernels of ``ops``, each op in a subprocess; returns False after Ctrl-C."""
-    try:
-        with progress() as bar:
-            for op in ops:
-                _measure_op(op, bar, measured)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
 def _keep(measured: Measured, seconds: float) -> tuple[Proof, str]:
     """Writes the device's record; returns it, and a line on what was written."""
     machine = proof.machine_of(measured.device)
@@ -162,8 +150,13 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 2
     right = True
     for device in devices:
-        start, measured = time.monotonic(), Measured(device)
-        finished = _measure(options.op, measured)
+        start, measured, finished = time.monotonic(), Measured(device), True
+        try:
+            with progress() as bar:
+                for op in options.op:  # each in a subprocess
+                    _measure_op(op, bar, measured)
+        except KeyboardInterrupt:
+            finished = False
         line = "nothing was measured"
         if measured.verdicts or measured.crashed:
             found, line = _keep(measured, time.monotonic() - start)

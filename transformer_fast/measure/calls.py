@@ -68,11 +68,7 @@ def record() -> Iterator[Record]:
 
             return run_step
 
-        special = {
-            "encoder_layer": run_layers,
-            "decoder_layer": run_layers,
-            "decode_step": bind_step,
-        }
+        special = {**dict.fromkeys(FUSED[:2], run_layers), "decode_step": bind_step}
         return replace(kernel, function=special.get(kernel.op, run))
 
     before = [kernel for op in (*OPS, *FUSED[:3]) for kernel in dispatch.kernels(op)]

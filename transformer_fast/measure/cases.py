@@ -132,11 +132,6 @@ def _op_on(op: str, backend: str, arguments: Arguments) -> Candidate:
     return Candidate(backend, None if reason else kernel.run, reason or None)
 
 
-def _op_of_torch(op: str, arguments: Arguments) -> Candidate:
-    reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
-    return Candidate("torch", None if reason else OPS[op].pytorch, reason, ours=False)
-
-
 #: Cost of forward and backward, in units of forward. Backward computes two products for each of
 #: forward's, reads the inputs and the upstream gradient, and writes the gradients.
 TIMES_FORWARD = 3.0
@@ -164,8 +159,9 @@ def op_case(
     explanation = dispatch.explain_call(call_of(op, first))
     choice = explanation.backend
     # PyTorch's op in any case. As the dispatcher's choice it has to meet our error budget.
-    as_choice = choice == "torch"
-    candidates.append(_op_on(op, "torch", first) if as_choice else _op_of_torch(op, first))
+    why = unchecked(spec.named(first).get("dropout_p", 0.0))
+    theirs = Candidate("torch", None if why else spec.pytorch, why, ours=False)
+    candidates.append(_op_on(op, "torch", first) if choice == "torch" else theirs)
     if gradients:
         candidates = [replace(c, run=c.run and BothWays(op, c.run)) for c in candidates]
     leading = next(x for x in first if isinstance(x, torch.Tensor))
