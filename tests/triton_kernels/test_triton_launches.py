@@ -83,7 +83,8 @@ def stubbed() -> Iterator[Machine]:
     driver.set_active(Driver())
     for kernel in kernels(interpreted=True):
         dispatch.register(kernel)
-    with call_cache.on_cpu(), config.use_architecture(90), dispatch.use_backend("triton"):
+    dispatch.CALL_CACHES["cpu"] = call_cache.lookup
+    with config.use_architecture(90), dispatch.use_backend("triton"):
         yield machine
 
 

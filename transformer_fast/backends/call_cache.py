@@ -9,8 +9,8 @@ cached. Calls on CPU tensors never get here: their checks take less time than a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -66,23 +66,6 @@ def key_scope(scope: Any, **changes: Any) -> AbstractContextManager[None]:
     return changed(key_scope=(*settings.current.key_scope, scope), **changes)
 
 
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Context manager in which calls on CPU tensors are cached, too: for tests without a GPU."""
-    before = CALL_CACHES.get("cpu")
-    CALL_CACHES["cpu"] = lookup
-    try:
-        yield
-    finally:
-        if before is None:
-            del CALL_CACHES["cpu"]
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    """True if a tensor at address 0 is not empty: a meta tensor, or the zeros of autograd."""
-    return tensor.numel() > 0 or tensor.is_meta or tensor._is_zerotensor()
-
-
 def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any, ...] | None:
     """Cache key of a call: everything that its checks and its kernel depend on, except data.
 
@@ -105,7 +88,10 @@ def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any,
             kind = type(value)
             if kind is Tensor or kind is _Parameter:
                 place = value.data_ptr()
-                if value.is_neg() or (not place and _has_no_memory(value)):
+                if value.is_neg() or (
+                    # At address 0, but not empty: a meta tensor, or the zeros of autograd.
+                    not place and (value.numel() > 0 or value.is_meta or value._is_zerotensor())
+                ):
                     return None
                 bits |= place
                 device = value.get_device()
@@ -154,20 +140,11 @@ def lookup(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
     return cached[1], None
 
 
-def _insert(
-    key: tuple[Any, ...],
-    tensors: tuple[Tensor | None, ...],
-    kernel: Kernel,
-    arguments: Any,
-    needs_grad: bool,
-    finish: Callable[[Any], Any] | None,
-) -> None:
+def _insert(key: tuple[Any, ...], tensors: Any, kernel: Kernel, *call: Any) -> None:
     """Caches a call the second time it is made."""
     if key not in _calls:
         insert(_calls, key, _SEEN)
-        return
-    replay = _replay(kernel, tensors, arguments, needs_grad, finish)
-    if replay is not None:
+    elif (replay := _replay(kernel, tensors, *call)) is not None:
         insert(_calls, key, (registry.kernels[kernel.op], replay))
 
 

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,8 +143,8 @@ def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> 
     cross_entropy_backward(losses, logits, target, lse, -100, label_smoothing)
 
 
-def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Case:
-    return Case(name, lambda: function(*args, **kwargs))
+def _named(name: str, *call: Any, **options: Any) -> Case:
+    return Case(name, partial(*call, **options))
 
 
 def cases(
@@ -246,11 +246,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def disassemble(cubin: bytes) -> str:
-    """Returns the machine code (SASS) of a compiled kernel."""
-    return _output_of(triton.knobs.nvidia.nvdisasm, "-c", cubin)
-
-
 def compile_binary(launch: Launch, architecture: int) -> Any:
     """Compiles a recorded launch to a CompiledKernel, which has ``asm["ptx"]`` and other stages."""
     if INTERPRETED:
@@ -284,7 +279,7 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                 if not re.search(kernel, launch.kernel.fn.__name__):
                     continue
                 compiled = compile_launch(launch, architecture)
-                code = disassemble(compiled.cubin)
+                code = _output_of(triton.knobs.nvidia.nvdisasm, "-c", compiled.cubin)
                 yield {
                     "call": case.name,
                     **{name: value for name, value in vars(compiled).items() if name != "cubin"},

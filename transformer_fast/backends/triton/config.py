@@ -33,18 +33,14 @@ def use_architecture(architecture: int) -> AbstractContextManager[None]:
     return call_cache.key_scope(architecture, architecture=architecture)
 
 
-@cache
-def _table_of(device: torch.device) -> int:
-    return table_for(compute_capability(device))
+_table_of = cache(lambda device: table_for(compute_capability(device)))
 
 
 def architecture(device: torch.device) -> int:
     """Returns the table key of ``device``; 0 is the interpreter."""
     if (chosen := settings.current.architecture) is not None:
         return chosen  # type: ignore[no-any-return]
-    if device.type != "cuda":
-        return 0
-    return _table_of(device)
+    return _table_of(device) if device.type == "cuda" else 0
 
 
 class RowTile(NamedTuple):

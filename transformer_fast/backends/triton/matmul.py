@@ -212,10 +212,6 @@ class Epilogue(NamedTuple):
         """True if the epilogue needs more registers than one with bias and relu."""
         return self.backward or self.dropout.active or self.activation not in (NONE, RELU)
 
-    @property
-    def only_bias(self) -> bool:
-        return self.residual is None and not self.heavy and self.activation == NONE
-
     def operands(self, output: Tensor, down: int, **before: Tensor | None) -> Operands:
         """Returns the operands of a kernel that computes ``output`` in ``down`` rows of tiles."""
         sums = None
@@ -294,7 +290,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
 def follow(product: Tensor, epilogue: Epilogue) -> Result:
     """Applies the epilogue, except for its bias, to a contiguous ``product`` (M, N)."""
     z = product if epilogue.save_z else None
-    if epilogue.only_bias:
+    if epilogue.residual is None and not epilogue.heavy and epilogue.activation == NONE:
         return Result(product, z, None, None)
     rows, columns = product.shape
     tile = config.epilogue(rows)

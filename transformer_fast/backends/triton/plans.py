@@ -101,7 +101,12 @@ class Recorder(TorchDispatchMode):
                 self._name(result, self._names[id(args[0])])
             elif id(result) in self._names:  # in place
                 self._line(None, self._text(Live(func, *args), kwargs))
-            elif args and self._is_view(func, args[0], result):
+            elif (
+                args
+                and isinstance(args[0], Tensor)
+                and not func._schema.is_mutable
+                and result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+            ):  # a view
                 self._alive.append(result)
                 self._views[id(result)] = (
                     args[0],
@@ -112,18 +117,12 @@ class Recorder(TorchDispatchMode):
                 self._name(result, name)
         elif isinstance(result, (tuple, list)) and all(isinstance(r, Tensor) for r in result):
             name = self._bound("r", Live(func, *args), kwargs)
-            self._unpack(name, result)
+            for place, value in enumerate(result):
+                self._name(value, f"{name}[{place}]")
+            self._used.add(name)
         else:
             self.complete = False  # a Python value, on which later steps may depend
         return result
-
-    @staticmethod
-    def _is_view(func: Any, base: Any, result: Tensor) -> bool:
-        return (
-            isinstance(base, Tensor)
-            and not func._schema.is_mutable
-            and result.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-        )
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Records a call that every replay makes."""
@@ -177,16 +176,10 @@ class Recorder(TorchDispatchMode):
         self._alive.append(tensor)  # so that its id stays unique
         self._names[id(tensor)] = name
 
-    def _unpack(self, name: str, result: Sequence[Any]) -> None:
-        for place, value in enumerate(result):
-            if isinstance(value, Tensor):
-                self._name(value, f"{name}[{place}]")
-        self._used.add(name)
-
     def _line(self, name: str | None, text: str) -> None:
         self._lines.append((name, text))
 
-    def _bound(self, letter: str, live: Live, kwargs: dict[str, Any] | None = None) -> str:
+    def _bound(self, letter: str, live: Live, kwargs: dict[str, Any]) -> str:
         text = self._text(live, kwargs)
         name = f"{letter}{len(self._lines)}"
         self._line(None, f"{name} = {text}")
