@@ -111,14 +111,13 @@ def _load_autograd() -> tuple[ModuleType | None, str | None]:
 autograd, why_no_autograd = _load_autograd()
 
 
-def _is_for_kernels() -> bool:
-    """True if kernels run here by default (not on ARM), and the build did not leave them out."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return platform.system() == "Linux" and is_x86 and not getattr(_build_record(), "PURE", False)
-
-
-#: True if a warning is due: expected kernels are missing, and `warn_of_absence` has not warned.
-unannounced: bool = module is None and _is_for_kernels()
+#: True if a warning is due: kernels that run here by default (not on ARM) are missing, the build did not
+#: leave them out, and `warn_of_absence` has not warned.
+unannounced: bool = (
+    module is None
+    and (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    and not getattr(_build_record(), "PURE", False)
+)
 
 
 #: Functions that `warn_of_absence` calls.

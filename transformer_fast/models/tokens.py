@@ -41,12 +41,6 @@ def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
         torch._assert_async(known, f"{name} must hold token ids in [0, {vocab_size})")
 
 
-def check_token(name: str, token: int | None, vocab_size: int) -> None:
-    """Raise unless a special token is None or an id of the vocabulary."""
-    if token is not None and not 0 <= token < vocab_size:
-        raise ValueError(f"{name} must be a token id in [0, {vocab_size}), not {token}")
-
-
 def _check_bool(name: str, mask: Any, true: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

@@ -25,7 +25,7 @@ from .generation.generate import (
     check_source_rows,
     with_signature_of,
 )
-from .tokens import check_mask, check_padding_mask, check_token, check_tokens, padding_mask
+from .tokens import check_mask, check_padding_mask, check_tokens, padding_mask
 
 __all__ = ["AnnotatedLayerNorm", "Decoder", "Encoder", "LanguageModel", "Transformer"]
 
@@ -307,7 +307,10 @@ class _Model(torch.nn.Module):
         no_options = ("self", "__class__", "device", "dtype")
         self.config = {name: value for name, value in given.items() if name not in no_options}
         for name, vocab_size in tokens.items():
-            check_token(name, given[name], vocab_size)
+            if given[name] is not None and not 0 <= given[name] < vocab_size:
+                raise ValueError(
+                    f"{name} must be a token id in [0, {vocab_size}), not {given[name]}"
+                )
         for name in ("max_len", *tokens):
             setattr(self, name, given[name])
 

@@ -123,19 +123,13 @@ def _unknown(unknown: Mapping[str, str], wanted: Iterable[str], filled: Containe
     if parts:
         pairs = ", ".join(f'r"\\b{p}\\b": "{(ours or ["..."])[0]}"' for p, ours in parts.items())
         lines += [f"unknown parts: {', '.join(parts)}", f"rename them, e.g. names={{{pairs}}}"]
-    empty = (name for name in wanted if name not in filled)
-    modules = [
-        *dict.fromkeys(re.sub(r"\.\d+\.|[._](?:weight|bias)$", _short, name) for name in empty)
-    ]
+    # The numbers of layers are replaced by "*".
+    empty = (re.sub(r"\.\d+\.", ".*.", name) for name in wanted if name not in filled)
+    modules = [*dict.fromkeys(re.sub(r"[._](?:weight|bias)$", "", name) for name in empty)]
     if modules:
         more = ", ..." if len(modules) > 12 else ""
         lines.append(f"parts of the model without values: {', '.join(modules[:12])}{more}")
     return "\n".join(lines)
-
-
-def _short(found: re.Match[str]) -> str:
-    """Replaces a matched part of a name: '.*.' for the number of a layer, '' for its ending."""
-    return ".*." if found[0].endswith(".") else ""
 
 
 def load_weights(

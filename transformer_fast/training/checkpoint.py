@@ -245,7 +245,13 @@ class Position:
 
     def _at_position(self, batches: Iterable[Any]) -> Iterator[Any]:
         sampler = getattr(batches, "batch_sampler", None)
-        self._check_order(getattr(sampler, "config", None))
+        order = getattr(sampler, "config", None)
+        if self.batch and order != self.order:
+            raise CheckpointError(
+                f"cannot resume in the middle of an epoch: the checkpoint used batches of {self.order}, "
+                f"this run uses {order}"
+            )
+        self.order = order
         after = self._random_after
         if self._random_at_start is not None:  # within an epoch
             after = random_state() if after is None else after
@@ -274,11 +280,3 @@ class Position:
             set_random_state(after)
         self._random_after = None
         return iterator
-
-    def _check_order(self, order: dict[str, Any] | None) -> None:
-        if self.batch and order != self.order:
-            raise CheckpointError(
-                f"cannot resume in the middle of an epoch: the checkpoint used batches of {self.order}, "
-                f"this run uses {order}"
-            )
-        self.order = order

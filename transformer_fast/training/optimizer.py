@@ -88,13 +88,6 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply all gradients by a factor."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
 def _check_warmup(warmup_steps: int) -> None:
     if warmup_steps < 1:
         raise ValueError(f"warmup_steps must be at least 1, not {warmup_steps}")

@@ -29,7 +29,7 @@ from .checkpoint import (
     whole_state,
     write_checkpoint,
 )
-from .optimizer import clip_gradients, scale_gradients
+from .optimizer import clip_gradients
 from .processes import without_sync
 
 __all__ = ["History", "Trainer", "evaluate"]
@@ -265,7 +265,9 @@ class Trainer:
         flags = torch.tensor(stop, dtype=torch.float64, device=device)
         loss_sum, count, *stops = processes.total(torch.cat((sums, flags))).tolist()
         # The gradients are means over the processes; scale them to means over the tokens.
-        scale_gradients(self.model.parameters(), processes.world_size() / max(count, 1.0))
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, processes.world_size() / max(count, 1.0))
         norm = clip_gradients(self.model.parameters(), self.clip_norm).item()
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)

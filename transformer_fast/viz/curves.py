@@ -137,7 +137,11 @@ def loss_curves(
         if not history.steps:
             raise ValueError(f"histories[{name!r}] has no steps")
         colour, dash = style.LINES[number], style.DASHES[number]
-        mean = _means(history.loss, window)
+        sums = [0.0, *itertools.accumulate(history.loss)]
+        mean = [
+            (sums[end] - sums[max(0, end - window)]) / min(end, window)
+            for end in range(1, len(sums))
+        ]
         validated = [(step, found["loss"]) for step, found in history.validation if "loss" in found]
         times = list(itertools.accumulate(history.seconds))
         for axes, places in ((over_steps, list(range(1, history.steps + 1))), (over_time, times)):
@@ -153,12 +157,3 @@ def loss_curves(
     over_steps.legend(fontsize=style.TICK_SIZE, frameon=False)
     style.head(figure, title)
     return figure
-
-
-def _means(values: list[float], window: int) -> list[float]:
-    """Returns the means of each value and up to ``window - 1`` values before it."""
-    sums = [0.0, *itertools.accumulate(values)]
-    return [
-        (sums[end] - sums[max(0, end - window)]) / min(end, window)
-        for end in range(1, len(values) + 1)
-    ]

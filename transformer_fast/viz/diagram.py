@@ -223,7 +223,7 @@ class _Column:
     def box(self, name: str, text: str, colour: str, gap: float = _GAP) -> None:
         """Draws a box on top of the column."""
         self.arrow_to(self.end + gap)
-        height = _text_height(text) + 0.16
+        height = (text.count("\n") + 1) * _LINE_HEIGHT + 0.16
         place = (self.x - self.width / 2, self.end, self.width, height)
         self.canvas.box(f"{self.stack.side}.{name}", *place, text, _COLOURS[colour])
         self.middles[name] = self.end + height / 2
@@ -295,10 +295,6 @@ def _text_width(text: str) -> float:
     font = FontProperties(size=_FONT_SIZE)
     lines = filter(str.strip, text.split("\n"))
     return max((TextPath((0, 0), s, prop=font).get_extents().width for s in lines), default=0) / 72
-
-
-def _text_height(text: str) -> float:
-    return (text.count("\n") + 1) * _LINE_HEIGHT
 
 
 class _Canvas:

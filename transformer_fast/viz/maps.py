@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
@@ -421,8 +420,12 @@ def _draw(
         [maps], queries, keys, 5.0 if len(maps) == 1 else 2.6, 2.1, "added to the score", legend,
         title,
     )  # fmt: skip
-    for place in axes[0]:
-        cell_borders(place, len(queries), len(keys))
+    for place in axes[0] if max(len(queries), len(keys)) <= 40 else ():
+        # Thin lines between the cells.
+        place.set_xticks([i - 0.5 for i in range(1, len(keys))], minor=True)
+        place.set_yticks([i - 0.5 for i in range(1, len(queries))], minor=True)
+        place.grid(which="minor", color="white", linewidth=0.6)
+        place.tick_params(which="minor", length=0)
     axes[0, 0].set_ylabel("query", fontsize=style.LABEL_SIZE)
     for row in blind:
         box = Rectangle((-0.5, row - 0.5), len(keys), 1.0, clip_on=False, zorder=3, **outline)
@@ -491,8 +494,13 @@ def draw_maps(
     if bar is not None:
         style.colour_bar(figure, bar, panels, scale, fraction=0.05, aspect=25)
     style.head(figure, title)
-    if legend:
-        legend_below(figure, legend)
+    if legend:  # with as many columns as fit
+        widest = max(len(str(entry.get_label())) for entry in legend) * 0.065 + 0.5
+        fitting = int(figure.get_figwidth() / widest)
+        figure.legend(
+            handles=legend, loc="outside lower right", ncols=max(1, min(len(legend), fitting)),
+            fontsize=style.TICK_SIZE, frameon=False,
+        )  # fmt: skip
     return figure, panels
 
 
@@ -530,28 +538,6 @@ def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:
 def token_inches(tokens: Sequence[str]) -> float:
     """Returns the approximate width of the longest token, in inches."""
     return max(len(shown(token)) for token in tokens) * 0.075
-
-
-def legend_below(figure: Figure, entries: list[Patch]) -> None:
-    """Draws the legend below, with as many columns as fit."""
-    widest = max(len(str(entry.get_label())) for entry in entries) * 0.065 + 0.5
-    figure.legend(
-        handles=entries,
-        loc="outside lower right",
-        ncols=max(1, min(len(entries), int(figure.get_figwidth() / widest))),
-        fontsize=style.TICK_SIZE,
-        frameon=False,
-    )
-
-
-def cell_borders(axes: Axes, rows: int, columns: int) -> None:
-    """Draws thin lines between the cells, unless there are too many cells."""
-    if max(rows, columns) > 40:
-        return
-    axes.set_xticks([i - 0.5 for i in range(1, columns)], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(1, rows)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=0.6)
-    axes.tick_params(which="minor", length=0)
 
 
 def check_tokens(
