@@ -102,17 +102,14 @@ def _in_use(isa: str) -> Callable[[], bool]:
     return lambda: _native.module is not None and _native.module.isa() == isa
 
 
-def _is_intel() -> bool:
-    return _native.module is not None and _native.module.is_intel()
-
-
 def _few_floats(first: int) -> tuple[PreferLater, ...]:
     """Returns the preference for PyTorch's op: ``first`` to 128 rows in float32 on Intel's CPUs.
 
     With fewer rows the kernels read the unpacked weight and are faster. MKL uses AVX-512 on Intel's
     CPUs only; on others it takes up to five times as long as the kernels.
     """
-    return (_few(torch.float32, range(first, 129), 1),) if _is_intel() else ()
+    is_intel = _native.module is not None and _native.module.is_intel()
+    return (_few(torch.float32, range(first, 129), 1),) if is_intel else ()
 
 
 #: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads. AVX-512-BF16: 1

@@ -138,16 +138,13 @@ class DecodeStack:
 
 
 if _native.module is not None:
-
-    def _fake_like(input: Tensor, *_: object) -> Tensor:
-        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
-
     for _name in ("layers", "decode_stack"):
-        torch.library.register_fake(f"transformer_fast::{_name}.cpu", _fake_like)
-
-    @torch.library.register_fake("transformer_fast::uninitialized.cpu")
-    def _fake_uninitialized(like: Tensor, sizes: Sequence[int]) -> Tensor:
-        return like.new_empty(sizes)
+        torch.library.register_fake(
+            f"transformer_fast::{_name}.cpu", lambda input, *_: input.new_empty(input.shape)
+        )
+    torch.library.register_fake(
+        "transformer_fast::uninitialized.cpu", lambda like, sizes: like.new_empty(sizes)
+    )
 
 
 _NAMED = frozenset(CODES)

@@ -21,6 +21,7 @@ from .. import proof
 from .._console import bullets, columns, output, progress
 from ..dispatch import OPS
 from ..measure import device as on_device
+from ..measure.clock import DeviceClock, HostClock
 from ..measure.device import lines_of
 from ..proof import Proof, Verdict
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _alone(op: str, device: torch.device) -> int:
-    clock = on_device.clock_of(device)
+    clock = DeviceClock(device) if device.type == "cuda" else HostClock()
     for trial in on_device.trials(op, device.type):
         try:
             verdicts = on_device.checker(*trial, device, clock)

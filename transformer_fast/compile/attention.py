@@ -7,6 +7,7 @@ After it, it matches dropout, the product with the values, and other users of th
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -314,18 +315,12 @@ def _split_product(node: Node) -> Product | None:
     op = read(node)
     if op is None:
         return None
-    if op.name == "matmul":
-        return _of_matmul(op["input"], op["other"])
+    beta, scale, added = 0, 1.0, None
     if op.name == "baddbmm":
-        product = _of_matmul(op["batch1"], op["batch2"])
-        beta, alpha = op.args.get("beta", 1), op.args.get("alpha", 1)
-        if product is None or not (is_number(beta) and is_number(alpha)) or beta not in (0, 1):
-            return None
-        product.scale = float(alpha)
-        product.added = op["input"] if beta else None
-        return product
+        beta, scale, added = op.args.get("beta", 1), op.args.get("alpha", 1), op["input"]
+        op = Op("matmul", {"input": op["batch1"], "other": op["batch2"]})
     letters = _letters(op)
-    if letters is None:
+    if letters is None or not is_number(scale) or beta not in (0, 1):
         return None
     one, two, result = letters
     first, second = op["input"], op["other"]
@@ -340,30 +335,28 @@ def _split_product(node: Node) -> Product | None:
     return Product(
         Operand(first, _order(one, [*batch, q, *summed])),
         Operand(second, _order(two, [*batch, k, *summed])),
+        float(scale),
+        added if beta else None,
     )
-
-
-def _of_matmul(left: object, right: object) -> Product | None:
-    size = rank(left)
-    if not (isinstance(left, Node) and isinstance(right, Node)) or size is None or size < 2:
-        return None
-    if not _expands_to(shape(right), shape(left)):
-        return None
-    as_it_is = tuple(range(size))
-    swapped = (*as_it_is[:-2], size - 1, size - 2)
-    return Product(Operand(left, as_it_is), Operand(right, swapped))
 
 
 def _expands_to(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
     """True if keys or values broadcast to the batches and heads of the queries."""
-    if one is None or over is None or len(one) != len(over):
+    if one is None or over is None or not 2 <= len(one) == len(over):
         return False
     pairs = zip(one[:-2], over[:-2], strict=True)
     return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
 
 
 def _letters(op: Op) -> tuple[str, str, str] | None:
-    """Returns the subscripts of an einsum: (first, second, result); None if a letter repeats."""
+    """Returns the subscripts of a product, as of an einsum: (first, second, result).
+
+    None for other ops, and if a letter repeats. In a matmul, the second operand may broadcast.
+    """
+    if op.name == "matmul":
+        sizes = shape(op["input"]), shape(op["other"])
+        batch = string.ascii_uppercase[: len(sizes[0] or ()) - 2]
+        return (f"{batch}ij", f"{batch}jk", f"{batch}ik") if _expands_to(*sizes[::-1]) else None
     if op.name != "einsum":
         return None
     inputs, result = op["equation"].split("->")
@@ -383,11 +376,6 @@ def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] 
     values = op["other"] if op["input"] is weights else op["input"]
     if not isinstance(values, Node):
         return None
-    if op.name == "matmul":
-        if op["input"] is not weights or not _expands_to(shape(values), shape(weights)):
-            return None
-        as_it_is = tuple(range(rank(values) or 0))
-        return Operand(values, as_it_is), as_it_is
     letters = _letters(op)
     if letters is None:
         return None

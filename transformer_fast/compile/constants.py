@@ -122,12 +122,12 @@ def _storages(inputs: Sequence[Any], indices: Iterable[int]) -> set[int]:
 _all: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
 
 
-memory.packings.append(
-    (
-        lambda: sum(each.held_bytes() for each in list(_all)),
-        lambda module: [each.forget() for each in list(_all)],
-    )
-)
+def _forget(module: torch.nn.Module | None) -> None:
+    for each in list(_all):
+        each.forget()
+
+
+memory.packings.append((lambda: sum(each.held_bytes() for each in list(_all)), _forget))
 
 
 def lift(

@@ -292,16 +292,14 @@ def _attention(node: Node, rotation: tuple[Node, ...] | None = None) -> _Block |
     if not is_same(starts, wanted) or [shape(weight) for weight in weights] != sizes:
         return None
     maps.append(out.map)
-    if sources[0] is sources[1]:
-        own = None, number, masks, None, rotation or (), dropout_p, *options
-        return _Block(Kind.SELF_ATTENTION, sources[0], maps, *own)
-    if rotation or options[1]:
-        return None
-    of_x, of_memory = (shape(each) or () for each in sources[:2])
-    if len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
-        return None
-    rest = None, number, masks, sources[1], (), dropout_p, *options
-    return _Block(Kind.CROSS_ATTENTION, sources[0], maps, *rest)
+    kind, memory = Kind.SELF_ATTENTION, None
+    if sources[0] is not sources[1]:
+        kind, memory = Kind.CROSS_ATTENTION, sources[1]
+        of_x, of_memory = (shape(each) or () for each in sources[:2])
+        if rotation or options[1] or len(of_memory) != 3 or not is_same(of_memory[::2], of_x[::2]):
+            return None
+    rest = None, number, masks, memory, rotation or (), dropout_p, *options
+    return _Block(kind, sources[0], maps, *rest)
 
 
 def keeps_order(node: Any) -> bool:

@@ -82,13 +82,7 @@ def record() -> Iterator[Record]:
             dispatch.register(kernel)
 
 
-def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
-    """Wraps ``run`` so that all ops run on ``backend``; None: the dispatcher's choice."""
-    if backend is None:
-        return run
-
-    def on_backend(*arguments: Any) -> Any:
-        with dispatch.use_backend(backend):
-            return run(*arguments)
-
-    return on_backend
+def forced(run: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Wraps ``run`` so that all ops run on ``backend``."""
+    on_backend: Any = dispatch.use_backend(backend)
+    return on_backend(lambda *arguments: run(*arguments))  # type: ignore[no-any-return]

@@ -311,13 +311,6 @@ def encoder_layer_flops(size: Size, rows: float, pairs: float) -> float:
     return rows * (8.0 * size.model**2 + 4.0 * size.model * size.hidden) + 4.0 * pairs * size.model
 
 
-def decoder_layer_flops(
-    size: Size, rows: float, keys: float, pairs: float, cross_pairs: float
-) -> float:
-    cross = 4.0 * (rows + keys) * size.model**2 + 4.0 * cross_pairs * size.model
-    return encoder_layer_flops(size, rows, pairs) + cross
-
-
 def real_places(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
     """Returns a bool tensor (B, T), True where an encoder's results count."""
     if padding is None:
@@ -399,9 +392,9 @@ def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any
     """Returns the cost function of `Seq2Seq`; ``item``: bytes of an element."""
 
     def flops(rows: float, keys: float, own: float, past: float, cross: float) -> float:
-        encoder = encoder_layer_flops(size, keys, own)
-        decoder = decoder_layer_flops(size, rows, keys, past, cross)
-        return size.layers * (encoder + decoder) + 2.0 * rows * size.model * size.vocabulary
+        both = encoder_layer_flops(size, keys, own) + encoder_layer_flops(size, rows, past)
+        crossing = 4.0 * (rows + keys) * size.model**2 + 4.0 * cross * size.model
+        return size.layers * (both + crossing) + 2.0 * rows * size.model * size.vocabulary
 
     def work(source: Batch, target: Batch) -> tuple[float, float, float]:
         batch, keys = source.tokens.shape

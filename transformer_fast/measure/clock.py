@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -150,11 +150,9 @@ class Times(NamedTuple):
     host: float
 
 
-class Clock(Protocol):
-    """Times consecutive calls."""
-
-    def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
-        """Returns the mean times of one call; ``host``: an estimate of the host's time in seconds."""
+#: ``clock(call, inputs, repeats, host)`` returns the mean times of one of several consecutive calls;
+#: ``host``: an estimate of the host's time in seconds.
+Clock = Callable[..., Times]
 
 
 class DeviceClock:

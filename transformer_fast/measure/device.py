@@ -26,7 +26,7 @@ from ..specs.gpu import GPU_CASES, GpuCase
 from ..testing import Parity, call_of, nan_memory, require_grad
 from .accuracy import BothWays, OpChecker, leaves
 from .benchmark_case import problem_of
-from .clock import Call, Clock, DeviceClock, HostClock, Times, in_turn, medians
+from .clock import Call, Clock, Times, in_turn, medians
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,10 +44,6 @@ def unproven() -> list[torch.device]:
     cpu = [] if _native.why_unproven() is None else [torch.device("cpu")]
     gpu = torch.cuda.is_available()
     return [*cpu, *([torch.device("cuda", torch.cuda.current_device())] if gpu else [])]
-
-
-def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def copies_for(size: float, device: torch.device) -> int:

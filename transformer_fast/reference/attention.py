@@ -219,12 +219,6 @@ def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
     return found.transpose(0, 1)
 
 
-def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
-    # A sum is finite only if every element is. If finite elements overflow, the slow path runs
-    # without need.
-    return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
-
-
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     if key.dim() == query.dim():
         return query @ key.transpose(-2, -1)
@@ -267,9 +261,10 @@ def attention(
             # Tracing cannot branch on values: keys that no query may attend to are always zeroed.
             seen = visible.any(dim=-2).unsqueeze(-1)
             key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
-        elif _may_hide_garbage(key, value):
-            # Exact but slow: every query gets its own copy of keys and values, (B, H, T, S, D), with
-            # the masked-out ones zeroed.
+        elif not bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+            # A sum is finite only if every element is. If finite elements overflow, this path runs
+            # without need. It is exact but slow: every query gets its own copy of keys and values,
+            # (B, H, T, S, D), with the masked-out ones zeroed.
             seen = visible.unsqueeze(-1)
             key = torch.where(seen, key[..., None, :, :], 0.0)
             value = torch.where(seen, value[..., None, :, :], 0.0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.linear import activate
-from .spec import Case, Draw, OpSpec, Text, bytes_of, case
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case, rows_of
 
 
 def _feed_forward(
@@ -74,19 +74,14 @@ def _bench(
     return case(name, build)
 
 
-def _rows(arguments: tuple[Any, ...]) -> int:
-    x = arguments[0]
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
-
-
 def _flops(arguments: tuple[Any, ...]) -> float:
-    _, weight1, _, weight2, *_ = arguments
-    return 2.0 * _rows(arguments) * (weight1.numel() + weight2.numel())
+    x, weight1, _, weight2, *_ = arguments
+    return 2.0 * rows_of(x) * (weight1.numel() + weight2.numel())
 
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
     x, weight1, bias1, weight2, bias2, *_ = arguments
-    result = _rows(arguments) * weight2.shape[0] * x.element_size()
+    result = rows_of(x) * weight2.shape[0] * x.element_size()
     return bytes_of(x, weight1, bias1, weight2, bias2) + result
 
 

@@ -19,7 +19,7 @@ from ..reference.int8_linear import (
 from ..reference.linear import activate
 from .feed_forward import _feed_forward
 from .linear import _linear
-from .spec import Build, Case, Draw, OpSpec, Text, bytes_of, case
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case, rows_of
 
 
 def linear_arguments(
@@ -126,8 +126,8 @@ def _name(rows: int, *sizes: int, activation: str | None = None) -> str:
 
 
 def _bench(rows: int, inputs: int, outputs: int, activation: str | None = None) -> Case:
-    build: Build = case("", linear_arguments((rows,), inputs, outputs, activation=activation)).build
-    return Case(_name(rows, inputs, outputs, activation=activation), build)
+    build = linear_arguments((rows,), inputs, outputs, activation=activation)
+    return case(_name(rows, inputs, outputs, activation=activation), build)
 
 
 def _bench_network(rows: int, activation: str, model: int = 512, hidden: int = 2048) -> Case:
@@ -135,16 +135,12 @@ def _bench_network(rows: int, activation: str, model: int = 512, hidden: int = 2
     return case(_name(rows, model, hidden, activation=activation), build)
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 0
-
-
 def _linear_flops(arguments: tuple[Any, ...]) -> float:
-    return 2.0 * _rows(arguments[0]) * arguments[1].numel()
+    return 2.0 * rows_of(arguments[0]) * arguments[1].numel()
 
 
 def _network_flops(arguments: tuple[Any, ...]) -> float:
-    return 2.0 * _rows(arguments[0]) * (arguments[1].numel() + arguments[4].numel())
+    return 2.0 * rows_of(arguments[0]) * (arguments[1].numel() + arguments[4].numel())
 
 
 def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
@@ -152,7 +148,7 @@ def _bytes(weight: int) -> Callable[[tuple[Any, ...]], float]:
 
     def bytes_moved(arguments: tuple[Any, ...]) -> float:
         x = arguments[0]
-        result = _rows(x) * arguments[weight].shape[0] * x.element_size()
+        result = rows_of(x) * arguments[weight].shape[0] * x.element_size()
         tensors = (value for value in arguments if isinstance(value, Tensor))
         return bytes_of(*tensors) + result
 

@@ -82,16 +82,19 @@ _CASES = (
 )  # fmt: skip
 
 
-def _with_residual(name: str, dropout_p: float = 0.0) -> Any:
+def _added(plain: Callable[[Draw], tuple[Any, ...]], dropout_p: float = 0.0) -> Any:
     def build(draw: Draw) -> tuple[Any, ...]:
-        x, shape, weight, bias, eps = next(c for c in _CASES if c.name == name).build(
-            draw.dtype, draw.device, draw.generator
-        )
+        x, *rest = plain(draw)
         residual = draw.normal(*x.shape)
         seed = draw.seed() if 0.0 < dropout_p < 1.0 else None
-        return x, residual, shape, weight, bias, eps, dropout_p, seed
+        return x, residual, *rest, dropout_p, seed
 
     return build
+
+
+def _with_residual(name: str, dropout_p: float = 0.0) -> Any:
+    one = next(c for c in _CASES if c.name == name)
+    return _added(lambda draw: one.build(draw.dtype, draw.device, draw.generator), dropout_p)
 
 
 def _garbage_dropped(draw: Draw) -> tuple[Any, ...]:
@@ -139,18 +142,9 @@ def _bench(rows: int, columns: int) -> Case:
     return case(f"{rows}x{columns}", _plain(rows, columns))
 
 
-def _added(rows: int, columns: int, dropout_p: float = 0.0) -> Any:
-    def build(draw: Draw) -> tuple[Any, ...]:
-        x, shape, weight, bias, eps = _plain(rows, columns)(draw)
-        seed = draw.seed() if dropout_p else None
-        return x, draw.normal(rows, columns), shape, weight, bias, eps, dropout_p, seed
-
-    return build
-
-
 def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
     name = f"{rows}x{columns}" + (f", dropout {dropout_p}" if dropout_p else "")
-    return case(name, _added(rows, columns, dropout_p))
+    return case(name, _added(_plain(rows, columns), dropout_p))
 
 
 def _flops(each: int, summands: int = 1) -> Callable[[tuple[Any, ...]], float]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..reference import linear
-from .spec import Case, Draw, OpSpec, Text, bytes_of, case
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case, rows_of
 
 
 def _linear(
@@ -73,21 +73,14 @@ def _bench(
     return case(name, _linear((rows,), inputs, outputs, activation=activation, residual=residual))
 
 
-def _shape(arguments: tuple[Any, ...]) -> tuple[int, int, int]:
-    x, weight = arguments[:2]
-    outputs, inputs = weight.shape
-    return x.numel() // inputs if inputs else 0, inputs, outputs
-
-
 def _flops(arguments: tuple[Any, ...]) -> float:
-    rows, inputs, outputs = _shape(arguments)
-    return 2.0 * rows * inputs * outputs
+    return 2.0 * rows_of(arguments[0]) * arguments[1].numel()
 
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
     x, weight, bias, _, residual = arguments
-    rows, _, outputs = _shape(arguments)
-    return bytes_of(x, weight, bias, residual) + rows * outputs * x.element_size()
+    result = rows_of(x) * weight.shape[0] * x.element_size()
+    return bytes_of(x, weight, bias, residual) + result
 
 
 def _text(text: Text) -> list[tuple[Any, ...]]:

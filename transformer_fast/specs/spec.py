@@ -30,14 +30,6 @@ class Case:
         return self.name
 
 
-def _everything(arguments: tuple[Any, ...]) -> float:
-    return 1.0
-
-
-def _nothing(arguments: tuple[Any, ...]) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class OpSpec:
     """Specification of an op, independent of the backends."""
@@ -78,12 +70,12 @@ class OpSpec:
     #: that of the call's dtype.
     product: str | None = None
     #: True if kernels must return the bits of the reference for these arguments.
-    exact: Callable[[tuple[Any, ...]], bool] = _nothing
+    exact: Callable[[tuple[Any, ...]], bool] = lambda arguments: False
     #: Returns the largest change of a call's results if an intermediate value rounds to the next
     #: integer instead; None: the op does not round to integers.
     step: Callable[[tuple[Any, ...]], float] | None = None
     #: Fraction of `flops` that is not masked out, in [0, 1].
-    useful_share: Callable[[tuple[Any, ...]], float] = _everything
+    useful_share: Callable[[tuple[Any, ...]], float] = lambda arguments: 1.0
 
     @property
     def reference(self) -> Callable[..., Any]:
@@ -179,6 +171,11 @@ def case(name: str, build: Callable[[Draw], tuple[Any, ...]], gradients: bool = 
     return Case(
         name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), gradients
     )
+
+
+def rows_of(x: Tensor) -> int:
+    """Returns the number of rows of a tensor (..., columns)."""
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
 def bytes_of(*tensors: Tensor | None) -> float:

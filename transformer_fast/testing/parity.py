@@ -230,20 +230,14 @@ def find_truth(
 def truth_of(
     op: str,
     arguments: tuple[Any, ...],
-    tries: int | None = None,
     oracle: Callable[[str, tuple[Any, ...]], tuple[Tensor | None, ...]] = reference_in_fp64,
 ) -> Truth:
-    """Returns the truth of a call's results, for `measure`.
-
-    Args:
-        tries: number of calls that sample the reference's error; None: `tries_for` determines it.
-        oracle: returns the results in fp64.
-    """
+    """Returns the truth of a call's results, for `measure`. ``oracle``: returns those in fp64."""
 
     def both(called: tuple[Any, ...]) -> tuple[Named, Named]:
         return named(op, OPS[op].reference(*called)), named(op, oracle(op, called))
 
-    return find_truth(op, arguments, both, max, tries)
+    return find_truth(op, arguments, both, max)
 
 
 @torch.no_grad()

@@ -143,8 +143,8 @@ def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> 
     cross_entropy_backward(losses, logits, target, lse, -100, label_smoothing)
 
 
-def _named(name: str, *call: Any, **options: Any) -> Case:
-    return Case(name, partial(*call, **options))
+def _named(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Case:
+    return Case(name, partial(function, *args, **options))
 
 
 def cases(

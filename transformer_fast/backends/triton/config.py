@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -277,22 +277,13 @@ def epilogue(rows: int) -> ProductTile:
     return ProductTile(16 if rows <= 16 else 64, 64, 0, 0, 4, 1)
 
 
-Tile = RowTile | AttentionTile | DecodeTile | ProductTile
-_KINDS: dict[str, Callable[..., Tile]] = {
-    **dict.fromkeys(_ATTENTION, AttentionTile),
-    **dict.fromkeys(("layer_norm_forward", "layer_norm_backward", "cross_entropy"), RowTile),
-    "attention_decode": DecodeTile,
-    "matmul": ProductTile,
-}
-
-
-def alternatives(name: str, lowp: bool, columns: int) -> list[Tile]:
+def alternatives(name: str, lowp: bool, columns: int) -> list[Any]:
     """Returns candidate tiles for tuning ``name``: a kernel of `_ATTENTION`, or a function here.
 
     For attention and products these are the tiles of all architectures, otherwise smaller and larger
     tiles than the current one. ``columns``: row size, for tiles that depend on it.
     """
-    found: list[Tile] = []
+    found: list[Any] = []
     if name in _ATTENTION:
         rows = [row for table in _ATTENTION[name].values() for row in table]
         found += [t for row in rows for t in ((row.lowp, row.heavy) if lowp else (row.float,))]
@@ -315,7 +306,7 @@ def alternatives(name: str, lowp: bool, columns: int) -> list[Tile]:
 @contextmanager
 def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
     """Context manager in which ``name``, as in `alternatives`, has this tile for all calls."""
-    tile, function = _KINDS[name](*numbers), globals().get(name)
+    tile, function = type(alternatives(name, True, 1024)[0])(*numbers), globals().get(name)
     table = _ATTENTION.get(name, {})
     before = dict(table)
     if isinstance(tile, AttentionTile):
