@@ -348,9 +348,8 @@ def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     return tuple(k for k in kernels if k.unavailable is None and k.runs_on(kind))
 
 
-def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
+def candidates(op: str, first: Any, compiling: bool = False) -> tuple[Kernel, ...]:
     """Returns the kernels of an op for the device of ``first``, in order of preference."""
-    assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # reading `device.type` is slower
     kernels = registry.kernels[op]
     if not compiling:  # Dynamo cannot compare the tuples, and need not be fast

@@ -42,6 +42,8 @@ from ..ops.int8_linear import LINEAR_PACKED as INT8_LINEAR_PACKED
 from ..ops.linear import INFERENCE as LINEAR
 from ..ops.linear import PACKED as LINEAR_PACKED
 
+#: Nothing here runs without it.
+_module: Any = _native.module
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
@@ -90,12 +92,11 @@ class Snapshot:
 
 
 def _all_hold(fingerprints: Sequence[Any], rows: int) -> bool:
-    assert _native.module is not None
     done = memory.compared.get()
     if done is None or not done.is_valid:
-        return bool(_native.module.all_hold(fingerprints, rows))
+        return bool(_module.all_hold(fingerprints, rows))
     new = [one for one in fingerprints if one not in done]
-    if new and not _native.module.all_hold(new, rows):
+    if new and not _module.all_hold(new, rows):
         return False
     done.update(new)
     return True
@@ -131,7 +132,6 @@ class _Entry(Snapshot):
 
 
 def _fingerprint(tensor: Tensor) -> Any:
-    assert _native.module is not None
     matrix = tensor
     if tensor.dim() != 2:
         # At least 256 rows if possible, because each check reads a part of every row.
@@ -148,7 +148,7 @@ def _fingerprint(tensor: Tensor) -> Any:
         # check would take a third of a decoding step.
         matrix = tensor.view(len(tensor) // 4, -1)
     size = tensor.element_size()
-    return _native.module.Fingerprint(
+    return _module.Fingerprint(
         tensor.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
     )
 
@@ -166,12 +166,11 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 def is_read_in_place(weight: Tensor, rows: int) -> bool:
     """True if ``rows`` is so small that the unpacked weight is read as fast as a packed copy."""
-    assert _native.module is not None
     name = _NAMES.get(weight.dtype)  # int8 is always packed
     return (
         name is not None
         and weight.stride(1) == 1
-        and rows <= _native.module.direct_rows(name, weight.numel())
+        and rows <= _module.direct_rows(name, weight.numel())
     )
 
 
@@ -180,11 +179,10 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None if none is cached or needed: the kernel then reads the weight unpacked, or packs it itself.
     """
-    assert _native.module is not None
     if (  # inlined, here and below: a function call takes longer
         weight.dtype != torch.int8
         and weight.stride(1) == 1
-        and rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
+        and rows <= _module.direct_rows(_NAMES[weight.dtype], weight.numel())
     ):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -233,8 +231,7 @@ def _with_copies(operator: Any, packed: Any) -> Callable[..., Tensor]:
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
-    assert _native.module is not None
-    return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
+    return weight.dtype == torch.float32 and _module.packs_pieces(rows)
 
 
 def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry | None:
@@ -328,15 +325,14 @@ class PackedWeights:
         ``owners``: the parameters that the weights are, or are views of, for calls that are not
         recorded, even while a program is compiled; None: the weights.
         """
-        assert _native.module is not None
-        direct_rows = _native.module.direct_rows
+        direct_rows = _module.direct_rows
         for weight in () if owners is None and is_recorded() else weights:
             name = _NAMES.get(weight.dtype)
             if name is None or weight.stride(1) != 1 or rows > direct_rows(name, weight.numel()):
                 break
         else:
             return [None] * len(weights)
-        pieces = _native.module.packs_pieces(rows) and any(
+        pieces = _module.packs_pieces(rows) and any(
             weight.dtype == torch.float32 for weight in weights
         )
         before, last = self._last
@@ -352,7 +348,7 @@ class PackedWeights:
                     prints.append(entry.fingerprint)
             if are_alive and memory.are_unchanged(states):
                 once = memory.compared.get() is not None
-                if not prints or (_all_hold if once else _native.module.all_hold)(prints, rows):
+                if not prints or (_all_hold if once else _module.all_hold)(prints, rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now

@@ -72,8 +72,7 @@ def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     elif attn_mask is not None or (is_causal and need_weights):
         # Fully masked queries attend to all keys, and their results are zeroed afterwards: so no
         # implementation of PyTorch produces NaN in the gradients.
-        visible = reference.visible_places(query, key, attn_mask, key_lengths, is_causal)
-        assert visible is not None
+        visible: Any = reference.visible_places(query, key, attn_mask, key_lengths, is_causal)
         seen = visible.any(dim=-1, keepdim=True)
         blind = seen.logical_not()
         if attn_mask is None or is_bool:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -187,8 +188,7 @@ _SIZES = ((1 << 15, "32 KiB"), (1 << 19, "512 KiB"), (1 << 22, "4 MiB"), (1 << 2
 
 def _peaks() -> Table:
     """Returns a table of arithmetic rates by instruction set and of bandwidth by buffer size."""
-    module = _native.module
-    assert module is not None
+    module: Any = _native.module
     threads = torch.get_num_threads()
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")

@@ -133,7 +133,8 @@ class Trial:
     """
 
     def __init__(self, case: BenchmarkCase, candidate: Candidate) -> None:
-        self.case, self.run = case, candidate.run
+        self.case = case
+        self.run: Any = candidate.run
         self.row = Row(
             case.op, case.case, candidate.name, candidate.ours, candidate.name == case.chosen,
             candidate.reason, flops=case.flops, useful_flops=case.useful_flops, bytes=case.bytes,
@@ -145,7 +146,6 @@ class Trial:
 
     def __call__(self, index: int) -> None:
         """Runs the candidate on one input."""
-        assert self.run is not None
         for arguments in self.case.inputs[index]:
             self.run(*arguments)
 
@@ -185,7 +185,6 @@ class Trial:
 
         The result is checked once more, on an input that the first parity check did not use.
         """
-        assert self.run is not None
         row, arguments = self.row, self.case.inputs[-1][-1]
         try:
             good = _passes(row, self.case.checker(self.run(*arguments), arguments))
@@ -247,7 +246,6 @@ def run_case(
     for name, trial in able.items():
         trial.finish(samples[name], top)
         if case.score is not None and trial.row.ok:
-            assert trial.run is not None
             trial.row.scores = case.score(name, trial.run)
         if memory and trial.row.ok:
             trial.row.peak_bytes = peak(functools.partial(trial, 0), case.device)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -147,8 +148,7 @@ def probe(
     if device.type == "cuda":
         peak, copy = _gpu_rates(dtype, device)
         return Roof(peak, copy, copy, flops, bytes, written)
-    module = _native.module
-    assert module is not None
+    module: Any = _native.module
     threads = torch.get_num_threads()
     size = int(min(_MOST_BYTES, max(bytes, 4 * _LEAST_BYTES * threads)))
     # The probe copies between two buffers of this size.

@@ -40,6 +40,10 @@ class _Recorder:
         return output, weights.mean(dim=-3) if self.average else weights
 
 
+def _keep(found: Any, name: str, read: Any, module: Any, args: Any, result: Any) -> None:
+    found[name] = read(module, result).detach()
+
+
 @contextmanager
 def attention_weights(
     model: torch.nn.Module,
@@ -87,15 +91,12 @@ def attention_weights(
         chosen |= fitting
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, module: torch.nn.Module, args: Any, result: Any) -> None:
-        assert read is not None
-        found[name] = read(module, result).detach()
-
     handles = []
     try:
         for name, module in chosen.items():
             if read is not None:
-                handles.append(module.register_forward_hook(partial(keep, name)))
+                keep = partial(_keep, found, name, read)
+                handles.append(module.register_forward_hook(keep))
                 continue
             recorder = _Recorder(name, found)
             handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))

@@ -105,8 +105,7 @@ def recomputed_losses(arguments: LinearCrossEntropyArguments) -> Tensor:
 
     def part(x: Tensor, t: Tensor, *shared: Tensor) -> tuple[Tensor]:
         w, b = (*(p.to(dtype) for p in shared), None)[:2]
-        assert w is not None
-        return (losses(arguments._replace(input=x, weight=w, bias=b, target=t)),)
+        return (losses(arguments._replace(input=x, weight=w, bias=b, target=t)),)  # type: ignore[arg-type]
 
     logits = min(rows, input.shape[0]) * weight.shape[0]
     function = Recomputed(part, MOST_LOGITS // max(1, logits))
@@ -186,7 +185,7 @@ def _work(
 
 def _leaves(
     tensors: Sequence[Tensor | None], wants: Sequence[bool]
-) -> tuple[list[Tensor | None], list[Tensor]]:
+) -> tuple[list[Any], list[Tensor]]:
     """Returns the tensors as autograd leaves, and the list of those that need a gradient."""
     own = [
         None if tensor is None else tensor.detach().requires_grad_(want)
@@ -205,7 +204,6 @@ def _gradients(
     """Like `_work`, for any ``losses`` function: computes the gradients by autograd."""
     input, weight, bias, target, *_ = arguments
     (w, b), shared = _leaves((weight, bias), wants[1:])
-    assert w is not None
     wide = torch.promote_types(weight.dtype, torch.float32)
     results: list[Tensor] = []
     inputs: list[Tensor] = []
@@ -213,7 +211,6 @@ def _gradients(
     for begin in range(0, input.shape[0], rows):
         part = slice(begin, begin + rows)
         (x,), own = _leaves((input[part],), wants[:1])
-        assert x is not None
         with torch.set_grad_enabled(any(wants)):
             result = losses(arguments._replace(input=x, weight=w, bias=b, target=target[part]))
         results.append(result.detach())

@@ -128,28 +128,21 @@ class LinearFunction(Function):
         return None, *mask_unwanted(wants, grads), residual
 
 
-def total(grad: Tensor | None, other: Tensor | None) -> Tensor:
+def total(grad: Any, other: Any) -> Any:
     if grad is None or other is None:
-        result = other if grad is None else grad
-        assert result is not None
-        return result
+        return other if grad is None else grad
     return grad + other
 
 
 def products(
-    grad: Tensor, input: Tensor | None, weight: Tensor | None, wants: Sequence[bool]
+    grad: Tensor, input: Any, weight: Any, wants: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of a linear layer's input, weight and bias, in plain PyTorch."""
-    dinput = dweight = dbias = None
-    if wants[0]:
-        assert weight is not None
-        dinput = grad @ weight
-    if wants[1]:
-        assert input is not None
-        dweight = _rows(grad).t() @ _rows(input)
-    if wants[2]:
-        dbias = _rows(grad).sum(0)
-    return dinput, dweight, dbias
+    return (
+        grad @ weight if wants[0] else None,
+        _rows(grad).t() @ _rows(input) if wants[1] else None,
+        _rows(grad).sum(0) if wants[2] else None,
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -318,8 +318,7 @@ def masks(
     panels: list[tuple[str, Tensor, Tensor | None]] = []
     added: Tensor | None = None
 
-    def panel(title: str, visible: Tensor | None, added: Tensor | None = None) -> None:
-        assert visible is not None
+    def panel(title: str, visible: Any, added: Tensor | None = None) -> None:
         panels.append((title, everywhere & visible.reshape(visible.shape[-2:]), added))
 
     if attn_mask is not None:

@@ -428,16 +428,13 @@ class Problem(NamedTuple):
 
 def make_problem(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None,
-    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None,
-    query_lengths: Tensor | None = None, longest_queries: int = -1, longest_keys: int = -1,
+    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None, query_lengths: Any = None,
+    longest_queries: int = -1, longest_keys: int = -1,
 ) -> Problem:  # fmt: skip
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     packed = longest_queries >= 0
     if packed:
-        assert key_lengths is not None
-        assert query_lengths is not None
-        assert attn_mask is None
         batch, queries, keys = query_lengths.shape[0] - 1, longest_queries, longest_keys
     mask = prepare_mask(attn_mask)
     natural = _is_natural(query, attn_mask, scale)

@@ -11,6 +11,8 @@ Products without an epilogue call PyTorch (cuBLAS), and so do all products of fe
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .arithmetic import RELU
@@ -42,8 +44,7 @@ def forward(
     output = second.output.view(*lead, weight2.shape[0])
     if not keep:
         return output, None
-    kept = first.output if activation == RELU else first.z
-    assert kept is not None
+    kept: Any = first.output if activation == RELU else first.z
     return output, kept.view(*lead, weight1.shape[0])
 
 
@@ -68,8 +69,7 @@ def backward(
             make_sums=want_bias1,
         ),
     )
-    hidden = saved if activation == RELU else result.hidden
-    assert hidden is not None
+    hidden: Any = saved if activation == RELU else result.hidden
     x = input.reshape(-1, weight1.shape[1])
     return (
         (result.output @ weight1).view(input.shape) if want_input else None,

@@ -7,6 +7,8 @@ few rows; see `matmul`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .arithmetic import NONE
@@ -41,7 +43,7 @@ def forward(
 
 
 def backward(
-    grad: Tensor, input: Tensor, weight: Tensor, preactivation: Tensor | None, activation: int,
+    grad: Tensor, input: Tensor, weight: Tensor, preactivation: Any, activation: int,
     want_input: bool, want_weight: bool, want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Implements `ops.linear.BACKWARD`."""
@@ -50,7 +52,6 @@ def backward(
     x = input.reshape(-1, weight.shape[1])
     grad_bias = None
     if activation != NONE:
-        assert preactivation is not None
         result = follow(
             grad.contiguous(),
             Epilogue(
