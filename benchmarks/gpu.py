@@ -4,7 +4,7 @@ Stages, always in this order, within ``--seconds`` in total:
 
     env      records GPU, driver, torch, Triton, nvcc
     warm     compiles the Triton kernels, in one process per CPU
-    bench    checks every case of `specs.gpu` against fp64, forward and gradients, and times our
+    bench    checks every `gpu_cases` of `specs` against fp64, forward and gradients, and times our
              kernels, PyTorch's and others', on the device and on the host
     tune     times other tiles than those of `backends.triton.config`, case by case
 
@@ -42,8 +42,7 @@ from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
 from transformer_fast.measure.device import OUT_OF_TIME, lines_of
-from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
+from transformer_fast.specs import OPS, Case
 from transformer_fast.testing import call_of
 
 from . import peers
@@ -55,8 +54,10 @@ BACKENDS = ("cuda", "triton", "torch")
 #: A job, or a job with its result; JSON-serialisable.
 Item = dict[str, Any]
 
-_CASES: dict[tuple[str, str], GpuCase] = {
-    (one.op, one.name): one for one in (*BENCH_CASES, *GPU_CASES)
+_CASES: dict[tuple[str, str], Case] = {
+    (one.op, one.name): one
+    for spec in OPS.values()
+    for one in (*spec.gpu_bench_cases, *spec.gpu_cases)
 }
 
 
@@ -143,12 +144,12 @@ def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
     return [group for i in range(hands) if (group := items[i::hands])]
 
 
-def rank(case: GpuCase) -> int:
+def rank(case: Case) -> int:
     """Returns the rank of a case. Low ranks run first, so that a short run has the main cases."""
     if case.op != "attention":
         places = {"add_layer_norm": 2, "layer_norm": 2, "feed_forward": 4, "linear": 4}
         return places.get(case.op, 5)
-    call = call_of(case.op, case.case.build(torch.bfloat16, "meta", None))
+    call = call_of(case.op, case.build(torch.bfloat16, "meta", None))
     *_, queries, size = call.tensors[0].shape  # type: ignore[union-attr]
     given = call.arguments
     masked = given.attn_mask is not None or given.key_lengths is not None
@@ -189,7 +190,7 @@ def tune_items() -> list[Item]:
 
     items = []
     for op, name, forward, backward in TUNED:
-        first = _CASES[op, name].case.build(torch.bfloat16, "meta", None)[0]
+        first = _CASES[op, name].build(torch.bfloat16, "meta", None)[0]
         for function, gradients in (*((f, False) for f in forward), *((f, True) for f in backward)):
             known: Item = {"op": op, "case": name, "dtype": "bfloat16", "gradients": gradients}
             known["function"] = function

@@ -35,7 +35,6 @@ from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case
-from transformer_fast.specs.gpu import GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
@@ -48,9 +47,9 @@ ROWS = "up to 64 rows"
 
 CPU = torch.device("cpu")
 #: A GPU case that is small enough for a CPU.
-SMALL = GpuCase(
-    "linear",
+SMALL = dataclasses.replace(
     case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
+    op="linear",
 )
 
 
@@ -318,15 +317,15 @@ def test_traced_programs_use_the_record(triton):
 
 
 def _attention_case(*given):
-    return GpuCase("attention", _gpu_case(*given))
+    return dataclasses.replace(_gpu_case(*given), op="attention")
 
 
 def class_of(one):
-    return shape_class(call_of(one.op, one.case.build(torch.bfloat16, "meta", None)))
+    return shape_class(call_of(one.op, one.build(torch.bfloat16, "meta", None)))
 
 
 def test_cases_cover_the_common_shape_classes():
-    classes = {(one.op, class_of(one)) for one in GPU_CASES}
+    classes = {(one.op, class_of(one)) for spec in OPS.values() for one in spec.gpu_cases}
     assert {op for op, _ in classes} == set(DIFFERENTIABLE)
     for size in (64, 128):
         for seen in ("no mask", "key lengths"):
@@ -349,7 +348,8 @@ def test_cases_cover_the_common_shape_classes():
         (ROOT / "docs" / "guides" / "gpu.md").read_text().split()
     )
     packed = [
-        class_of(GpuCase("attention", _packed_case(1, 2, longest, 64))) for longest in (512, 513)
+        class_of(dataclasses.replace(_packed_case(1, 2, longest, 64), op="attention"))
+        for longest in (512, 513)
     ]
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
@@ -428,7 +428,7 @@ def test_timed_calls_are_checked(gradients):
 @pytest.mark.parametrize("seen", ["causal", "key lengths", "documents", "bias"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_truth_of_attention_does_not_depend_on_chunks(gradients, seen, monkeypatch):
-    drawn = _attention_case(2, 3, 7, 9, 4, seen).case.build(
+    drawn = _attention_case(2, 3, 7, 9, 4, seen).build(
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
     packed = _packed_case(3, 2, 9, 4).build(torch.float32, CPU, torch.Generator().manual_seed(0))
@@ -474,7 +474,7 @@ def test_cpu_kernels_are_checked_and_timed(capsys, monkeypatch):
         pytest.skip(kernel.unavailable)
     smallest = min(
         (case for case, *_ in on_device.trials("layer_norm", "cpu")),
-        key=lambda one: one.case.build(torch.float32, "meta", None)[0].numel(),
+        key=lambda one: one.build(torch.float32, "meta", None)[0].numel(),
     )
     monkeypatch.setattr(on_device, "trials", lambda *given: [(smallest, torch.float32, True)])
     others = [

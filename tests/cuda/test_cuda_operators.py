@@ -14,7 +14,6 @@ from transformer_fast import dispatch
 from transformer_fast.backends import cuda
 from transformer_fast.measure import device as on_device
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import GpuCase
 from transformer_fast.testing import (
     check_gradients,
     require_grad,
@@ -181,7 +180,7 @@ def test_invalid_calls_raise(name, device):
 @pytest.mark.parametrize("op", KERNELS)
 def test_checks_on_gpus_cover_the_backend(op, device):
     """A small case passes in forward and backward, and wrong results are detected."""
-    kernel, case = the_kernel(op), GpuCase(op, OPS[op].cases[0])
+    kernel, case = the_kernel(op), OPS[op].cases[0]
     for run, right in ((kernel.function, True), (doubled(kernel), False)):
         dispatch.register(replace(kernel, function=run))
         for gradients in (False, True):

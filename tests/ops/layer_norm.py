@@ -290,12 +290,12 @@ _NORM = Row(
 _SUM = Row(
     bugs=_SUM_BUGS,
     sweeps={
-        "columns": lambda draw, n: _added(some(n), n)(draw),
-        "columns, dropout": lambda draw, n: _added(some(n), n, 0.4)(draw),
-        "rows": lambda draw, n: _added(n, 37)(draw),
+        "columns": lambda draw, n: _added(_plain(some(n), n))(draw),
+        "columns, dropout": lambda draw, n: _added(_plain(some(n), n), 0.4)(draw),
+        "rows": lambda draw, n: _added(_plain(n, 37))(draw),
     },
-    small=lambda draw: [_added(3, 4, p)(draw) for p in (0.0, 0.4)],
-    large=lambda draw: [_added(900, 130)(draw)],
+    small=lambda draw: [_added(_plain(3, 4), p)(draw) for p in (0.0, 0.4)],
+    large=lambda draw: [_added(_plain(900, 130))(draw)],
     drawn=lambda dtype: _drawn(dtype, True, False),
     defined=_sum_defined,
     in_order=_sum_in_order,

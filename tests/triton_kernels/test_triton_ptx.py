@@ -290,7 +290,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
     def norm(rows: int, columns: int, dtype: torch.dtype, p: float = 0.0, far: float = 0.0) -> Any:
         if p:
-            op, build = "add_layer_norm", _added(rows, columns, p)
+            op, build = "add_layer_norm", _added(_plain(rows, columns), p)
         else:
             op, build = "layer_norm", _plain(rows, columns, shift=far)
         return made(op, norm_on("triton", op), build, dtype)

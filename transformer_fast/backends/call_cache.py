@@ -156,30 +156,28 @@ def _replay(
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
     """Returns the call as a function of ``tensors``; None if it uses others, except a seed."""
-    places: list[int | None] = []
+    moved: dict[int, int] = {}
     drawn: list[int] = []
+    fixed: list[Any] = [*arguments]
     for at, value in enumerate(arguments):
         if not isinstance(value, Tensor):
-            places.append(None)
             continue
+        fixed[at] = None
         among = [n for n, tensor in enumerate(tensors) if tensor is value]
         if among:
             # Each occurrence of a repeated argument keeps its position: the key does not record that
             # two arguments are the same tensor.
-            taken = [n for n in among if n not in places]
-            places.append((taken or among)[0])
+            taken = [n for n in among if n not in moved.values()]
+            moved[at] = (taken or among)[0]
         elif value is getattr(arguments, "seed", None):
             drawn.append(at)
-            places.append(None)
         else:
             return None
-    fixed = [None if isinstance(value, Tensor) else value for value in arguments]
-    moved = [(at, n) for at, n in enumerate(places) if n is not None]
     function, kind = kernel.function, type(arguments)
 
     def replay(*given: Any) -> Any:
         filled = fixed.copy()
-        for at, n in moved:
+        for at, n in moved.items():
             filled[at] = given[n]
         for at in drawn:
             filled[at] = draw_seed(given[0].device)

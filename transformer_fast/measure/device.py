@@ -22,7 +22,7 @@ from .. import _native, dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
-from ..specs.gpu import GPU_CASES, GpuCase
+from ..specs.spec import Case
 from ..testing import Parity, call_of, nan_memory, require_grad
 from .accuracy import BothWays, OpChecker, leaves
 from .benchmark_case import problem_of
@@ -68,14 +68,14 @@ class Trial:
     """A case in one dtype, forward or with gradients: inputs, calls to time, accuracy checks."""
 
     def __init__(
-        self, case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device
+        self, case: Case, dtype: torch.dtype, gradients: bool, device: torch.device
     ) -> None:
         self.op, self.gradients = case.op, gradients
         generator = torch.Generator(device).manual_seed(1)
         self.inputs: list[tuple[Any, ...]] = []
         copies = 1
         while len(self.inputs) < copies:
-            drawn = case.case.build(dtype, device, generator)
+            drawn = case.build(dtype, device, generator)
             copies = copies_for(OPS[self.op].bytes(drawn), device)
             self.inputs.append(require_grad(self.op, drawn) if gradients else drawn)
         with torch.set_grad_enabled(gradients):
@@ -115,7 +115,7 @@ class Trial:
 
 
 def checker(
-    case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device, clock: Clock,
+    case: Case, dtype: torch.dtype, gradients: bool, device: torch.device, clock: Clock,
     kernels: Sequence[Kernel] | None = None,
 ) -> list[Verdict]:  # fmt: skip
     """Checks and times the kernels that support the case; one verdict for each.
@@ -157,27 +157,27 @@ def checker(
     ]  # fmt: skip
 
 
-def class_of(case: GpuCase) -> str:
-    return shape_class(call_of(case.op, case.case.build(torch.float32, "meta", None)))
+def class_of(case: Case) -> str:
+    return shape_class(call_of(case.op, case.build(torch.float32, "meta", None)))
 
 
 #: Largest FLOPs of a case on a CPU.
 _CPU_FLOPS = 2e10
 
 
-def trials(op: str, kind: str = "cuda") -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
+def trials(op: str, kind: str = "cuda") -> Iterator[tuple[Case, torch.dtype, bool]]:
     """Yields what to check on a type of device: (case, dtype, with gradients).
 
     On CPUs the cases are the benchmark's.
     """
-    cases = [case for case in GPU_CASES if case.op == op]
+    spec = OPS[op]
+    cases: Sequence[Case] = spec.gpu_cases
     if kind == "cpu":
-        spec = OPS[op]
         sizes = ((c, spec.flops(c.build(torch.float32, "meta", None))) for c in spec.bench_cases)
-        cases = [GpuCase(op, case) for case, flops in sizes if flops <= _CPU_FLOPS]
+        cases = [case for case, flops in sizes if flops <= _CPU_FLOPS]
     for case in cases:
         for dtype in DTYPES:
-            for gradients in (False, True) if case.gradients and OPS[op].gradients_of else (False,):
+            for gradients in (False, True) if case.gradients and spec.gradients_of else (False,):
                 yield case, dtype, gradients
 
 

@@ -41,24 +41,31 @@ def _expanded(draw: Draw) -> tuple[Any, ...]:
     return draw.normal(24).expand(20, 24), *rest
 
 
+def common_cases(build: Callable[..., Callable[[Draw], tuple[Any, ...]]]) -> tuple[Case, ...]:
+    """Returns the cases of all networks; ``build`` has the parameters of `_feed_forward`."""
+    return (
+        case("relu", build((19,), 32, 96)),
+        case("gelu", build((19,), 32, 96, activation="gelu")),
+        case("gelu_tanh", build((19,), 32, 96, activation="gelu_tanh")),
+        case("silu", build((19,), 32, 96, activation="silu")),
+        case("three dimensions", build((3, 7), 32, 64)),
+        case("primes", build((37,), 31, 101, outputs=29)),
+        case("2^k + 1", build((65,), 33, 129)),
+        case("many row blocks", build((300,), 40, 72)),
+        case("one row", build((1,), 300, 517)),
+        case("one dimension", build((), 300, 130)),
+        case("one hidden value", build((30,), 20, 1)),
+        case("no bias", build((19,), 32, 96, bias=(False, False))),
+        case("first bias only", build((19,), 32, 96, bias=(True, False))),
+        case("second bias only", build((19,), 32, 96, bias=(False, True))),
+        case("callable activation", build((19,), 24, 40, activation=Tensor.tanh)),
+    )
+
+
 _CASES = (
-    case("relu", _feed_forward((19,), 32, 96)),
-    case("gelu", _feed_forward((19,), 32, 96, activation="gelu")),
-    case("gelu_tanh", _feed_forward((19,), 32, 96, activation="gelu_tanh")),
-    case("silu", _feed_forward((19,), 32, 96, activation="silu")),
-    case("three dimensions", _feed_forward((3, 7), 32, 64)),
-    case("primes", _feed_forward((37,), 31, 101, outputs=29)),
-    case("2^k + 1", _feed_forward((65,), 33, 129)),
-    case("many row blocks", _feed_forward((300,), 40, 72)),
-    case("one row", _feed_forward((1,), 300, 517)),
-    case("one dimension", _feed_forward((), 300, 130)),
-    case("one hidden value", _feed_forward((30,), 20, 1)),
-    case("no bias", _feed_forward((19,), 32, 96, bias=(False, False))),
-    case("first bias only", _feed_forward((19,), 32, 96, bias=(True, False))),
-    case("second bias only", _feed_forward((19,), 32, 96, bias=(False, True))),
+    *common_cases(_feed_forward),
     case("strided", _strided),
     case("expanded", _expanded),
-    case("callable activation", _feed_forward((19,), 24, 40, activation=Tensor.tanh)),
     case("dropout", _feed_forward((3, 7), 32, 90, dropout_p=0.1)),
     case("everything dropped", _feed_forward((19,), 32, 64, dropout_p=1.0)),
 )

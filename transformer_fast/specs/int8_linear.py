@@ -18,7 +18,8 @@ from ..reference.int8_linear import (
 )
 from ..reference.linear import activate
 from .feed_forward import _feed_forward
-from .linear import _linear
+from .feed_forward import common_cases as common_network_cases
+from .linear import _linear, common_cases
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case, rows_of
 
 
@@ -80,20 +81,7 @@ def _strided(draw: Draw) -> tuple[Any, ...]:
 
 
 _LINEAR_CASES = (
-    case("bias", linear_arguments((19,), 48, 40)),
-    case("no bias", linear_arguments((19,), 48, 40, bias=False)),
-    case("three dimensions, relu", linear_arguments((3, 7), 32, 48, activation="relu")),
-    case("primes", linear_arguments((37,), 61, 53, residual=True)),
-    case("2^k + 1", linear_arguments((65,), 129, 33, activation="relu")),
-    case("many row blocks", linear_arguments((260,), 70, 66)),
-    case("one row", linear_arguments((1,), 67, 510)),
-    case("one dimension", linear_arguments((), 67, 512)),
-    case("a single input", linear_arguments((40,), 1, 12)),
-    case("one output", linear_arguments((400,), 24, 1)),
-    case("long sums", linear_arguments((11,), 2050, 40)),
-    case("gelu", linear_arguments((17,), 48, 40, activation="gelu")),
-    case("gelu_tanh", linear_arguments((17,), 48, 40, activation="gelu_tanh")),
-    case("silu, residual", linear_arguments((17,), 48, 40, activation="silu", residual=True)),
+    *common_cases(linear_arguments),
     case("transposed", _transposed),
     case("strided", _strided),
     case("callable activation", linear_arguments((15,), 32, 32, activation=Tensor.sin)),
@@ -101,18 +89,7 @@ _LINEAR_CASES = (
     case("factors, one row", linear_arguments((1,), 67, 510, factors=True, residual=True)),
 )
 _FEED_FORWARD_CASES = (
-    case("relu", feed_forward_arguments((19,), 32, 96)),
-    case("gelu", feed_forward_arguments((19,), 32, 96, activation="gelu")),
-    case("gelu_tanh", feed_forward_arguments((19,), 32, 96, activation="gelu_tanh")),
-    case("silu", feed_forward_arguments((19,), 32, 96, activation="silu")),
-    case("three dimensions", feed_forward_arguments((3, 7), 32, 64)),
-    case("primes", feed_forward_arguments((37,), 31, 101, outputs=29)),
-    case("many row blocks", feed_forward_arguments((300,), 40, 72)),
-    case("one row", feed_forward_arguments((1,), 300, 517)),
-    case("one dimension", feed_forward_arguments((), 300, 130)),
-    case("a single hidden value", feed_forward_arguments((30,), 20, 1)),
-    case("no bias", feed_forward_arguments((19,), 32, 96, bias=(False, False))),
-    case("callable activation", feed_forward_arguments((19,), 24, 40, activation=Tensor.tanh)),
+    *common_network_cases(feed_forward_arguments),
     case("factors", feed_forward_arguments((300,), 31, 101, factors=(True, True))),
     case("factors of the input", feed_forward_arguments((19,), 32, 96, factors=(True, False))),
     case(

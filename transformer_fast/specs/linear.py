@@ -35,26 +35,33 @@ def _expanded(draw: Draw) -> tuple[Any, ...]:
     return x, draw.weight(40, 32), draw.normal(1).expand(40), None, draw.normal(40).expand(12, 40)
 
 
+def common_cases(build: Callable[..., Callable[[Draw], tuple[Any, ...]]]) -> tuple[Case, ...]:
+    """Returns the cases of all linear maps; ``build`` has the parameters of `_linear`."""
+    return (
+        case("bias", build((19,), 48, 40)),
+        case("no bias", build((19,), 48, 40, bias=False)),
+        case("three dimensions", build((3, 7), 32, 48)),
+        case("primes", build((37,), 61, 53, residual=True)),
+        case("2^k + 1", build((65,), 129, 33, activation="relu")),
+        case("many row blocks", build((260,), 70, 66)),
+        case("one row", build((1,), 67, 510)),
+        case("one dimension", build((), 67, 512)),
+        case("one input", build((40,), 1, 12)),
+        case("one output", build((400,), 24, 1)),
+        case("long sums", build((11,), 2050, 40)),
+        case("relu", build((17,), 48, 40, activation="relu")),
+        case("gelu", build((17,), 48, 40, activation="gelu")),
+        case("gelu_tanh", build((17,), 48, 40, activation="gelu_tanh")),
+        case("silu", build((17,), 48, 40, activation="silu")),
+        case("residual", build((17,), 48, 40, residual=True)),
+        case("silu, residual", build((17,), 48, 40, activation="silu", residual=True)),
+        case("silu, residual, no bias", build((17,), 48, 40, bias=False, activation="silu",
+                                               residual=True)),
+    )  # fmt: skip
+
+
 _CASES = (
-    case("bias", _linear((19,), 48, 40)),
-    case("no bias", _linear((19,), 48, 40, bias=False)),
-    case("three dimensions", _linear((3, 7), 32, 48)),
-    case("primes", _linear((37,), 61, 53, residual=True)),
-    case("2^k + 1", _linear((65,), 129, 33, activation="relu")),
-    case("many row blocks", _linear((260,), 70, 66)),
-    case("one row", _linear((1,), 67, 510)),
-    case("one dimension", _linear((), 67, 512)),
-    case("one input", _linear((40,), 1, 12)),
-    case("one output", _linear((400,), 24, 1)),
-    case("long sums", _linear((11,), 2050, 40)),
-    case("relu", _linear((17,), 48, 40, activation="relu")),
-    case("gelu", _linear((17,), 48, 40, activation="gelu")),
-    case("gelu_tanh", _linear((17,), 48, 40, activation="gelu_tanh")),
-    case("silu", _linear((17,), 48, 40, activation="silu")),
-    case("residual", _linear((17,), 48, 40, residual=True)),
-    case("silu, residual", _linear((17,), 48, 40, activation="silu", residual=True)),
-    case("silu, residual, no bias", _linear((17,), 48, 40, bias=False, activation="silu",
-                                            residual=True)),
+    *common_cases(_linear),
     case("transposed input", lambda draw: (
         draw.normal(33, 40).t(), draw.weight(24, 33), draw.normal(24), None, None)),
     case("transposed weight",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ class Case:
     build: Build
     #: True if its gradients are checked and timed, too.
     gradients: bool = True
+    #: The op, set by the `OpSpec` that has the case.
+    op: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -59,7 +61,10 @@ class OpSpec:
     tiny: Case
     #: Cases of `compare`: (name, function that returns the arguments of one call per batch of text).
     text_cases: tuple[tuple[str, Callable[[Text], list[tuple[Any, ...]]]], ...]
-    #: Calls in GPU-sized shapes, see `specs.gpu`.
+    #: Calls in GPU-sized shapes, which `prove` and ``python -m benchmarks.gpu`` check and time. Each
+    #: represents its class of `proof.shape_class`; calls of classes without a case run PyTorch's
+    #: kernels. The checked call is the timed one, so its fp64 reference has to fit into memory. The
+    #: reference of attention runs head by head, unless the case has dropout.
     gpu_cases: tuple[Case, ...]
     #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
     gpu_bench_cases: tuple[Case, ...] = ()
@@ -76,6 +81,11 @@ class OpSpec:
     step: Callable[[tuple[Any, ...]], float] | None = None
     #: Fraction of `flops` that is not masked out, in [0, 1].
     useful_share: Callable[[tuple[Any, ...]], float] = lambda arguments: 1.0
+
+    def __post_init__(self) -> None:
+        for field in ("cases", "bench_cases", "gpu_cases", "gpu_bench_cases"):
+            own = tuple(replace(one, op=self.name) for one in getattr(self, field))
+            object.__setattr__(self, field, own)
 
     @property
     def reference(self) -> Callable[..., Any]:
