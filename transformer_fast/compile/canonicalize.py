@@ -91,14 +91,9 @@ def _replace_node(node: Node, new: Node) -> None:
 
 
 _OUT_OF_PLACE: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    "add_": operator.add,
-    "sub_": operator.sub,
-    "mul_": operator.mul,
-    "div_": operator.truediv,
+    writing: getattr(operator, name)
+    for name, method in (("add", "add_"), ("sub", "sub_"), ("mul", "mul_"), ("truediv", "div_"))
+    for writing in (getattr(operator, f"i{name}"), method)
 }
 
 

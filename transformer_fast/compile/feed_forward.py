@@ -513,16 +513,12 @@ def _side_by_side(node: Any) -> Op | None:
     unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
     plain = unpadded and all(_is(op[name], 1) for name in ("dilation", "groups"))
     stride, kernel = op["stride"], list(weight[2:])
-    strides = list(stride) if _is_sequence(stride) else [stride or 1] * len(kernel)
+    strides = [*stride] if isinstance(stride, tuple | list) else [stride or 1] * len(kernel)
     return op if plain and strides == kernel else None
 
 
 def _is(given: Any, wanted: int) -> bool:
-    return given is None or (set(given) == {wanted} if _is_sequence(given) else given == wanted)
-
-
-def _is_sequence(given: Any) -> bool:
-    return isinstance(given, tuple | list)
+    return given is None or set(given if isinstance(given, tuple | list) else [given]) == {wanted}
 
 
 def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: Node) -> None:

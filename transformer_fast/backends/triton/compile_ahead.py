@@ -3,18 +3,10 @@
 The calls cover each kernel, dtype and class of sizes once. They run with meta tensors through the
 launchers of real calls, and their launches are recorded. So a kernel is compiled exactly as in a real
 call. Neither driver nor GPU are needed, because Triton includes an assembler.
-
-``python -m transformer_fast.backends.triton.compile_ahead`` compiles these calls for each architecture
-and prints a line of JSON per kernel: the figures of ``info --kernels``, and counts of the instructions
-that show whether the assembler used the fast path. HGMMA and UTCHMMA are instructions of the matrix
-units of Hopper and Blackwell, HMMA of those before. UTMALDG is the copy engine. LDG.128 and LDGSTS.128
-are loads of 16 bytes per thread.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 import tempfile
@@ -49,15 +41,6 @@ CLASSES = (1000, 32000, 50257)
 DTYPES = (torch.bfloat16, torch.float32)
 #: Architecture -> shared memory limit of a block in bytes (CUDA programming guide).
 SHARED_LIMIT = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
-
-_INSTRUCTIONS = {
-    "HGMMA": r"\bHGMMA",
-    "UTCHMMA": r"\bUTCHMMA",
-    "HMMA": r"\bHMMA",
-    "UTMALDG": r"\bUTMALDG",
-    "LDG.128": r"\bLDG\S*\.128",
-    "LDGSTS.128": r"\bLDGSTS\S*\.128",
-}
 
 
 class Case(NamedTuple):
@@ -228,7 +211,7 @@ def _binder(kernel: Any, architecture: int) -> tuple[Any, GPUTarget, Callable[..
     return backend, target, bind
 
 
-def _output_of(tool: Any, option: str, cubin: bytes) -> str:
+def output_of(tool: Any, option: str, cubin: bytes) -> str:
     """Runs a tool of NVIDIA on a binary and returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -239,7 +222,7 @@ def _output_of(tool: Any, option: str, cubin: bytes) -> str:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Returns registers and stack bytes per thread, as recorded in the binary by the assembler."""
-    text = _output_of(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
+    text = output_of(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if match is None:
         raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
@@ -267,39 +250,3 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
         launch.kernel.fn.__name__, architecture, registers, spilled, binary.metadata.shared,
         launch.warps, launch.stages, cubin,
     )  # fmt: skip
-
-
-def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[str, Any]]:
-    """Yields one record per kernel, of the calls and kernels that match the regular expressions."""
-    for architecture in architectures:
-        for case in cases():
-            if not re.search(match, case.name):
-                continue
-            for launch in launches(case, architecture):
-                if not re.search(kernel, launch.kernel.fn.__name__):
-                    continue
-                compiled = compile_launch(launch, architecture)
-                code = _output_of(triton.knobs.nvidia.nvdisasm, "-c", compiled.cubin)
-                yield {
-                    "call": case.name,
-                    **{name: value for name, value in vars(compiled).items() if name != "cubin"},
-                    "fits": compiled.fits,
-                    # Columns (N) of the result of Hopper's matrix instructions.
-                    "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
-                    "instructions": {
-                        name: len(re.findall(pattern, code))
-                        for name, pattern in _INSTRUCTIONS.items()
-                        if re.search(pattern, code)
-                    },
-                }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
-    parser.add_argument(
-        "--architectures", type=int, nargs="+", choices=SHARED_LIMIT, default=list(SHARED_LIMIT)
-    )
-    parser.add_argument("--match", default="", help="regular expression for the calls")
-    parser.add_argument("--kernel", default="", help="regular expression for the kernels")
-    for record in report(**vars(parser.parse_args())):
-        print(json.dumps(record), flush=True)
