@@ -79,29 +79,18 @@ def _call_of(
         if isinstance(module, kind):
             return name, (module, *args), kwargs
     forward = type(module).forward  # a subclass may override it and call other ops
-    if (
-        isinstance(module, models.AnnotatedLayerNorm)
-        and forward is models.AnnotatedLayerNorm.forward
-    ):
-        arguments = (*args, module.weight, module.bias, module.eps)
-        return "annotated_layer_norm", arguments, kwargs
-    kinds = nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.CrossEntropyLoss
-    if forward in [kind.forward for kind in kinds]:
-        given = inspect.signature(forward).bind(module, *args, **kwargs).args[1:]
-        if isinstance(module, nn.CrossEntropyLoss):
-            options = {
-                name: getattr(module, name)
-                for name in ("ignore_index", "reduction", "label_smoothing")
-            }
-            return "cross_entropy", (*given, module.weight), options
-        if isinstance(module, nn.Linear):
-            return "linear", (*given, module.weight, module.bias), {}
-        if isinstance(module, nn.RMSNorm):
-            shape, weight = module.normalized_shape, module.weight
-            return "rms_norm", (*given, shape, weight, module.eps), {}
-        if isinstance(module, nn.LayerNorm):
-            shape, weight, bias = module.normalized_shape, module.weight, module.bias
-            return "layer_norm", (*given, shape, weight, bias, module.eps), {}
+    kinds: tuple[tuple[Any, str, str, str], ...] = (
+        (nn.Linear, "linear", "weight bias", ""),
+        (nn.LayerNorm, "layer_norm", "normalized_shape weight bias eps", ""),
+        (nn.RMSNorm, "rms_norm", "normalized_shape weight eps", ""),
+        (models.AnnotatedLayerNorm, "annotated_layer_norm", "weight bias eps", ""),
+        (nn.CrossEntropyLoss, "cross_entropy", "weight", "ignore_index reduction label_smoothing"),
+    )
+    for kind, name, attributes, options in kinds:
+        if forward is kind.forward:
+            given = inspect.signature(forward).bind(module, *args, **kwargs).args[1:]
+            given += tuple(getattr(module, each) for each in attributes.split())
+            return name, given, {each: getattr(module, each) for each in options.split()}
     if forward.__module__.startswith("torch.nn."):
         raise TypeError(
             f"{type(module).__name__} is torch.nn's, which PyTorch runs: use transformer_fast.nn or "

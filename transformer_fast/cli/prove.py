@@ -21,7 +21,7 @@ from .. import proof
 from .._console import bullets, columns, output, progress
 from ..dispatch import OPS
 from ..measure import device as on_device
-from ..measure.clock import DeviceClock, HostClock
+from ..measure.clock import DeviceClock, host_clock
 from ..measure.device import lines_of
 from ..proof import Proof, Verdict
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _alone(op: str, device: torch.device) -> int:
-    clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+    clock = DeviceClock(device) if device.type == "cuda" else host_clock
     for trial in on_device.trials(op, device.type):
         try:
             verdicts = on_device.checker(*trial, device, clock)

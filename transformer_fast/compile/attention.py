@@ -23,6 +23,7 @@ from .editor import Editor
 from .modes import Modes
 from .nodes import dtype, is_number, is_same, is_single, only_user, rank, shape
 from .ops import OPS, Op, calls, constant, is_copy, is_view, mutates, permutation, read
+from .values import formula_of, inputs_by_value
 
 #: Fills up to this value mask a key out: exp of the difference to any usual score is 0.
 _HIDING_FILL = -9000.0
@@ -32,41 +33,25 @@ class NotAttentionError(Exception):
     """Raised if a softmax is not part of a supported attention; the message is the reason."""
 
 
+#: Names of ops in a softmax that is written by hand.
+_OF_SOFTMAX = frozenset({"exp", "sub", "div", "sum", "max", "amax", "detach", "getitem"})
+
+
 def rewrite_softmax(editor: Editor) -> None:
-    """Replaces ``exp(x - max(x)) / sum(exp(x - max(x)))`` with torch.softmax."""
-    for node, op in calls(editor.graph, "div"):
-        powers, total = read(op["input"]), read(op["other"])
-        if powers is None or powers.name != "exp" or total is None or total.name != "sum":
+    """Replaces a softmax that is written by hand, found by its values, with torch.softmax."""
+    for node, _ in calls(editor.graph, "div"):
+        formula, dimensions = formula_of(node, _OF_SOFTMAX), rank(node)
+        names = {op.name for each in formula if (op := read(each)) is not None}
+        if not {"exp", "sum"} <= names or dimensions not in (2, 3, 4):
             continue
-        dim = _kept_dim(total)
-        if total["input"] is not op["input"] or dim is None or total["dtype"] is not None:
-            continue
-        input = _without_maximum(powers["input"], dim)
-        if isinstance(input, Node) and editor.obstacle(node, [input]) is None:
-            editor.replace(node, editor.call(node, torch.softmax, input, dim, like=node))
-
-
-def _kept_dim(op: Op) -> int | None:
-    """Returns the reduced dimension if there is only one and ``keepdim`` is set, else None."""
-    dim = op["dim"]
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
-    return dim if isinstance(dim, int) and op["keepdim"] is True else None
-
-
-def _without_maximum(node: Any, dim: int) -> Any:
-    """Returns x if the node computes ``x - max(x)``, else the node itself."""
-    op = read(node)
-    if op is None or op.name != "sub":
-        return node
-    largest = read(op["other"])
-    if largest is not None and largest.name == "detach":
-        largest = read(largest["input"])
-    if largest is not None and largest.name == "getitem" and largest["index"] == 0:
-        largest = read(largest["input"])
-    if largest is None or largest.name not in ("max", "amax") or _kept_dim(largest) != dim:
-        return node
-    return op["input"] if largest["input"] is op["input"] else node
+        numbers = torch.linspace(-3.0, 3.0, 120, dtype=torch.float64).sin().view(2, 3, 4, 5)
+        numbers = numbers[(0,) * (4 - dimensions)]
+        # The first input that matches: later ones may have their maximum subtracted already.
+        for x, values in [*inputs_by_value(node, formula, numbers)][::-1]:
+            dims = [d for d in range(numbers.dim()) if values.allclose(numbers.softmax(d), 1e-9)]
+            if dims and editor.obstacle(node, [x]) is None:
+                editor.replace(node, editor.call(node, torch.softmax, x, dims[0], like=node))
+                break
 
 
 class Mask(NamedTuple):

@@ -28,7 +28,7 @@ from .aliasing import is_fresh
 from .editor import Editor
 from .nodes import dtype, is_number, is_same, only_user, rank, shape, value
 from .ops import Op, calls, is_view, permutation, read, viewed
-from .values import UnknownValueError, evaluate, formula_of
+from .values import formula_of, inputs_by_value
 
 #: Names of ops in hand-written activations. A formula has at least one of the latter.
 _GATES = frozenset({"erf", "tanh", "sigmoid"})
@@ -62,13 +62,7 @@ def _by_hand(node: Node) -> tuple[str, Node] | None:
     if _GATES.isdisjoint(op.name for each in formula if (op := read(each)) is not None):
         return None
     numbers = torch.tensor(_NUMBERS, dtype=torch.float64)
-    for x in formula[1:]:
-        if (shape(x), dtype(x)) != (shape(node), dtype(node)):
-            continue
-        try:
-            values = evaluate(node, {x: numbers}, formula)
-        except (UnknownValueError, RuntimeError, TypeError):
-            continue
+    for x, values in inputs_by_value(node, formula, numbers):
         for name, activation in _BY_HAND.items():
             errors = (values - activation(numbers)).abs()
             if bool((errors <= _ROUNDING * numbers.abs().clamp(max=1.0)).all()):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .editor import number
-from .nodes import value
+from .nodes import dtype, shape, value
 from .ops import constant, mutates, read
 
 #: Maximum number of calls that are searched: the formula, and some calls before it.
@@ -40,6 +41,19 @@ def evaluate(node: Node, known: dict[Node, Any], within: Collection[Node] | None
     """
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _evaluated(node, {**known}, within)
+
+
+def inputs_by_value(
+    node: Node, formula: Collection[Node], numbers: Tensor
+) -> Iterator[tuple[Node, Tensor]]:
+    """Yields nodes of the formula with the shape and dtype of its result, nearest first, each with the
+    result if the node's value is ``numbers``."""
+    for x in formula:
+        if x is not node and (shape(x), dtype(x)) == (shape(node), dtype(node)):
+            with contextlib.suppress(UnknownValueError, RuntimeError, TypeError):
+                result = evaluate(node, {x: numbers}, formula)
+                if result.shape == numbers.shape:
+                    yield x, result
 
 
 def _evaluated(node: Node, known: dict[Node, Any], within: Collection[Node] | None) -> Any:

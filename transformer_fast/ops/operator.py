@@ -60,14 +60,6 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-#: Operators without DTensor support: whole layers and decoding steps require plain tensors, and
-#: packed weights, values of 8 bits and uninitialized memory belong to one process.
-LOCAL = frozenset({
-    "layers", "decode_stack", "pack_weight", "uninitialized", "cpu_int8_linear_of_float",
-    "cpu_int8_feed_forward_of_float",
-})  # fmt: skip
-
-
 def _is_packed(given: dict[str, Any]) -> bool:
     """True if the call is attention of packed sequences."""
     return given.get("query_lengths") is not None and bool(given["longest_queries"] >= 0)
