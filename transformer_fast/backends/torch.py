@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..ops.arguments import (
 from ..ops.attention import with_query_lengths
 from ..ops.chunked_loss import chunked_loss, register_losses
 from ..ops.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
-from ..ops.layer_norm import NORMS
+from ..ops.layer_norm import NORMS, behind_sum
 from ..ops.operator import DROPOUT
 
 #: True if our CPU kernels are missing: then this backend need not match their dropout patterns and NaN
@@ -32,17 +32,6 @@ _ALONE = _native.module is None
 
 #: Dtypes that the CPU operator of dropout supports.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _behind_sum(norm: Callable[..., Tensor]) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """Returns a function for the op ``add_<norm>``, from PyTorch's norm."""
-
-    def run(arguments: Any) -> tuple[Tensor, Tensor]:
-        input, residual, *given, dropout_p, seed = arguments
-        total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
-        return norm(total, *given), total
-
-    return run
 
 
 def _attention(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -286,7 +275,8 @@ def _norms() -> Iterator[Kernel]:
     for op, formula in formulas.items():
         refuses = _refuse_layer_norm if formula is F.layer_norm else None
         yield Kernel(op, "torch", unpacked(formula), refuses=refuses)
-        yield Kernel(f"add_{op}", "torch", _behind_sum(formula), refuses=refuses)
+        behind = unpacked(behind_sum(formula, _dropout))
+        yield Kernel(f"add_{op}", "torch", behind, refuses=refuses)
 
 
 def _register() -> None:

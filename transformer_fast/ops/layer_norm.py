@@ -76,6 +76,21 @@ NORMS = {
     "layer_norm": Norm(LAYER, F.layer_norm, torch.nn.LayerNorm, True),
     "rms_norm": Norm(RMS, F.rms_norm, torch.nn.RMSNorm, False),
 }
+
+
+def behind_sum(
+    norm: Callable[..., Tensor], dropout: Callable[..., Tensor]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns the function of the op ``add_<norm>``, from PyTorch's norm and dropout."""
+
+    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *given, dropout_p, seed = rest
+        total = residual + (input if dropout_p == 0.0 else dropout(input, dropout_p, seed))
+        return norm(total, *given), total
+
+    return run
+
+
 #: Kind -> formula of the output, with arguments (source, normalized_shape, weight, bias, eps).
 _FORMULAS: tuple[Callable[..., Tensor], ...] = (
     reference.layer_norm,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.layer_norm import behind_sum
 from ..reference.dropout import dropout
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
@@ -173,15 +174,6 @@ def _add_bytes(arguments: tuple[Any, ...]) -> float:
     return _bytes(arguments) + arguments[0].numel() * arguments[0].element_size()
 
 
-def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *given, dropout_p, _ = rest
-        total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
-        return norm(total, *given), total
-
-    return run
-
-
 def _text(text: Text) -> list[tuple[Any, ...]]:
     model = text.size.model
     weight, bias = text.normal(model, scale=0.1, shift=1.0), text.normal(model, scale=0.1)
@@ -232,7 +224,7 @@ ADD_LAYER_NORM = OpSpec(
     ),
     flops=_flops(6, 2),
     bytes=_add_bytes,
-    pytorch=_behind_sum(F.layer_norm),
+    pytorch=behind_sum(F.layer_norm, lambda x, p, seed: F.dropout(x, p)),
     tiny=_add_bench(1, 8),
     text_cases=(("512", _add_text),),
     gpu_cases=tuple(_add_bench(*sizes, p) for sizes in _GPU_SIZES for p in (0.0, 0.1)),
@@ -268,7 +260,7 @@ ADD_RMS_NORM = OpSpec(
     bench_cases=_rms_cases(ADD_LAYER_NORM.bench_cases),
     flops=_flops(4, 2),
     bytes=_add_bytes,
-    pytorch=_behind_sum(F.rms_norm),
+    pytorch=behind_sum(F.rms_norm, lambda x, p, seed: F.dropout(x, p)),
     tiny=_rms(ADD_LAYER_NORM.tiny),
     text_cases=(("512", lambda text: [_without_bias(one) for one in _add_text(text)]),),
     gpu_cases=_rms_cases(ADD_LAYER_NORM.gpu_cases),
