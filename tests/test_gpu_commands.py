@@ -30,13 +30,13 @@ from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import accuracy, clock
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
+from transformer_fast.measure.device import class_of
 from transformer_fast.ops.arguments import LayerArguments, LinearArguments
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.reference import DIFFERENTIABLE
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import _gpu_case, _packed_case
 from transformer_fast.specs.spec import case
-from transformer_fast.testing import call_of
 
 pytestmark = pytest.mark.thorough
 
@@ -47,9 +47,8 @@ ROWS = "up to 64 rows"
 
 CPU = torch.device("cpu")
 #: A GPU case that is small enough for a CPU.
-SMALL = dataclasses.replace(
-    case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
-    op="linear",
+SMALL = case(
+    "timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None), True, "linear"
 )
 
 
@@ -316,14 +315,6 @@ def test_traced_programs_use_the_record(triton):
     assert torch.equal(asked(torch.zeros(2)), torch.full((2,), 2.0))
 
 
-def _attention_case(*given):
-    return dataclasses.replace(_gpu_case(*given), op="attention")
-
-
-def class_of(one):
-    return shape_class(call_of(one.op, one.build(torch.bfloat16, "meta", None)))
-
-
 def test_cases_cover_the_common_shape_classes():
     classes = {(one.op, class_of(one)) for spec in OPS.values() for one in spec.gpu_cases}
     assert {op for op, _ in classes} == set(DIFFERENTIABLE)
@@ -331,7 +322,7 @@ def test_cases_cover_the_common_shape_classes():
         for seen in ("no mask", "key lengths"):
             for batch in (4, 5):
                 wanted = {
-                    class_of(_attention_case(batch, 16, queries, keys, size, seen))
+                    class_of(_gpu_case(batch, 16, queries, keys, size, seen))
                     for queries, keys in (
                         *itertools.product((1, 2, 4, 512, 513), (1, 512, 513, 2048)),
                         *itertools.product((1, 4), (2049, 4096)),
@@ -347,10 +338,7 @@ def test_cases_cover_the_common_shape_classes():
     assert f"{trials:,} trials" in " ".join(
         (ROOT / "docs" / "guides" / "gpu.md").read_text().split()
     )
-    packed = [
-        class_of(dataclasses.replace(_packed_case(1, 2, longest, 64), op="attention"))
-        for longest in (512, 513)
-    ]
+    packed = [class_of(_packed_case(1, 2, longest, 64)) for longest in (512, 513)]
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
 
@@ -428,7 +416,7 @@ def test_timed_calls_are_checked(gradients):
 @pytest.mark.parametrize("seen", ["causal", "key lengths", "documents", "bias"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_truth_of_attention_does_not_depend_on_chunks(gradients, seen, monkeypatch):
-    drawn = _attention_case(2, 3, 7, 9, 4, seen).build(
+    drawn = _gpu_case(2, 3, 7, 9, 4, seen).build(
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
     packed = _packed_case(3, 2, 9, 4).build(torch.float32, CPU, torch.Generator().manual_seed(0))
@@ -651,7 +639,7 @@ def test_results_are_kept_after_ctrl_c(proving, monkeypatch, capsys):
     """Simulates Ctrl-C after the first trial of linear, before its class is finished in float32."""
     lines_of = prove.lines_of
     [(case, *_), *_] = on_device.trials("linear")
-    unfinished = verdict(dtype="float32", shape=on_device.class_of(case))
+    unfinished = verdict(dtype="float32", shape=class_of(case))
 
     def until_linear(process, take, *rest):
         if process != "linear":

@@ -34,10 +34,9 @@ def schemas() -> dict[str, Any]:
 SCHEMAS = schemas()
 #: Operators without DTensor support: whole layers and decoding steps require plain tensors, and
 #: packed weights, values of 8 bits and uninitialized memory belong to one process.
-LOCAL = frozenset({
-    "layers", "decode_stack", "pack_weight", "uninitialized", "cpu_int8_linear_of_float",
-    "cpu_int8_feed_forward_of_float",
-})  # fmt: skip
+LOCAL = {"layers", "decode_stack", "pack_weight", "uninitialized"} | {
+    f"cpu_int8_{op}_of_float" for op in ("linear", "feed_forward")
+}
 
 
 def test_all_operators_are_defined():

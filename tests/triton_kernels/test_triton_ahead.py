@@ -26,29 +26,23 @@ SPILLED = {
 }  # fmt: skip
 #: On sm_100 the limit is higher, for grouped heads.
 SPILLED_100 = {"attention_backward_key_kernel": 512}
-#: An instruction that shows that the matrix unit is used: HGMMA and UTCHMMA are those of Hopper and
-#: Blackwell, HMMA of the architectures before.
+#: An instruction that shows that the matrix unit is used: of Hopper, of Blackwell, and before.
 UNIT = {90: "HGMMA", 80: "HMMA", 86: "HMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
-#: Compiles calls whose name matches, and prints a line of JSON per kernel.
+#: Prints a line of JSON per kernel. Columns (N): of the result of Hopper's matrix instructions.
 COMPILE = r"""
-import json, re, sys
-import triton
+import json, re, sys, triton
 from transformer_fast.backends.triton import compile_ahead
 
-architecture, match, unit = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+architecture, (match, unit) = int(sys.argv[1]), sys.argv[2:]
 for case in compile_ahead.cases():
     for launch in compile_ahead.launches(case, architecture) if re.search(match, case.name) else ():
         found = compile_ahead.compile_launch(launch, architecture)
         code = compile_ahead.output_of(triton.knobs.nvidia.nvdisasm, "-c", found.cubin)
-        about = {
-            "call": case.name, "kernel": found.kernel, "fits": found.fits,
-            "registers": found.registers, "spilled": found.spilled,
-            "unit": bool(re.search(rf"\b{unit}", code)),
-            # Columns (N) of the result of Hopper's matrix instructions.
-            "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
-        }
+        about = {**vars(found), "cubin": None, "call": case.name, "fits": found.fits}
+        about["unit"] = bool(re.search(rf"\b{unit}", code))
+        about["columns"] = sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)})
         print(json.dumps(about), flush=True)
 """
 

@@ -498,14 +498,14 @@ def _gpu_case(
     build = _attention(batch, heads, queries, keys, size, dropout_p=dropout_p, **_VISIBLE[seen])
     name += f", dropout {dropout_p}" if dropout_p else ""
     # Decoding steps have no gradients.
-    return case(name, build, gradients=queries > 4)
+    return case(name, build, queries > 4, "attention")
 
 
 def _packed_case(heads: int, sequences: int, longest: int, size: int) -> Case:
     # From half of `longest` to `longest`.
     lengths = [longest - i * longest // (2 * sequences) for i in range(sequences)]
     name = f"{sequences} packed sequences of up to {longest}, ({heads},{size})"
-    return case(name, _in_sequence(heads, lengths, size))
+    return case(name, _in_sequence(heads, lengths, size), True, "attention")
 
 
 _UNMASKED = ("no mask", "causal", "key lengths")

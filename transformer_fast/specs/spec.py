@@ -176,11 +176,9 @@ class Text(Draw):
         return projected.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)
 
 
-def case(name: str, build: Callable[[Draw], tuple[Any, ...]], gradients: bool = True) -> Case:
-    """Returns a case whose arguments are built from a `Draw`."""
-    return Case(
-        name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), gradients
-    )
+def case(name: str, build: Callable[[Draw], tuple[Any, ...]], *rest: Any) -> Case:
+    """Returns a case whose arguments are built from a `Draw`; ``rest``: further fields of `Case`."""
+    return Case(name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), *rest)
 
 
 def rows_of(x: Tensor) -> int:
