@@ -43,37 +43,34 @@ class _NormPattern:
 
 def rewrite_norms(editor: Editor) -> None:
     """Replaces each norm with a call of this library's norm or of the Annotated Transformer's."""
-    for node, op in calls(editor.graph, *NORMS, "div", "mul"):
-        if op.name in NORMS:
-            sizes = op["normalized_shape"]
-            if not (isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes)):
-                continue
-            parameters = inspect.signature(NORMS[op.name].pytorch).parameters.values()
-            arguments = [op.args.get(each.name, each.default) for each in parameters]
-            ours = getattr(functional, op.name)
-            reason = editor.refusal(node, ours, *arguments)
-            if reason is None:
-                editor.replace(node, editor.call(node, ours, *arguments, like=node))
-            else:
-                editor.report_left(op.name, node, reason)
-        elif (norm := _match_norm(node)) is not None:
+    for node, op in calls(editor.graph, *NORMS):
+        sizes = op["normalized_shape"]
+        if not (isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes)):
+            continue
+        parameters = inspect.signature(NORMS[op.name].pytorch).parameters.values()
+        arguments = [op.args.get(each.name, each.default) for each in parameters]
+        ours = getattr(functional, op.name)
+        reason = editor.refusal(node, ours, *arguments)
+        if reason is None:
+            editor.replace(node, editor.call(node, ours, *arguments, like=node))
+        else:
+            editor.report_left(op.name, node, reason)
+    # The last node first: before it, there may be a norm without the weight and the bias.
+    for node, _ in reversed([*calls(editor.graph, "add", "mul", "div", "to", "float")]):
+        if node.users and (norm := _match_norm(node)) is not None:
             _replace(editor, node, norm)
 
 
-def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
-    core = _skip_casts(core, norm)
-    width = shape(norm.input)[-1]  # type: ignore[index]
-    if not isinstance(width, int) or width < 2 or dtype(norm.input) != dtype(core):
-        return
-    last = _with_affine(core, norm, width)
-    for name in ("weight", "bias"):
-        parameter = getattr(norm, name)
-        if parameter is not None and shape(parameter) != (width,):  # one value for all features
-            setattr(norm, name, editor.method(last, "expand", parameter, width))
+def _replace(editor: Editor, last: Node, norm: _NormPattern) -> None:
+    width: int = shape(last)[-1]  # type: ignore[index]
     reason = editor.obstacle(last, [norm.input, norm.weight, norm.bias])
     if reason is not None:
         editor.report_left(norm.op, last, reason)
         return
+    for name in ("weight", "bias"):
+        parameter = getattr(norm, name)
+        if parameter is not None and shape(parameter) != (width,):  # one value for all features
+            setattr(norm, name, editor.method(last, "expand", parameter, width))
     if norm.inside:
         weight: Any = norm.weight
         eps = norm.eps
@@ -83,7 +80,7 @@ def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
             ratio = math.sqrt((width - 1) / width)
             if weight is None:
                 weight = editor.call(last, torch.full, (width,), ratio, like=last)
-                weight.kwargs = {"dtype": dtype(core), "device": core.meta["example_value"].device}
+                weight.kwargs = {"dtype": dtype(last), "device": value(last).device}
             else:
                 weight = editor.call(last, torch.mul, weight, ratio, like=weight)
         rest = (norm.bias, eps) if NORMS[norm.op].has_bias else (eps,)
@@ -93,56 +90,6 @@ def _replace(editor: Editor, core: Node, norm: _NormPattern) -> None:
         arguments = (norm.weight, norm.bias, norm.eps, norm.unbiased)
         new = editor.call(last, annotated_layer_norm, norm.input, *arguments, like=last)
     editor.replace(last, new)
-
-
-def _skip_casts(core: Node, norm: _NormPattern) -> Node:
-    """Removes a cast to float32 before the norm; returns the node with the original dtype after it.
-
-    Kernels convert bfloat16 and float16 to float32 themselves.
-    """
-    inner = _before_cast(norm.input)
-    back = core if dtype(inner) == dtype(core) else only_user(core)
-    if back is None or dtype(back) != dtype(inner) or shape(back) != shape(inner):
-        return core
-    op = read(back)
-    if back is not core and (op is None or op.name not in ("to", "type_as")):
-        return core
-    if value(back).device != value(inner).device:
-        return core
-    norm.input = inner
-    return back
-
-
-def _before_cast(node: Any) -> Any:
-    """Returns the input of a cast to float32 or to the same dtype; else the node itself."""
-    op = read(node)
-    if op is None or op.name not in ("to", "float"):
-        return node
-    wide, narrow = dtype(node), dtype(op["input"])
-    lowp = (torch.bfloat16, torch.float16)
-    widens = wide == narrow or (wide == torch.float32 and narrow in lowp)
-    return op["input"] if widens else node
-
-
-def _with_affine(core: Node, norm: _NormPattern, width: int) -> Node:
-    """Sets weight and bias of the norm; returns the node after them."""
-    last = core
-    while True:
-        user = only_user(last)
-        op = read(user)
-        if user is None or op is None or shape(user) != shape(core) or dtype(user) != dtype(core):
-            return last
-        other = op["other"] if op["input"] is last else op["input"]
-        sizes = (width,), (1,), ()
-        if other is last or not isinstance(other, Node) or shape(other) not in sizes:
-            return last
-        if op.name == "mul" and norm.weight is None and norm.bias is None:
-            norm.weight = other
-        elif op.name == "add" and norm.bias is None and NORMS[norm.op].has_bias:
-            norm.bias = other
-        else:
-            return last
-        last = user
 
 
 #: Names of ops in hand-written norms. A formula has a mean, and a root of a mean.
@@ -168,7 +115,12 @@ def _match_norm(node: Node) -> _NormPattern | None:
         return None
     epsilons = [found[0] for each in formula if (found := plus(each)) is not None]
     inputs = {n: None for each in formula for n in (each, *each.all_input_nodes) if n is not node}
-    rows_of = [x for x in inputs if is_same(shape(x), shape(node))][:_CANDIDATES]
+    # Kernels convert bfloat16 and float16 to float32 themselves.
+    rows_of = [
+        x for x in inputs
+        if is_same(shape(x), shape(node)) and dtype(x) == dtype(node)
+        and value(x).device == value(node).device
+    ][:_CANDIDATES]  # fmt: skip
     rms = None
     for x in rows_of:
         norm = _norm_of(node, x, formula, (*epsilons, 0.0))
@@ -181,25 +133,29 @@ def _match_norm(node: Node) -> _NormPattern | None:
 def _norm_of(
     node: Node, x: Node, formula: list[Node], epsilons: tuple[float, ...]
 ) -> _NormPattern | None:
-    """Returns the norm of x, with or without a weight, that the node computes; else None."""
+    """Returns the norm of x, with or without weight and bias, that the node computes; else None."""
     width, lead = shape(node)[-1], (2,) * ((rank(node) or 1) - 1)  # type: ignore[index]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((*lead, width), generator=generator, dtype=torch.float64) + 0.3
     # Rows of several magnitudes, since eps has an effect on small values only.
     rows = rows.view(-1, width) * 10.0 ** -(2 * torch.arange(2 ** len(lead))[:, None] % 8)
-    known = {x: rows.view(*lead, width)}
-    y = weight = None
+    known, y = {x: rows.view(*lead, width)}, None
+    sizes = (width,), (1,), ()
     while y is None:
         try:
             y = evaluate(node, known, formula).reshape(-1, width)
         except UnknownValueError as unknown:
-            weight = unknown.args[0]
-            if len(known) > 1 or shape(weight) not in ((width,), (1,), ()):
+            parameter = unknown.args[0]
+            while (user := only_user(parameter)) in formula and shape(user) in sizes:
+                parameter = user  # such as ``1 + weight``
+            if len(known) > 2 or shape(parameter) not in sizes:
                 return None
-            known[weight] = 0.5 + torch.rand(shape(weight), generator=generator).double()  # type: ignore[arg-type]
+            size: Any = shape(parameter)
+            known[parameter] = 0.5 + torch.rand(size, generator=generator).double()
         except (RuntimeError, TypeError):
             return None
-    y = y if weight is None else y / known[weight]
+    if y.shape != rows.shape:
+        return None
     centred = rows - rows.mean(-1, keepdim=True)
     forms = [
         *(
@@ -209,13 +165,19 @@ def _norm_of(
         ),
         ("rms_norm", True, False),
     ]
+    found = [*known][1:]
     for (op, inside, unbiased), eps in itertools.product(forms, epsilons):
         top = centred if op == "layer_norm" else rows
         square = top.square().sum(-1, keepdim=True) / (width - unbiased)
         wanted = top / ((square + eps).sqrt() if inside else square.sqrt() + eps)
-        error = (y - wanted).abs().amax(-1)
-        if y.shape == rows.shape and bool((error <= _ROUNDING * wanted.abs().amax(-1)).all()):
-            return _NormPattern(x, inside, unbiased, eps, op, weight)
+        limit = _ROUNDING * wanted.abs().amax(-1)
+        for weight, bias in itertools.permutations([*found, None, None][:2]):
+            if bias is not None and not NORMS[op].has_bias:
+                continue
+            plain = y if bias is None else y - known[bias]
+            plain = plain if weight is None else plain / known[weight]
+            if bool(((plain - wanted).abs().amax(-1) <= limit).all()):
+                return _NormPattern(x, inside, unbiased, eps, op, weight, bias)
     return None
 
 
