@@ -56,8 +56,9 @@ def rewrite_norms(editor: Editor) -> None:
         else:
             editor.report_left(op.name, node, reason)
     # The last node first: before it, there may be a norm without the weight and the bias.
-    for node, _ in reversed([*calls(editor.graph, "add", "mul", "div", "to", "float")]):
-        if node.users and (norm := _match_norm(node)) is not None:
+    for node, op in reversed([*calls(editor.graph, "add", "mul", "div", "to", "float")]):
+        is_sum = op.name == "add" and is_same(shape(op["input"]), shape(op["other"]))
+        if node.users and not is_sum and (norm := _match_norm(node)) is not None:
             _replace(editor, node, norm)
 
 
