@@ -40,6 +40,9 @@ OF_MODELS = ("_can_set_attn_implementation", "base_model", "main_input_name")
 #: Attribute of a config that names the attention function.
 NAME_OF_ATTENTION = "_attn_implementation_internal"
 
+#: Attributes of layers: whether calls with gradients are checkpoints, and the function that runs them.
+CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+
 # Arguments of layers.
 
 #: The mask.
@@ -84,6 +87,12 @@ def sdpa_attention() -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def attention_functions() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
 
 
 def arguments(function: Any) -> list[str]:
