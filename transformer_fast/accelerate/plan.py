@@ -22,10 +22,10 @@ from . import (
     written_layers,
 )
 from .classes import Change, ClassChange, class_of_ours
+from .converters import Filter, converted, why_not_converted
 from .hugging_face_layers import Intermediate
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
-from .swap import Filter, converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
