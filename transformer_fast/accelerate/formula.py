@@ -390,10 +390,8 @@ def _heads(
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, hidden: Any, added: Any, is_causal: bool) -> Tensor:
-    if is_causal:
-        y = F.scaled_dot_product_attention(q, k, v, added, is_causal=True)
-    elif hidden is None and isinstance(added, Tensor):
-        y = F.scaled_dot_product_attention(q, k, v, added)
+    if is_causal or (hidden is None and isinstance(added, Tensor)):
+        y = F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal)
     else:
         y, _ = run_time.attention(q, k, v, hidden, added, q.shape[-1] ** -0.5, 0.0, False, False)
     return y.transpose(1, 2).flatten(2)

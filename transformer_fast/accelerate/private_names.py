@@ -29,8 +29,6 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers.modeling_layers": ("GradientCheckpointingLayer",),
     "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS", "PreTrainedModel"),
-    "transformers.models.llama.modeling_llama": ("LlamaRMSNorm",),
-    "transformers.models.t5.modeling_t5": ("T5LayerNorm",),
     "transformers.pytorch_utils": ("Conv1D",),
     "transformers.quantizers.base": ("HfQuantizer",),
     "transformers.utils.output_capturing": ("_active_collector",),

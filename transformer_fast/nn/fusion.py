@@ -279,7 +279,7 @@ def compose_bound(
             to the joined heads of attention (..., M).
     """
     given = iter(dropouts or (0.0,) * (2 * len(layer.sublayers)))
-    inside = _normed(layer.sublayers[0].norm, x) if layer.norm_first else x
+    inside = normed(layer.sublayers[0].norm, x) if layer.norm_first else x
     for one, after in zip(layer.sublayers, (*layer.sublayers[1:], None), strict=True):
         p, p_of_output = next(given), next(given)
         if one.kind.is_attention:
@@ -331,7 +331,7 @@ def projections(one: Sublayer[Any], x: Tensor, memory: Tensor | None = None) -> 
     return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in found]
 
 
-def _normed(norm: Norm[Any], x: Tensor) -> Tensor:
+def normed(norm: Norm[Any], x: Tensor) -> Tensor:
     if norm.kind is NormKind.NONE:
         return x
     if norm.kind is NormKind.LAYER:
@@ -355,4 +355,4 @@ def _add_normed(
             x, residual, x.shape[-1:], norm.weight, norm.eps, dropout_p=dropout_p
         )
     total = residual + F.dropout(x, dropout_p)
-    return _normed(norm, total), total
+    return normed(norm, total), total
