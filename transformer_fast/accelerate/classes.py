@@ -274,7 +274,9 @@ class State(NamedTuple):
         for name, value in self.attributes:
             if name not in found or found[name] != value:
                 return False
-        return all(of.__globals__.get(name) is value for of, name, value in self.constants)
+        return not self.constants or all(
+            of.__globals__.get(name) is value for of, name, value in self.constants
+        )
 
 
 class _Outside(Exception):  # noqa: N818 - a reason, not an error

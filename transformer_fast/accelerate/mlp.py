@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -76,9 +75,8 @@ class ByGraph(FusedLayer):
     """A module whose graph is known; its own forward runs where it cannot be fused."""
 
     _found: Any
-    #: The class whose forward was captured, and the code object of that forward.
+    #: The class whose forward was captured.
     _theirs: type[torch.nn.Module]
-    _code: types.CodeType
     #: Number of children when the graph was read: users may append to containers later.
     _count: int
     #: The other state on which the graph depends.
@@ -90,10 +88,9 @@ class ByGraph(FusedLayer):
         return (
             isinstance(x, Tensor)
             and not runs_torch_forward(x, self._theirs)
-            and getattr(self._theirs.forward, "__code__", None) is self._code
             and len(modules) == self._count
             and self._state.holds(self)
-            and None not in map(modules.get, names)
+            and not (names and None in map(modules.get, names))
         )
 
 
@@ -102,15 +99,16 @@ class Norm(ByGraph):
     _found: recipe.Norm[str]
 
     def _run(self, input: Any) -> Any:
-        norm: Any = self._found.each(self._parameters.get)
+        norm, parameters = self._found, self._parameters
+        weight, bias = parameters.get(norm.weight), parameters.get(norm.bias)  # type: ignore[arg-type]
         if (
             not self._has_graph(input)
-            or norm.weight is None
-            or norm.weight.dtype != input.dtype
-            or (norm.bias is None and self._found.bias is not None)
+            or weight is None
+            or weight.dtype != input.dtype
+            or (bias is None and norm.bias is not None)
         ):
             return super().forward(input)
-        return fusion.normed(norm, input)
+        return fusion.normed(norm, input, weight, bias)
 
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         norm: Any = self._found.each(self._parameters.get)
@@ -286,7 +284,7 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
         return reason
     made = classes.subclass(
         kind, (ours, kind), forward=_forward(", ".join(names)), _found=net,
-        _theirs=kind, _code=kind.forward.__code__, _count=len(module._modules), _state=state,
+        _theirs=kind, _count=len(module._modules), _state=state,
         __signature__=inspect.signature(kind),
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)

@@ -279,7 +279,8 @@ def compose_bound(
             to the joined heads of attention (..., M).
     """
     given = iter(dropouts or (0.0,) * (2 * len(layer.sublayers)))
-    inside = normed(layer.sublayers[0].norm, x) if layer.norm_first else x
+    norm = layer.sublayers[0].norm
+    inside = normed(norm, x, norm.weight, norm.bias) if layer.norm_first else x
     for one, after in zip(layer.sublayers, (*layer.sublayers[1:], None), strict=True):
         p, p_of_output = next(given), next(given)
         if one.kind.is_attention:
@@ -331,15 +332,15 @@ def projections(one: Sublayer[Any], x: Tensor, memory: Tensor | None = None) -> 
     return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in found]
 
 
-def normed(norm: Norm[Any], x: Tensor) -> Tensor:
+def normed(norm: Norm[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns the norm of x with these parameters."""
+    if norm.kind is NormKind.LAYER:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
+    if norm.kind is NormKind.RMS:
+        return functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
     if norm.kind is NormKind.NONE:
         return x
-    if norm.kind is NormKind.LAYER:
-        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
-    if norm.kind is NormKind.RMS:
-        return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-    unbiased = norm.kind is NormKind.ANNOTATED
-    return annotated_layer_norm(x, norm.weight, norm.bias, norm.eps, unbiased)
+    return annotated_layer_norm(x, weight, bias, norm.eps, norm.kind is NormKind.ANNOTATED)
 
 
 def _add_normed(
@@ -355,4 +356,4 @@ def _add_normed(
             x, residual, x.shape[-1:], norm.weight, norm.eps, dropout_p=dropout_p
         )
     total = residual + F.dropout(x, dropout_p)
-    return normed(norm, total), total
+    return normed(norm, total, norm.weight, norm.bias), total
