@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from transformer_fast.accelerate import formula, generation, packing, padded_places, swap
+from transformer_fast.accelerate import converters, formula, generation, packing, padded_places
 from transformer_fast.compile import backend
 
 
@@ -16,7 +16,7 @@ def as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Inductor takes seconds for each graph.
     """
-    monkeypatch.setattr(swap, "_converters", {})
+    monkeypatch.setattr(converters, "_converters", {})
     monkeypatch.setattr(backend, "INNER", None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,58 @@ def test_modules_built_as_ours_are_not_restored() -> None:
     assert [e.name for e in report.already] == ["0"]
     assert restore(model) == ["1"]
     assert _types(model)[1:] == [nn.LayerNorm, torch.nn.LayerNorm]
+
+
+def _written_layers() -> torch.nn.Module:
+    """Returns two layers of new classes."""
+
+    class Norm(torch.nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    class Projection(torch.nn.Linear):
+        pass
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Projection(M, 48), Projection(48, M)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = torch.nn.Linear(M, 3 * M)
+            self.out, self.network = torch.nn.Linear(M, M), Network()
+            self.norm1, self.norm2 = Norm(M), torch.nn.LayerNorm(M)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.heads(self.norm1(x)).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x = x + self.out(y)
+            return x + self.network(self.norm2(x))  # type: ignore[no-any-return]
+
+    return torch.nn.Sequential(Layer(), Layer())
+
+
+def test_classes_are_deleted_after_restore() -> None:
+    """No cache holds a user's class, or a class that `accelerate` made from it."""
+    model, x = _written_layers(), torch.randn(2, T, M)
+    classes = [weakref.ref(type(m)) for m in model.modules() if type(m).__module__ == __name__]
+    assert len(accelerate(model).swapped) > 6
+    classes += [weakref.ref(type(m)) for m in model.modules() if RECORD in vars(type(m))]
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    model(x).sum().backward()
+    restore(model)
+    assert len(classes) > 12
+    del model
+    for _ in range(3):  # a class is deleted after its subclasses
+        gc.collect()
+    assert [kind() for kind in classes] == [None] * len(classes)
 
 
 def test_shared_modules_are_replaced_once() -> None:

@@ -557,3 +557,118 @@ def test_slices_of_a_sequential_match_and_restore() -> None:
             assert type(one) is nn.Sequential
             assert restore(one) == []
     assert type(ours) is not nn.Sequential
+
+
+# Norms, and residual connections with a norm.
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.rand(M) + 0.5), 1e-2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype) * self.gain
+
+
+class Annotated(nn.Module):
+    """The norm of The Annotated Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.rand(M) + 0.5), nn.Parameter(torch.randn(M))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.std(-1, keepdim=True) + 1e-6
+        return self.a * (x - x.mean(-1, keepdim=True)) / spread + self.b
+
+
+class Mean(nn.Module):
+    """Not a norm: only the mean is subtracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(M) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * (x - x.mean(-1, keepdim=True))
+
+
+class Output(nn.Module):
+    """A projection, then dropout, residual connection and norm; ``first``: the order of arguments."""
+
+    def __init__(self, first: bool = False, p: float = 0.0, sign: int = 1) -> None:
+        super().__init__()
+        self.dense, self.drop, self.norm = nn.Linear(H, M), nn.Dropout(p), nn.LayerNorm(M)
+        self.first, self.sign = first, sign
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        x, residual = (other, one) if self.first else (one, other)
+        x = self.drop(self.dense(x))
+        return self.norm(x + residual if self.sign > 0 else x - residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [RMSNorm, Annotated])
+def test_norms_written_by_hand_are_one_op(kind: Any, dtype: torch.dtype) -> None:
+    theirs = kind().to(dtype)
+    ours = copy.deepcopy(theirs)
+    assert accelerate(ours)[""].now.endswith("mlp.Norm")
+    for grad in (False, True):
+        assert_same_numbers(ours, theirs, (_x(dtype).requires_grad_(grad),), {}, grad)
+    if kind is RMSNorm:
+        for model in (ours, theirs):
+            model.eps = 3.0  # another norm: its own forward runs
+        assert torch.equal(ours(x := _x(dtype)), theirs(x))
+    assert not accelerate(Mean()).swapped
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_residual_connections_with_a_norm_are_one_op(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Output(first)
+    ours = copy.deepcopy(theirs)
+    assert accelerate(ours)[""].now.endswith("mlp.ResidualNorm")
+    found: list[float] = []
+    fused = functional.add_layer_norm
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs["dropout_p"])
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "add_layer_norm", noted)
+    given = torch.randn(2, 3, H, requires_grad=True), torch.randn(2, 3, M, requires_grad=True)
+    given = given[::-1] if first else given
+    assert_same_numbers(ours, theirs, given, {}, grad=True)
+    assert_same_numbers(ours, theirs, (), dict(zip(("one", "other"), given, strict=True)), False)
+    assert found == [0.0, 0.0]
+    ours.drop.p = theirs.drop.p = 1.0
+    assert_same_numbers(ours, theirs, given, {}, grad=True)
+    assert found[2:] == [1.0]
+    for model in (ours, theirs):
+        model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    assert_same_numbers(ours, theirs, given, {}, grad=True)
+    assert len(found) == 3
+    assert accelerate(Output(sign=-1)).entries[0].name == "dense"  # a difference is no residual sum
+
+
+def test_a_linear_map_and_its_activation_are_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = nn.Sequential(nn.Linear(M, H), nn.GELU(), nn.Dropout(0.0))
+    ours = copy.deepcopy(theirs)
+    assert accelerate(ours)[""].now == FEED_FORWARD
+    found: list[Any] = []
+    linear = functional.linear
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        found.append(kwargs.get("activation"))
+        return linear(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "linear", noted)
+    assert_same_numbers(ours, theirs, (_x().requires_grad_(),), {}, grad=True)
+    assert found == ["gelu"]
+    assert not any(
+        e.name == "" for e in accelerate(nn.Sequential(nn.Linear(M, H), nn.Tanh())).entries
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ISAS, ISAS_AND_INT8, in_use
-from module_checks import check_budget
+from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 pytest.importorskip(
@@ -24,7 +24,7 @@ pytest.importorskip(
 from test_packing import MIXED, Real, build, inputs_of, stack_of
 from transformers.models.bert import modeling_bert as bert
 
-from transformer_fast import accelerate, restore
+from transformer_fast import accelerate, fast_path, restore
 from transformer_fast.accelerate import formula, packing
 from transformer_fast.measure.calls import record
 
@@ -526,3 +526,131 @@ def test_copies_and_other_dtypes() -> None:
     accelerate(ours)
     check(copy.deepcopy(ours), theirs, inputs_of(*MIXED))
     check(ours.bfloat16(), theirs.bfloat16(), inputs_of(*MIXED))
+
+
+# Training.
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns how each layer ran whose formula was used: "run" in one call, or "compose"."""
+    found: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(formula.Formula, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            found.extend([name] * (output is not None))
+            return output
+
+        return call
+
+    for name in ("run", "compose"):
+        monkeypatch.setattr(formula.Formula, name, counted(name))
+    return found
+
+
+def in_training(name: str, dropped: str = "") -> tuple[Real, Real]:
+    """Returns an accelerated model and a copy as it was; ``dropped``: a probability that is 1."""
+    model = build(name)
+    if dropped:
+        assert hasattr(model.config, dropped)
+        setattr(model.config, dropped, 1.0)
+        model = type(model)(model.config)
+    theirs = Real(model).train()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("batch", ["mixed", "left", "no padding"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.sampled(12, 24)
+def test_training_runs_by_the_formula(name: str, batch: str, frozen: bool, done: list[str]) -> None:
+    ours, theirs = in_training(name)
+    for model in (ours, theirs) if frozen else ():
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key.endswith("bias") or "norm" in key.lower())
+    done.clear()
+    assert_same_numbers(ours, theirs, (), inputs_of(*BATCHES[batch]), grad=True)
+    assert len(done) == LAYERS
+    restore(ours)
+    done.clear()
+    ours(**inputs_of(*BATCHES[batch]))
+    assert not done
+
+
+#: Class -> names of probabilities in the configuration, each for one or two places of dropout.
+DROPOUTS = {
+    "BertModel": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    "BartModel": ("attention_dropout", "dropout", "activation_dropout"),
+    "DistilBertModel": ("attention_dropout", "dropout"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in DROPOUTS.items() for key in keys]
+)
+@pytest.mark.parametrize("batch", ["mixed", "no padding"])
+def test_all_is_dropped_where_transformers_drops_it(
+    name: str, key: str, batch: str, done: list[str]
+) -> None:
+    """With p = 1 nothing is random: dropout anywhere else would give other numbers."""
+    ours, theirs = in_training(name, key)
+    done.clear()
+    assert_same_numbers(ours, theirs, (), inputs_of(*BATCHES[batch]), grad=True)
+    assert done == ["compose"] * LAYERS  # no kernel takes p = 1
+
+
+@pytest.mark.parametrize("name", ["BertModel", "DistilBertModel"])
+def test_one_call_and_composed_ops_drop_the_same_elements(name: str, done: list[str]) -> None:
+    model = Real(build(name, 0.3)).train()
+    accelerate(model)
+    runs = []
+    for small in (True, False):
+        done.clear()
+        model.zero_grad()
+        torch.manual_seed(5)
+        with fast_path.small_size_fallback(small):
+            output = model(**inputs_of(*BATCHES["no padding"]))
+            (output * torch.linspace(-1, 1, output.shape[-1])).sum().backward()
+        assert done == [("run" if small else "compose")] * LAYERS
+        runs.append([output, *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(model(**inputs_of(*BATCHES["no padding"])), runs[1][0])
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BartModel"])
+@pytest.mark.parametrize("batch", ["mixed", "no padding"])
+def test_training_in_autocast(name: str, batch: str, done: list[str]) -> None:
+    ours, theirs = in_training(name)
+    done.clear()
+    inputs, found = inputs_of(*BATCHES[batch]), []
+    for model in (ours, theirs, copy.deepcopy(theirs).double()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model is ours or model is theirs):
+            output = model(**inputs)
+        (output * torch.linspace(-1, 1, output.shape[-1])).sum().backward()
+        found.append([output, *(p.grad for p in model.parameters() if p.grad is not None)])
+    check_budget(*found, 3)
+    assert done == ["compose"] * LAYERS
+
+
+def _dropped_within_the_network(layer: Any) -> None:
+    layer.output.dropout.p = 0.5
+
+
+@pytest.mark.parametrize("change", [_hook, _tanh, _dropped_within_the_network])
+def test_changed_layers_train_with_their_modules(
+    change: Callable[[Any], None], done: list[str]
+) -> None:
+    ours, theirs = in_training("BertModel")
+    for model in (ours, theirs):
+        change(first(model))
+    done.clear()
+    if change is _dropped_within_the_network:
+        ours(**inputs_of(*MIXED))
+    else:
+        assert_same_numbers(ours, theirs, (), inputs_of(*MIXED), grad=True)
+    assert len(done) == (0 if change is _hook else LAYERS - 1)

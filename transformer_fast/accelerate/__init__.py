@@ -8,8 +8,9 @@ that ``transformer_fast.accelerate.register_converter`` works without importing 
 from types import ModuleType
 
 from .._on_import import when_imported
+from .converters import register_converter
 from .report import Entry, Report
-from .swap import accelerate, accelerated, register_converter, restore
+from .swap import accelerate, accelerated, restore
 
 __all__ = ["Entry", "Report", "accelerate", "accelerated", "register_converter", "restore"]
 

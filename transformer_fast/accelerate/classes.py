@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -273,7 +274,9 @@ class State(NamedTuple):
         for name, value in self.attributes:
             if name not in found or found[name] != value:
                 return False
-        return all(of.__globals__.get(name) is value for of, name, value in self.constants)
+        return not self.constants or all(
+            of.__globals__.get(name) is value for of, name, value in self.constants
+        )
 
 
 class _Outside(Exception):  # noqa: N818 - a reason, not an error
@@ -291,12 +294,19 @@ _IMPURE_BUILTINS = frozenset({
 })  # fmt: skip
 
 
-@functools.cache
+#: Class -> its constants as in `State`, with weak references to functions.
+_constants: WeakKeyDictionary[type, list[tuple[ref[Any], str, Any]]] = WeakKeyDictionary()
+
+
 def _constants_of(kind: type, *functions: types.FunctionType) -> tuple[tuple[Any, str, Any], ...]:
     """Returns the constants that the methods of ``kind`` and the ``functions`` read, as in `State`.
 
     Code of `KNOWN_PACKAGES` is not searched. Raises `_Outside`.
     """
+    if not functions and (kept := _constants.get(kind)) is not None:
+        known = tuple((function(), name, value) for function, name, value in kept)
+        if all(function is not None for function, _, _ in known):
+            return known
     todo = [
         function
         for base in kind.__mro__
@@ -326,6 +336,8 @@ def _constants_of(kind: type, *functions: types.FunctionType) -> tuple[tuple[Any
                     found.append((function, name, value))
             elif not (isinstance(value, type) or callable(value)):
                 raise _Outside(f"{function.__qualname__} reads the variable {name}")
+    if not functions:
+        _constants[kind] = [(ref(function), name, value) for function, name, value in found]
     return tuple(found)
 
 

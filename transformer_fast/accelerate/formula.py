@@ -18,21 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import reference
 from .._context import are_plain_on_cpu
 from ..compile import run_time
 from ..compile.attention import NO_MASKS, Masks
 from ..compile.capture import NotCapturedError, capture, shadow, tensors_of
 from ..compile.layer import Found, NotALayerError, layer_of, names_of
 from ..compile.sublayers import rotated
-from ..nn import fused_layers
-from ..nn.bound import bound_to
+from ..nn import fused_layers, fusion
+from ..nn.bound import Bound, bound_to
 from ..nn.drop_in import original_class
 from ..nn.guard import Guard, Unreadable
 from ..recipe import Kind, Layer, NormKind, Place, Sublayer
 from .classes import OF_ANY_MODULE, is_plain
 from .parts import is_ours
-from .private_names import NAME_OF_ATTENTION
+from .private_names import CHECKPOINTING, NAME_OF_ATTENTION
 
 #: Not float16, in which some layers clamp their result.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -60,7 +59,9 @@ class Formula:
     masks: Callable[..., tuple[Any, Any, Any, Any]] | None = None
     #: Constants that the code reads; see `State.constants`.
     constants: tuple[tuple[Any, str, Any], ...] = ()
-    #: Probabilities of dropout of a hand-written layer, a list; empty: no dropout is active.
+    #: Mode of the layer and of all modules in it.
+    training: bool = False
+    #: Probabilities of dropout of each sub-layer, a list; empty: no dropout is active.
     dropouts: Sequence[float] = ()
 
     @property
@@ -79,7 +80,7 @@ class Formula:
     def run(
         self, layer: torch.nn.Module, *args: Any, rotation: tuple[Tensor, ...] = (), key: Any = None
     ) -> Any:  # fmt: skip
-        """Returns the layer's result, or None if the layer must be called.
+        """Returns the layer's result in one call of a kernel, or None if there is no such kernel.
 
         The caller has checked that no tracer or transform is active, and for layers of transformers
         that the layer has no hooks.
@@ -91,12 +92,61 @@ class Formula:
         Raises:
             ChangedError: the formula no longer holds for the layer.
         """
-        try:
-            bound = bound_to(layer, (Formula, key), functools.partial(self._read, layer))
-        except Unreadable:
+        bound = self._bound(layer, key)
+        if bound is None:
             return None
         given: dict[str, Any] = {"rotation": rotation, "dropouts": self.dropouts}
-        y = fused_layers.try_run_bound(bound, *args, **given)
+        return self._returned(fused_layers.try_run_bound(bound, *args, **given))
+
+    def compose(
+        self, layer: torch.nn.Module, x: Tensor, attention: Callable[..., Any], mask: Any,
+        rotation: tuple[Tensor, ...], key: Any = None,
+    ) -> Any:  # fmt: skip
+        """Returns the result of an encoder layer, composed of ops; None if the layer must be called.
+
+        For calls with gradients or dropout. Arguments and exceptions as in `run`.
+
+        Args:
+            attention: the function in the registry of transformers.
+            mask: its argument.
+        """
+        bound = self._bound(layer, key)
+        if bound is None or not self._composes(bound, x):
+            return None
+        caller = layer.get_submodule(self.caller or "")
+
+        def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
+            q, k, v = _heads(one, x, rotation)
+            y, _ = attention(caller, q, k, v, mask, dropout=dropout_p, is_causal=False)
+            return y.flatten(2)  # type: ignore[no-any-return]
+
+        return self._returned(fusion.compose_bound(bound.layers[0], self.dropouts, x, attend))
+
+    def _composes(self, bound: Bound, x: Tensor) -> bool:
+        assert bound.parameters is not None
+        tensors = bound.parameters.tensors
+        if not are_plain_on_cpu(tensors):
+            return False
+        if torch.is_autocast_enabled("cpu"):
+            # Autocast was not active in the capture. These ops and modules treat it alike.
+            return (
+                not self.rotates
+                and torch.get_autocast_dtype("cpu") == torch.bfloat16
+                and all(
+                    one.norm.kind is NormKind.LAYER and one.kind is not Kind.GATED_FEED_FORWARD
+                    for one in self.found.layer.sublayers
+                )
+            )
+        return all(tensor.dtype == x.dtype for tensor in tensors)
+
+    def _bound(self, layer: torch.nn.Module, key: Any) -> Bound | None:
+        try:
+            key = Formula, key, self.training
+            return bound_to(layer, key, functools.partial(self._read, layer))
+        except Unreadable:
+            return None
+
+    def _returned(self, y: Tensor | None) -> Any:
         if y is None or not self.found.returned:
             return y
         return (y, *[None] * (self.found.returned - 1))
@@ -109,8 +159,7 @@ class Formula:
         guard.whole(layer)
         if content(layer) != self.content:
             raise ChangedError
-        training = self.caller is None and layer.training
-        if any(m.training is not training for m in layer.modules()):
+        if any(m.training is not self.training for m in layer.modules()):
             raise Unreadable("only a part of the layer is in training")
         for function, name, value in self.constants:
             if guard.value(function.__globals__, name) is not value:
@@ -160,11 +209,16 @@ def content(layer: torch.nn.Module, without: str = "training") -> tuple[Any, ...
             frozenset(
                 (key, value if is_plain(value) else type(value))
                 for key, value in vars(module).items()
-                if key not in OF_ANY_MODULE and key != without
+                if not (key in OF_ANY_MODULE or key == without or _is_checkpointing(module, key))
             ),
         )
         for name, module in layer.named_modules()
     )
+
+
+def _is_checkpointing(module: torch.nn.Module, key: str) -> bool:
+    """True for an attribute of transformers' layers that does not affect what they compute."""
+    return key in CHECKPOINTING and original_class(module).__module__.startswith("transformers.")
 
 
 class Trial(NamedTuple):
@@ -175,15 +229,24 @@ class Trial(NamedTuple):
     caller: torch.nn.Module
 
 
-#: `content` of a layer, without its number -> its formula, which a trial in float64 has confirmed.
-Judged = dict[tuple[Any, ...], Formula]
+class Formulas(NamedTuple):
+    """A layer's formulas."""
+
+    inference: Formula
+    #: None: the layer is called, because it drops more than weights of attention, hidden units and
+    #: outputs of sub-layers.
+    training: Formula | None
+
+
+#: `content` of a layer, without its number -> its formulas, which a trial in float64 has confirmed.
+Judged = dict[tuple[Any, ...], Formulas]
 
 
 def recognise(
     layer: torch.nn.Module, width: int, call: Callable[..., Trial], others: dict[str, Any],
     rotation: tuple[Tensor, ...], judged: Judged,
-) -> Formula:  # fmt: skip
-    """Returns the formula of a layer.
+) -> Formulas:  # fmt: skip
+    """Returns the formulas of a layer.
 
     The caller has checked `classes.code_of_others`: a trial on a few tokens cannot validate that.
 
@@ -213,8 +276,12 @@ def recognise(
         )
     key = content(layer, without="layer_idx")
     before = judged.get(key)
-    if before is not None and (before.found, before.caller) == (found, caller):
-        return replace(before, content=content(layer))
+    if before is not None and (before.inference.found, before.inference.caller) == (found, caller):
+        inference, training = before
+        own = content(layer)
+        return Formulas(
+            replace(inference, content=own), training and replace(training, content=own)
+        )
     judge(layer, found, lambda wide: call(wide, x, rotation).output, x, rotation=rotation)
     ignored = []
     for name, value in others.items():
@@ -223,13 +290,29 @@ def recognise(
                 ignored.append(name)
         except (NotCapturedError, NotALayerError):  # the layer reads the argument
             pass
-    judged[key] = Formula(found, content(layer), caller, frozenset(ignored))
+    one = Formula(found, content(layer), caller, frozenset(ignored))
+    judged[key] = Formulas(one, _in_training(layer, call, x, rotation, one))
     return judged[key]
+
+
+def _in_training(
+    layer: torch.nn.Module, call: Callable[..., Trial], x: Tensor, rotation: tuple[Tensor, ...],
+    one: Formula,
+) -> Formula | None:  # fmt: skip
+    """Returns the formula of a layer in training; one: its formula in inference."""
+    try:
+        found, _ = _captured(layer, call, x, {}, rotation, True)
+    except NotCapturedError:
+        return None
+    if found._replace(dropouts=one.found.dropouts) != one.found:
+        return None
+    dropouts = [*found.dropouts] if any(found.dropouts) else []
+    return replace(one, found=found, training=True, dropouts=dropouts)
 
 
 def _captured(
     layer: torch.nn.Module, call: Callable[..., Trial], x: Tensor, others: dict[str, Any],
-    rotation: tuple[Tensor, ...],
+    rotation: tuple[Tensor, ...], training: bool = False,
 ) -> tuple[Found, str]:  # fmt: skip
     """Returns the recipe of the layer's graph, and the name of the module that calls attention."""
     caller = ""
@@ -246,7 +329,9 @@ def _captured(
         return trial.output
 
     # In bfloat16, casts would round the values that the matchers compare.
-    captured = capture(layer, run, {"x": x, **tables, **given}, original_class, dtype=torch.float32)
+    captured = capture(
+        layer, run, {"x": x, **tables, **given}, original_class, training, dtype=torch.float32
+    )
     return layer_of(captured, "x", tuple(tables)), caller
 
 
@@ -279,65 +364,34 @@ def compute(
     layer: Layer[Tensor], x: Tensor, rotation: tuple[Tensor, ...] = (), memory: Tensor | None = None,
     own: Masks = NO_MASKS, cross: Masks = NO_MASKS,
 ) -> Tensor:  # fmt: skip
-    """Returns what a recipe computes of x (B, T, M) and memory (B, S, M), by reference formulas.
+    """Returns what a recipe computes of x (B, T, M) and memory (B, S, M), in float64.
 
     own, cross: masks of self-attention and of attention to the memory, with tensors for nodes.
     """
-    activation = reference.ACTIVATIONS.get(layer.activation or "", lambda x: x)
+
+    def attend(x: Tensor, one: Sublayer[Any], _: float) -> Tensor:
+        is_cross = one.kind is Kind.CROSS_ATTENTION
+        q, k, v = _heads(one, x, rotation, memory if is_cross else None)
+        if one.scale is not None:
+            q = q * (one.scale * q.shape[-1] ** 0.5)
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        return _attended(q, k, v, *(cross if is_cross else own))
+
+    return fusion.compose_bound(layer, (), x, attend)
+
+
+def _heads(
+    one: Sublayer[Any], x: Tensor, rotation: tuple[Tensor, ...], memory: Tensor | None = None
+) -> list[Tensor]:
+    """Returns queries, keys and values (B, heads, T, D), queries and keys rotated."""
     tables = [table[:, None] for table in rotation]
-    for one in layer.sublayers:
-        inside = _normed(one, x) if layer.norm_first else x
-        *firsts, second = one.maps
-        # Concatenated, so that one joined map and separate maps are the same.
-        weights = torch.cat([each.weight for each in firsts])
-        biases = [
-            each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias
-            for each in firsts
-        ]
-        maps = weights, torch.cat(biases)
-        if one.kind.is_attention:
-            of_query = one.heads * (one.head_size or x.shape[-1] // one.heads)
-            own_maps, of_memory = zip(*(part.tensor_split([of_query]) for part in maps))  # noqa: B905
-            source = memory if one.kind is Kind.CROSS_ATTENTION else inside
-            assert source is not None
-            keys, values = F.linear(source, *of_memory).chunk(2, -1)
-            q, k, v = (
-                part.unflatten(-1, (-1, of_query // one.heads)).transpose(1, 2)
-                for part in (F.linear(inside, *own_maps), keys, values)
-            )
-            q, k = rotated(q, *tables), rotated(k, *tables)
-            hidden, added, is_causal = cross if one.kind is Kind.CROSS_ATTENTION else own
-            if one.scale is not None:
-                q = q * (one.scale * q.shape[-1] ** 0.5)
-            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-            y = _attended(q, k, v, hidden, added, is_causal)
-        elif one.kind is Kind.GATED_FEED_FORWARD:
-            gate, up = F.linear(inside, *maps).chunk(2, -1)
-            y = activation(gate) * up
-        else:
-            y = activation(F.linear(inside, *maps))
-        x = x + F.linear(y, second.weight, second.bias)
-        x = x if layer.norm_first else _normed(one, x)
-    return x
+    q, k, v = fusion.projections(one, x, memory)
+    return [rotated(q, *tables), rotated(k, *tables), v]
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, hidden: Any, added: Any, is_causal: bool) -> Tensor:
-    if is_causal:
-        y = F.scaled_dot_product_attention(q, k, v, added, is_causal=True)
-    elif hidden is None and isinstance(added, Tensor):
-        y = F.scaled_dot_product_attention(q, k, v, added)
+    if is_causal or (hidden is None and isinstance(added, Tensor)):
+        y = F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal)
     else:
         y, _ = run_time.attention(q, k, v, hidden, added, q.shape[-1] ** -0.5, 0.0, False, False)
     return y.transpose(1, 2).flatten(2)
-
-
-def _normed(one: Sublayer[Tensor], x: Tensor) -> Tensor:
-    kind, norm, shape = one.norm.kind, one.norm, x.shape[-1:]
-    if kind is NormKind.NONE:
-        return x
-    if kind is NormKind.LAYER:
-        return F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
-    if kind is NormKind.RMS:
-        return F.rms_norm(x, shape, norm.weight, norm.eps)
-    unbiased = kind is NormKind.ANNOTATED
-    return reference.annotated_layer_norm(x, norm.weight, norm.bias, norm.eps, unbiased)

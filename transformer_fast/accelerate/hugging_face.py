@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,8 +122,6 @@ def _ours_for(module: torch.nn.Module) -> tuple[type, type[FusedLayer]] | None:
         if package != "transformers":
             continue
         ours = CLASSES.get(f"{path[-1].removeprefix('modeling_')}.{kind.__name__}")
-        if ours is None and path[0] == "models":
-            ours = _ours_for_copy(kind)
         if ours is not None:
             return kind, ours
     return None
@@ -181,32 +178,6 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
         return f"{kind.__name__} has its own forward"
     made = classes.subclass(kind, (ours, kind))
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
-
-
-@functools.cache
-def _ours_for_copy(theirs: Any) -> type[FusedLayer] | None:
-    """Returns our class for a copy that a model has of one in `CLASSES`, under another name."""
-    for key, ours in CLASSES.items():
-        if not (ours._copies and theirs.__name__.endswith(ours._copies)):
-            continue
-        family, name = key.split(".")
-        try:
-            place = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        except ImportError:  # another version of transformers
-            continue
-        original = getattr(place, name, None)
-        if original is not None and _same_code(theirs.forward, original.forward):
-            return ours
-    return None
-
-
-def _same_code(one: Any, other: Any) -> bool:
-    """True if two functions, which no decorator wraps, have the same bytecode, constants and names."""
-    codes = [getattr(function, "__code__", None) for function in (one, other)]
-    if None in codes or hasattr(one, "__wrapped__") or codes[0].co_freevars:  # type: ignore[union-attr]
-        return False
-    first, second = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) for c in codes)  # type: ignore[union-attr]
-    return first == second
 
 
 def _own_attention(module: torch.nn.Module) -> bool:

@@ -24,7 +24,7 @@ from ..nn.drop_in import is_patched
 from ..nn.int8 import INT8, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 from . import packing
-from .parts import ROWS, Example, FusedLayer, Op, dropout_p, example_of, parts
+from .parts import Example, FusedLayer, Op, dropout_p, example_of, parts
 from .private_names import CACHES, sdpa_attention
 from .report import BATCH, LENGTH
 
@@ -114,13 +114,9 @@ def _mask(
 
 # Layer classes.
 
-#: Class of transformers, with the name of its family or module: "bert.BertOutput" -> our class, also
-#: for copies of the class in other families (`FusedLayer._copies`). In inference an encoder layer with
-#: a `formula.Formula` is one call and needs no class here. These are for what one call cannot run:
-#: training, decoders with a cache, scores with a bias, modules with hooks. With them BERT, RoBERTa and
-#: ELECTRA trained in 0.90 to 0.92 of the time of transformers, without them in 0.96 to 0.98 (2 layers,
-#: 384 features, batches (8, 64), one thread of an Emerald Rapids). One call for both maps of a network
-#: would gain less than 1 % over a call for each.
+#: Class of transformers, with the name of its family or module: "bart.BartDecoderLayer" -> our class.
+#: An encoder layer with a `formula.Formula` needs no class here, nor does a module that `mlp` finds.
+#: These are for what neither describes: caches, scores with a bias.
 CLASSES: dict[str, type[FusedLayer]] = {}
 
 
@@ -365,24 +361,6 @@ def _has_differences(relative: Tensor | None, embeddings: Tensor | None) -> bool
     return torch.equal(relative[:, 1:, 1:], relative[:, :-1, :-1])
 
 
-@_replaces("t5.T5LayerNorm", "llama.LlamaRMSNorm")
-class RMSNorm(FusedLayer):
-    _copies = "Norm"
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != self.weight.dtype:
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        return functional.rms_norm(
-            hidden_states, self.weight.shape, self.weight, self.variance_epsilon
-        )
-
-    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
-        shape = self.weight.shape
-        return [("rms_norm", (x(ROWS, *shape), shape, self.weight), {})]
-
-
 class _PostNorm(FusedLayer):
     """Shared parts of the encoder and decoder layers of BART and Marian."""
 
@@ -465,45 +443,9 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-@_replaces("bert.BertSelfOutput", "bert.BertOutput")
-class Output(FusedLayer):
-    """A projection, then dropout, residual connection and norm."""
-
-    _copies = "Output"
-    dense: Any
-    dropout: Any
-    LayerNorm: Any
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        x = fusion.linear(self.dense, hidden_states)
-        return fusion.add_norm(x, self.dropout, input_tensor, self.LayerNorm)[0]
-
-    def _fused(self) -> list[Op]:
-        return [_residual_norm(self)]
-
-
 def _residual_norm(layer: Any) -> Op:
     norm = parts(layer, "LayerNorm", fusion.LAYER_NORM) + parts(layer, "dropout", fusion.DROPOUT)
     return Op("add_layer_norm", norm, dropout_p(layer.dropout))
-
-
-@_replaces("bert.BertIntermediate")
-class Intermediate(FusedLayer):
-    """A projection, then an activation."""
-
-    _copies = "Intermediate"
-    dense: Any
-    intermediate_act_fn: Any
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        name = activation_name(self.intermediate_act_fn)
-        if name is None or not fusion.is_unhooked(self.dense, fusion.LINEAR):
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        return run_linear(hidden_states, *fusion.affine(self.dense), name)
-
-    def _fused(self) -> list[Op]:
-        activation = "intermediate_act_fn", self.intermediate_act_fn, activation_name
-        return [Op("linear", parts(self, "dense", fusion.LINEAR), 0.0, activation)]
 
 
 @_replaces("mpnet.MPNetAttention")

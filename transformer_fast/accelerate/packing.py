@@ -48,7 +48,15 @@ from ..ops.arguments import AttentionArguments
 from . import classes, formula, padded_places
 from .classes import ClassChange
 from .parts import NAME, is_ours
-from .private_names import CACHES, MASK, NAME_OF_ATTENTION, OF_PLACES, ROTATION
+from .private_names import (
+    CACHES,
+    CHECKPOINTING,
+    MASK,
+    NAME_OF_ATTENTION,
+    OF_PLACES,
+    ROTATION,
+    attention_functions,
+)
 
 #: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and places that returns
 #: its part.
@@ -326,7 +334,7 @@ class _Loop:
         self, layer: torch.nn.Module, found: Any, is_last: bool, args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Calls the layer, if possible on rows; ``found``: its formula, or the reason if it has none."""
+        """Calls the layer, if possible on rows; ``found``: its formulas, or why it has none."""
         values = (*args, *kwargs.values())
         mask = next((x for x in values if isinstance(x, Tensor) and x in _paddings), None)
         names = self.stack._parameters_of_layers
@@ -367,39 +375,61 @@ class _Loop:
         self, layer: torch.nn.Module, found: Any, given: dict[str, Any],
         mask: Tensor | Rows | None = None,
     ) -> Any:  # fmt: skip
-        """Returns the layer's result, computed in one call; None if the layer must be called."""
-        if not (isinstance(found, formula.Formula) and self._is_plain()):
+        """Returns the layer's result by its formula; None if the layer must be called.
+
+        mask: the argument if it was made from padding.
+        """
+        if not (isinstance(found, formula.Formulas) and self._is_plain()):
             return None
-        band = starts = None
-        if mask is not None:
-            padding: Padding = mask.padding if isinstance(mask, Rows) else _paddings[mask]
-            band = None if padding.is_full else padding.band
-            if padding.is_causal or (band is None and not padding.is_full):
-                return None
-            if isinstance(mask, Rows):
-                starts = padding.starts
-            elif padding.is_stale(mask) or not padding.has_only_real:
-                return None
+        one = found.training if layer.training else found.inference
+        if one is None:
+            return None
         name = self.stack._parameters_of_layers[0]
         for other, value in given.items():
             if not (
                 value is None
                 or value is False
-                or value is mask
-                or other == name
-                or other in found.ignored
-                or (other == ROTATION and found.rotates)
+                or other in (name, MASK)
+                or other in one.ignored
+                or (other == ROTATION and one.rotates)
             ):
                 return None
         x: Any = given.get(name)
         rotation: Any = given.get(ROTATION)
         rotation = () if rotation is None else rotation
-        if layer.training or not found.accepts(x, rotation):
+        if not one.accepts(x, rotation):
             return None
+        is_checkpoint = (
+            layer.training and torch.is_grad_enabled() and getattr(layer, CHECKPOINTING[0], False)
+        )
+        run = functools.partial(self._by_formula, layer, one, given.get(MASK), mask, rotation)
         try:
-            return found.run(layer, x, starts, (band, False), rotation=rotation)
+            return getattr(layer, CHECKPOINTING[1])(run, x) if is_checkpoint else run(x)
         except formula.ChangedError:
             return None
+
+    def _by_formula(
+        self, layer: torch.nn.Module, one: formula.Formula, given: Any, mask: Tensor | Rows | None,
+        rotation: tuple[Tensor, ...], x: Tensor,
+    ) -> Any:  # fmt: skip
+        """Returns the layer's result, computed in one call or composed of ops; None: neither.
+
+        given: the layer's mask; ``mask``: the same if it was made from padding.
+        """
+        padding = band = starts = None
+        is_plain = given is None
+        if mask is not None:
+            padding = mask.padding if isinstance(mask, Rows) else _paddings[mask]
+            band = None if padding.is_full else padding.band
+            is_plain = not padding.is_causal and (padding.is_full or band is not None)
+            if isinstance(mask, Rows):
+                starts = padding.starts
+            else:
+                is_plain = is_plain and padding.has_only_real and not padding.is_stale(mask)
+        y = one.run(layer, x, starts, (band, False), rotation=rotation) if is_plain else None
+        if y is None and (torch.is_grad_enabled() or one.dropouts):
+            y = one.compose(layer, x, attention_functions()[NAME], given, rotation)
+        return y
 
     def _is_plain(self) -> bool:
         if self.is_plain is None:
@@ -559,8 +589,8 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: ``_methods``: the names of their methods.
     _kinds: frozenset[type]
     _methods: frozenset[str]
-    #: Each layer's formula, or the reason why it has none.
-    _formulas: tuple[formula.Formula | str, ...]
+    #: Each layer's formulas, or the reason why it has none.
+    _formulas: tuple[formula.Formulas | str, ...]
     #: Indices of the first layer of each kind, which a trial of the model runs.
     _kinds_first: tuple[int, ...]
     #: False: padded places are computed.
@@ -795,8 +825,8 @@ class _Attending(_Probe):
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
-            query, key, value, scale=self.options.get("scaling"),
-            enable_gqa=key.shape[1] < query.shape[1],
+            query, key, value, dropout_p=self.options.get("dropout", 0.0),
+            scale=self.options.get("scaling"), enable_gqa=key.shape[1] < query.shape[1],
         )  # fmt: skip
 
 
@@ -896,8 +926,8 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
 def _formula_of(
     layer: Any, config: Any, with_our_attention: Callable[[Any], AbstractContextManager[None]],
     judged: formula.Judged,
-) -> formula.Formula | str:  # fmt: skip
-    """Returns the layer's formula, or the reason why it has none, such as a position bias."""
+) -> formula.Formulas | str:  # fmt: skip
+    """Returns the layer's formulas, or the reason why it has none, such as a position bias."""
     parameters = inspect.signature(layer.forward).parameters
     rotation: tuple[Tensor, ...] = ()
     if ROTATION in parameters:
@@ -933,7 +963,8 @@ def _formula_of(
             found = formula.recognise(layer, config.hidden_size, call, others, rotation, judged)
             # One token: for more, weights would be packed.
             x = torch.zeros(1, 1, config.hidden_size, dtype=next(layer.parameters()).dtype)
-            y = found.run(layer, x, rotation=tuple(table[:, :1].to(x.dtype) for table in rotation))
+            one_row = tuple(table[:, :1].to(x.dtype) for table in rotation)
+            y = found.inference.run(layer, x, rotation=one_row)
         except NotCapturedError as reason:  # or `NotALayerError`
             return str(reason)
         except Exception as error:  # the layer requires other arguments, or refuses float64

@@ -78,9 +78,6 @@ def example_of(
 class FusedLayer(DropIn):
     """A layer class that lists its fused ops."""
 
-    #: Last part of the names of classes that many models of transformers have a copy of; "": none.
-    _copies = ""
-
     def _fused(self) -> list[Op]:
         return []
 

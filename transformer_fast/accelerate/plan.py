@@ -22,10 +22,9 @@ from . import (
     written_layers,
 )
 from .classes import Change, ClassChange, class_of_ours
-from .hugging_face_layers import Intermediate
+from .converters import Filter, converted, why_not_converted
 from .parts import explain_parts, in_parts, is_model, is_ours
 from .report import Entry, Report
-from .swap import Filter, converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
@@ -156,7 +155,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     if change is not None and not isinstance(change, ClassChange):
         return set()
     kind = type(module) if change is None else change.after
-    if issubclass(kind, (mlp.FeedForward, Intermediate, written_layers.WrittenLayer)):
+    if issubclass(kind, (mlp.ByGraph, written_layers.WrittenLayer)):
         return set()  # calls these layers if it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 

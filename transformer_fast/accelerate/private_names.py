@@ -29,8 +29,6 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers.modeling_layers": ("GradientCheckpointingLayer",),
     "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS", "PreTrainedModel"),
-    "transformers.models.llama.modeling_llama": ("LlamaRMSNorm",),
-    "transformers.models.t5.modeling_t5": ("T5LayerNorm",),
     "transformers.pytorch_utils": ("Conv1D",),
     "transformers.quantizers.base": ("HfQuantizer",),
     "transformers.utils.output_capturing": ("_active_collector",),
@@ -39,6 +37,9 @@ OBJECTS: dict[str, tuple[str, ...]] = {
 OF_MODELS = ("_can_set_attn_implementation", "base_model", "main_input_name")
 #: Attribute of a config that names the attention function.
 NAME_OF_ATTENTION = "_attn_implementation_internal"
+
+#: Attributes of layers: whether calls with gradients are checkpoints, and the function that runs them.
+CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 # Arguments of layers.
 
@@ -84,6 +85,12 @@ def sdpa_attention() -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def attention_functions() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
 
 
 def arguments(function: Any) -> list[str]:

@@ -201,7 +201,7 @@ def _recognised(
     constants = tuple(constant for state in states for constant in state.constants)
     judged = _judged[content, kind] = Formula(
         found, content, masks=_Masks(masks, [*tensors].index(x)), constants=constants,
-        dropouts=[*found.dropouts] if any(found.dropouts) else (),
+        training=layer.training, dropouts=[*found.dropouts] if any(found.dropouts) else [],
     )  # fmt: skip
     return judged
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch.fx import Proxy
@@ -116,15 +117,45 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: Class -> (class, name, method) of the methods that calls of its modules run, as they were first. For
-#: classes of PyTorch and of this package only ``forward``; None if that had already been replaced.
-_METHODS: dict[type, tuple[tuple[type, str, Any], ...]] = {}
+#: (class, name, method) of the methods that calls of a class's modules run, as they were first. For
+#: classes of PyTorch and of this package only ``forward``. None if it had been replaced before.
+_Methods = tuple[tuple[type, str, Any], ...]
+#: Methods of classes that are never deleted. Subclasses of `DropIn` hold their own, in `_NOTED`.
+_METHODS: dict[type, _Methods] = {}
+_NOTED = "_methods_at_first"
+#: Methods of other classes; functions that return class and method, or None if it was deleted.
+_weak_methods: WeakKeyDictionary[type, tuple[tuple[Any, str, Any], ...]] = WeakKeyDictionary()
 
 
-def note_methods(kind: type) -> tuple[tuple[type, str, Any], ...]:
-    """Returns the entry of `_METHODS`: methods of the class and its bases, up to torch.nn's."""
-    if kind in _METHODS:
-        return _METHODS[kind]
+def _noted(kind: type) -> _Methods | None:
+    found = _METHODS.get(kind) or kind.__dict__.get(_NOTED)
+    if found is None and (weak := _weak_methods.get(kind)) is not None:
+        return tuple((base(), name, method()) for base, name, method in weak)
+    return found
+
+
+def _note(kind: type, methods: _Methods) -> None:
+    found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    if issubclass(kind, DropIn):
+        type.__setattr__(kind, _NOTED, methods)
+    elif kind.__module__.partition(".")[0] in KNOWN_PACKAGES and found is kind:
+        _METHODS.setdefault(kind, methods)
+    elif kind not in _weak_methods:
+        _weak_methods[kind] = tuple((ref(b), name, _weak(method)) for b, name, method in methods)
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    try:
+        return ref(value)
+    except TypeError:  # None, or another type without weak references
+        return lambda: value
+
+
+def note_methods(kind: type) -> _Methods:
+    """Returns the methods of the class and its bases, up to torch.nn's, as they were first."""
+    known = _noted(kind)
+    if known is not None:
+        return known
     found: list[tuple[type, str, Any]] = []
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
@@ -138,10 +169,10 @@ def note_methods(kind: type) -> tuple[tuple[type, str, Any], ...]:
                 forward = None
             found.append((base, "forward", forward))
         if base.__module__.startswith("torch."):
-            _METHODS.setdefault(base, tuple(found[-1:]))
+            _note(base, tuple(found[-1:]))
             break
-    _METHODS[kind] = tuple(found)
-    return _METHODS[kind]
+    _note(kind, tuple(found))
+    return tuple(found)
 
 
 def is_patched(*kinds: type) -> bool:
@@ -150,7 +181,7 @@ def is_patched(*kinds: type) -> bool:
     Methods of classes of other packages are compared with those that they had at the first call.
     """
     for kind in kinds:
-        methods = _METHODS.get(kind)
+        methods = _noted(kind)
         if methods is None:
             if torch.compiler.is_compiling():
                 continue
@@ -161,7 +192,7 @@ def is_patched(*kinds: type) -> bool:
     return False
 
 
-_subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
+_subclasses: WeakValueDictionary[tuple[Any, ...], type[torch.nn.Module]] = WeakValueDictionary()
 
 
 def subclass(
@@ -169,7 +200,8 @@ def subclass(
 ) -> type[torch.nn.Module] | str:
     """Returns a class with these bases and the name of ``theirs``, or the reason why it fails."""
     key = (bases, *attributes.items())
-    if key not in _subclasses:
+    made = _subclasses.get(key)
+    if made is None:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
         try:
             made = type(theirs.__name__, bases, {**names, **attributes})
@@ -177,7 +209,7 @@ def subclass(
             _subclasses[key] = made
         except Exception as error:  # raised by the user's metaclass or __init_subclass__
             return f"{theirs.__name__} cannot be subclassed: {error}"
-    return _subclasses[key]
+    return made
 
 
 def _unpickled(original: type, bases: tuple[type, ...]) -> torch.nn.Module:

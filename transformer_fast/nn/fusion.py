@@ -12,11 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional
+from ..functional.layer_norm import annotated_layer_norm
 from ..recipe import NO_NORM, Kind, Layer, Linear, Norm, NormKind, Place, Sublayer
+from ..reference.linear import activate
 from . import ops
 from .drop_in import note_methods
 from .guard import ABSENT, Guard
@@ -71,11 +74,11 @@ def overridden(layer: torch.nn.Module, name: str, base: type) -> bool:
 
 def activation_name(activation: Any) -> str | None:
     """Returns the kernels' name of an activation, or None if they do not support it."""
-    if activation is torch.nn.functional.relu or activation is torch.relu:
+    if activation is F.relu or activation is torch.relu:
         return "relu"
-    if activation is torch.nn.functional.gelu:
+    if activation is F.gelu:
         return "gelu"
-    if activation is torch.nn.functional.silu:
+    if activation is F.silu:
         return "silu"
     if isinstance(activation, torch.nn.Module):
         if is_unhooked(activation, (torch.nn.ReLU,)):
@@ -86,7 +89,7 @@ def activation_name(activation: Any) -> str | None:
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if (
         type(activation) is functools.partial
-        and activation.func is torch.nn.functional.gelu
+        and activation.func is F.gelu
         and not activation.args
         and activation.keywords == {"approximate": "tanh"}
     ):
@@ -267,36 +270,90 @@ def compose_bound(
     x: Tensor,
     attend: Callable[[Tensor, Sublayer[Any], float], Tensor],
 ) -> Tensor:
-    """Returns the output of an encoder layer of this recipe, as `compose` does.
+    """Returns the output of a layer of this recipe, composed of ops.
 
     Args:
         layer: with the tensors of its parameters.
-        dropouts: probabilities of `Layer.dropouts`.
+        dropouts: probabilities of each sub-layer: within it, and of its output; empty: none is active.
         attend: maps the input of the projections (..., M), the sub-layer, and the probability of dropout
             to the joined heads of attention (..., M).
     """
-    (own, network), (p, p1, p_hidden, p2) = layer.sublayers, dropouts
-    out, (first, second) = own.maps[-1], network.maps
-    residual = x
-    if layer.norm_first:
-        x = functional.layer_norm(x, x.shape[-1:], own.norm.weight, own.norm.bias, own.norm.eps)
-    x = run_linear(attend(x, own, p), out.weight, out.bias)
-    norm = network.norm if layer.norm_first else own.norm
-    x, total = functional.add_layer_norm(
-        x, residual, x.shape[-1:], norm.weight, norm.bias, norm.eps, dropout_p=p1
-    )
-    residual = total if layer.norm_first else x
-    if isinstance(layer.activation, str):
-        maps = first.weight, first.bias, second.weight, second.bias
-        x = run_feed_forward(x, *maps, layer.activation, p_hidden)
+    given = iter(dropouts or (0.0,) * (2 * len(layer.sublayers)))
+    norm = layer.sublayers[0].norm
+    inside = normed(norm, x, norm.weight, norm.bias) if layer.norm_first else x
+    for one, after in zip(layer.sublayers, (*layer.sublayers[1:], None), strict=True):
+        p, p_of_output = next(given), next(given)
+        if one.kind.is_attention:
+            out = one.maps[-1]
+            y = run_linear(attend(inside, one, p), out.weight, out.bias)
+        else:
+            y = _network(one, layer.activation, inside, p)
+        if not layer.norm_first:
+            x = inside = _add_normed(one.norm, y, x, p_of_output)[0]
+        elif after is not None:
+            inside, x = _add_normed(after.norm, y, x, p_of_output)
+        else:
+            x = x + F.dropout(y, p_of_output)
+    return x
+
+
+def _network(one: Sublayer[Any], activation: Any, x: Tensor, dropout_p: float) -> Tensor:
+    *firsts, second = one.maps
+    if one.kind is Kind.GATED_FEED_FORWARD:
+        found = [run_linear(x, first.weight, first.bias) for first in firsts]
+        gate, up = found if len(found) == 2 else found[0].chunk(2, -1)
+        x = F.dropout(activate(gate, activation) * up, dropout_p)
+    elif isinstance(activation, str):
+        maps = firsts[0].weight, firsts[0].bias, second.weight, second.bias
+        return run_feed_forward(x, *maps, activation, dropout_p)
     else:
-        x = torch.nn.functional.dropout(
-            layer.activation(run_linear(x, first.weight, first.bias)), p_hidden
+        x = F.dropout(
+            activate(run_linear(x, firsts[0].weight, firsts[0].bias), activation), dropout_p
         )
-        x = run_linear(x, second.weight, second.bias)
-    if layer.norm_first:
-        return residual + torch.nn.functional.dropout(x, p2)
-    norm = network.norm
-    return functional.add_layer_norm(
-        x, residual, x.shape[-1:], norm.weight, norm.bias, norm.eps, dropout_p=p2
-    )[0]
+    return run_linear(x, second.weight, second.bias)
+
+
+def projections(one: Sublayer[Any], x: Tensor, memory: Tensor | None = None) -> list[Tensor]:
+    """Returns queries of x (B, T, M) and keys and values of the memory, or of x: (B, heads, T, D)."""
+    size = one.head_size or x.shape[-1] // one.heads
+    counts = [one.heads, *[one.key_heads or one.heads] * 2]
+    rows = [size * count for count in counts]
+    maps: Sequence[Linear[Any]] = one.maps[:-1]
+    if len(maps) == 1 and memory is None:
+        found = run_linear(x, maps[0].weight, maps[0].bias).split(rows, -1)
+    else:
+        if len(maps) == 1:
+            biases = [None] * 3 if maps[0].bias is None else maps[0].bias.split(rows)
+            maps = [*map(Linear, maps[0].weight.split(rows), biases)]
+        inputs = x, *[x if memory is None else memory] * 2
+        found = tuple(
+            run_linear(each, one.weight, one.bias) for each, one in zip(inputs, maps, strict=True)
+        )
+    return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in found]
+
+
+def normed(norm: Norm[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns the norm of x with these parameters."""
+    if norm.kind is NormKind.LAYER:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
+    if norm.kind is NormKind.RMS:
+        return functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
+    if norm.kind is NormKind.NONE:
+        return x
+    return annotated_layer_norm(x, weight, bias, norm.eps, norm.kind is NormKind.ANNOTATED)
+
+
+def _add_normed(
+    norm: Norm[Any], x: Tensor, residual: Tensor, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(norm(sum), sum)`` with ``sum = residual + dropout(x)``."""
+    if norm.kind is NormKind.LAYER:
+        return functional.add_layer_norm(
+            x, residual, x.shape[-1:], norm.weight, norm.bias, norm.eps, dropout_p=dropout_p
+        )
+    if norm.kind is NormKind.RMS:
+        return functional.add_rms_norm(
+            x, residual, x.shape[-1:], norm.weight, norm.eps, dropout_p=dropout_p
+        )
+    total = residual + F.dropout(x, dropout_p)
+    return normed(norm, total, norm.weight, norm.bias), total
