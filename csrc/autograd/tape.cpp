@@ -70,16 +70,16 @@ constexpr Operator kOperators[] = {
 
 // An argument of an instruction.
 struct Operand {
-  enum Kind { kSlot, kConstant, kList, kMask } kind;
+  enum Kind { kSlot, kConstant, kList, kMask, kCausal } kind;
   int slot = -1;
-  PyObject* constant = nullptr;  // kMask: whether it is causal, if the slot has no mask
+  PyObject* constant = nullptr;  // kCausal: the value if the slot has no mask
   std::vector<int> slots;        // kList; -1: None
 };
 
 struct Instruction {
   const Operator* op = nullptr;
   PyObject* entry = nullptr;   // nullptr: there is none
-  PyObject* finish = nullptr;  // receives the items of the entry's result; nullptr: no function
+  PyObject* finish = nullptr;  // receives the entry's result, or its items; nullptr: no function
   std::vector<Operand> operands;
   PyObject* function = nullptr;  // the same in Python, as a function of the values of `inputs`
   std::vector<int> inputs, results, released;
@@ -177,23 +177,25 @@ PyObject* run_entry(const Instruction& one, const Values& values) {
         arguments.push_back(list.object);
         break;
       }
-      case Operand::kMask: {  // a run_time.Mask or None, and whether it is causal
-        PyObject *mask = values[each.slot], *causal = each.constant;
-        if (mask != Py_None) {
-          if (!PyTuple_Check(mask) || PyTuple_GET_ITEM(mask, 1) != Py_None) return nullptr;
-          causal = PyTuple_GET_ITEM(mask, 2);
-          mask = PyTuple_GET_ITEM(mask, 0);
+      case Operand::kMask:
+      case Operand::kCausal: {
+        const bool is_mask = each.kind == Operand::kMask;
+        PyObject* mask = values[each.slot];  // a run_time.Mask or None
+        if (mask == Py_None) {
+          arguments.push_back(is_mask ? mask : each.constant);
+          break;
         }
-        arguments.push_back(mask);
-        arguments.push_back(causal);
+        if (!PyTuple_Check(mask) || PyTuple_GET_ITEM(mask, 1) != Py_None) return nullptr;
+        arguments.push_back(PyTuple_GET_ITEM(mask, is_mask ? 0 : 2));
         break;
       }
     }
   }
   Reference found(PyObject_Vectorcall(one.entry, arguments.data(), arguments.size(), nullptr));
   if (found.object == Py_None) return nullptr;
-  return found.object && one.finish ? PyObject_CallObject(one.finish, found.object)
-                                    : found.release();
+  if (!found.object || !one.finish) return found.release();
+  return PyTuple_Check(found.object) ? PyObject_CallObject(one.finish, found.object)
+                                     : PyObject_CallOneArg(one.finish, found.object);
 }
 
 PyObject* run_function(const Instruction& one, const Values& values) {
@@ -251,14 +253,17 @@ std::vector<int> slots_of(PyObject* list) {
   return pybind11::reinterpret_borrow<pybind11::object>(list).cast<std::vector<int>>();
 }
 
-// An operand as compile.tape writes it: a slot, (constant,), [slots] or (slot, is_causal).
+// An operand as compile.tape writes it: a slot, [slots], (constant,), or of a mask
+// (slot, None) for its tensor, (slot, None, is_causal) for whether it is causal.
 Operand read_operand(PyObject* given) {
   if (PyList_Check(given)) return {Operand::kList, -1, nullptr, slots_of(given)};
   if (!PyTuple_Check(given))
     return {Operand::kSlot, static_cast<int>(PyLong_AsLong(given)), nullptr, {}};
-  PyObject* last = Py_NewRef(PyTuple_GET_ITEM(given, PyTuple_GET_SIZE(given) - 1));
-  if (PyTuple_GET_SIZE(given) == 1) return {Operand::kConstant, -1, last, {}};
-  return {Operand::kMask, static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(given, 0))), last, {}};
+  const Py_ssize_t size = PyTuple_GET_SIZE(given);
+  PyObject* last = Py_NewRef(PyTuple_GET_ITEM(given, size - 1));
+  if (size == 1) return {Operand::kConstant, -1, last, {}};
+  const int slot = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(given, 0)));
+  return {size == 2 ? Operand::kMask : Operand::kCausal, slot, last, {}};
 }
 
 const Operator* find_operator(PyObject* name) {

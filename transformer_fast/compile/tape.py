@@ -1,8 +1,8 @@
 """Runs a rewritten graph as a tape: a list of instructions, in one call of C++ (``csrc/autograd``).
 
-An instruction calls an entry for small calls or an operator of PyTorch, without the time that Python needs
-to call them. Other nodes, and calls that an entry declines, run as functions of Python. While a mode,
-autocast or a transform is active, the graph runs as a whole in Python.
+An instruction calls an entry for small calls or an operator of PyTorch, without the time that Python
+needs to call them. Other nodes, and calls that an entry declines, run as functions of Python. While a
+mode, autocast or a transform is active, the whole graph runs in Python.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _native, fast_path, functional
+from ..functional.masks import is_looked_at
 from ..recipe import NormKind
 from . import run_time
 from .nodes import dtype, is_number, value
@@ -76,21 +77,20 @@ def tape(module: GraphModule) -> Callable[..., Any]:
     """Returns the graph as a function; its ``forward`` if there is nothing that runs natively."""
     nodes = list(module.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
-    (outputs,) = nodes[-1].args
-    tensors = [x for x in map(value, nodes) if isinstance(x, Tensor)]
+    outputs: Any = nodes[-1].args[0]
     if (
         _native.autograd is None
         or not isinstance(outputs, tuple)
         or not all(isinstance(node, Node) for node in outputs)
-        or any(not x.is_cpu for x in tensors)
+        or any(isinstance(x, Tensor) and not x.is_cpu for x in map(value, nodes))
     ):
         return module.forward
-    known = _known(nodes)
+    known, unused = _known(nodes)
     slots = {node: slot for slot, node in enumerate([*given, *known])}
     #: Nodes that are one instruction: a native one, or all in a row that are not.
     parts: list[tuple[list[Node], _Native | None]] = []
     for node in nodes[len(given) : -1]:
-        if node in known:
+        if node in known or node in unused:
             continue
         slots[node] = len(slots)
         native = _native_call(node, slots)
@@ -100,16 +100,20 @@ def tape(module: GraphModule) -> Callable[..., Any]:
             parts.append(([node], native))
     if all(native is None for _, native in parts):
         return module.forward
-    last = {each: index for index, (part, _) in enumerate(parts) for n in part for each in _read(n)}
+    reads = [
+        list(dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in part))
+        for part, _ in parts
+    ]
+    last = {node: index for index, inputs in enumerate(reads) for node in inputs}
+    owned = len(given) + len(known)  # slots from here on are released
     instructions = []
-    for index, (part, native) in enumerate(parts):
-        inputs = list(dict.fromkeys(n for node in part for n in _read(node) if n not in part))
-        results = [n for n in part if native or n in outputs or last.get(n, index) > index]
+    for index, ((part, native), inputs) in enumerate(zip(parts, reads, strict=True)):
+        results = [n for n in part if native or n in outputs or n in last]
         function = _Function(module, part, inputs, results[0] if len(results) == 1 else (*results,))
         released = [
             slots[n]
             for n in (*inputs, *results)
-            if last.get(n, index) == index and n not in outputs and slots[n] >= len(given) + len(known)
+            if last.get(n, index) == index and n not in outputs and slots[n] >= owned
         ]
         call, operands, finish = native or (None, [], None)
         python = function if native else function.forward
@@ -124,71 +128,101 @@ def tape(module: GraphModule) -> Callable[..., Any]:
     return found
 
 
-def _read(node: Node) -> list[Node]:
-    return node.all_input_nodes
+def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
+    """Returns the values of nodes that depend on constants only, such as causal masks, and the nodes
+    that only they read.
 
-
-def _known(nodes: Sequence[Node]) -> dict[Node, Tensor]:
-    """Returns the values of nodes that depend on constants only, such as causal masks.
-
-    Their users only read them and return new memory.
+    The users of such a value read it and return new memory.
     """
     known: dict[Node, Tensor] = {}
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         for node in nodes:
-            x = value(node)
-            is_small = isinstance(x, Tensor) and all(
-                isinstance(n, int) for n in x.shape
-            ) and x.numel() <= _LARGEST  # fmt: skip
-            read_only = all(user.target in _CONSTANT or _name(user) in _BINARY for user in node.users)
+            x, run = value(node), node.target
             if (
-                node.target not in _CONSTANT
-                or not is_small
-                or not read_only
+                run not in _CONSTANT
+                or not isinstance(x, Tensor)
+                or not all(isinstance(n, int) for n in x.shape)
+                or x.numel() > _LARGEST
+                or x.requires_grad
+                or not all(map(_only_reads, node.users))
                 or any(n not in known for n in node.all_input_nodes)
             ):
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-            name = node.target
-            run: Any = getattr(Tensor, name) if isinstance(name, str) else name
-            known[node] = run(*args, **kwargs)
-    # Values that only other constants read are not needed.
-    return {n: x for n, x in known.items() if any(user not in known for user in n.users)}
+            known[node] = (getattr(Tensor, run) if isinstance(run, str) else run)(*args, **kwargs)
+    unused = {node for node in known if all(user in known for user in node.users)}
+    return {node: x for node, x in known.items() if node not in unused}, unused
+
+
+def _only_reads(user: Node) -> bool:
+    """True if the node's result shares no memory with its arguments, which it does not change."""
+    return (user.target in _CONSTANT or _name(user) in _BINARY) and not mutates(user)
 
 
 def _native_call(node: Node, slots: dict[Node, int]) -> _Native | None:
     """Returns the instruction of a node, or None if it runs in Python."""
+    args: Any = node.args
     if node.op == "call_module":
         module: Any = node.graph.owning_module
         layers = module.get_submodule(str(node.target))
-        return _layers(layers, [slots[n] for n in node.args]) if type(layers) is Sublayers else None
+        return _layers(layers, [slots[n] for n in args]) if type(layers) is Sublayers else None
     if node.op not in ("call_function", "call_method") or mutates(node):
         return None
-    if node.target in _FUNCTIONS:
-        return _entry_call(node, slots)
-    if node.target is run_time.prepare_hidden and not node.kwargs:
-        condition, hides, fill, rank = node.args
+    if node.target is run_time.prepare_hidden:
+        condition, hides, fill, rank = args
         rest = [(hides,), (math.isfinite(fill),), (rank,)]
         return fast_path.entry("hidden_mask"), [slots[condition], *rest], run_time.Mask
-    found = _operator(node)
+    if node.target is run_time.attention:
+        return _attention(args, slots)
+    if node.target is operator.getitem and args[0].target is run_time.attention:
+        return operator.getitem, [slots[args[0]], (args[1],)], None
+    is_entry = node.target in _FUNCTIONS
+    found = _entry_call(node) if is_entry else _operator(node, args)
     if found is None:
         return None
     name, operands = found
-    return name, [slots[x] if isinstance(x, Node) else (x,) for x in operands], None
+    call = fast_path.entry(name) if is_entry else name
+    return call, [slots[x] if isinstance(x, Node) else (x,) for x in operands], None
 
 
-def _entry_call(node: Node, slots: dict[Node, int]) -> _Native | None:
-    name = _FUNCTIONS[node.target]
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
+def _entry_call(node: Node) -> tuple[str, Sequence[Any]] | None:
+    """Returns the name of an entry and its arguments, or None."""
+    target: Any = node.target
+    name, given = _FUNCTIONS[target], _arguments(target, node)
     for unsupported in _UNSUPPORTED.get(name, ("backend",)):
-        if bound.arguments.pop(unsupported) is not None:
+        if given.pop(unsupported) is not None:
             return None
-    given = list(bound.arguments.values())
-    if any(isinstance(x, (tuple, list)) and any(isinstance(n, Node) for n in x) for x in given):
+    found = list(given.values())
+    is_known = all(not isinstance(n, Node) for x in found if isinstance(x, tuple) for n in x)
+    return (name, found) if is_known else None
+
+
+def _arguments(function: Any, node: Node) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _mask(slot: int, is_causal: bool) -> tuple[Any, Any]:
+    """Returns the two operands of a `run_time.Mask`: its tensor, and whether it is causal."""
+    return (slot, None), (slot, None, is_causal)
+
+
+def _attention(args: Any, slots: dict[Node, int]) -> _Native | None:
+    """Returns the call of the entry of `run_time.attention`, or None."""
+    *heads, hidden, added, scale, dropout_p, need_weights, contiguous = args
+    if added is not None or need_weights or contiguous:
         return None
-    operands = [slots[x] if isinstance(x, Node) else (x,) for x in given]
-    return fast_path.entry(name), operands, None
+    mask, is_causal = _mask(-1 if hidden is None else slots[hidden], False)
+    factor = slots[scale] if isinstance(scale, Node) else (scale,)
+    return fast_path.entry("attention"), [
+        *[slots[each] for each in heads], mask, (dropout_p,), is_causal, factor, (False,),
+        (is_looked_at,),
+    ], _without_weights  # fmt: skip
+
+
+def _without_weights(output: Tensor) -> tuple[Tensor, None]:
+    return output, None
 
 
 def _layers(layers: Sublayers, slots: Sequence[int]) -> _Native | None:
@@ -210,14 +244,15 @@ def _layers(layers: Sublayers, slots: Sequence[int]) -> _Native | None:
         for place in (first.weight, first.bias, second.weight, second.bias, norm.weight, norm.bias)
     ]
     own, cross = (
-        (-1 if mask[0] < 0 else slots[mask[0]], mask[2]) for mask in (plan.own, plan.cross)
+        _mask(-1 if hidden < 0 else slots[hidden], is_causal)
+        for hidden, _, is_causal in (plan.own, plan.cross)
     )
     kinds, eps = [int(kind) for kind, *_ in pairs], [norm.eps for *_, norm in pairs]
     heads, norm_first = next(iter(options))[0], plan.layer.norm_first
     memory = -1 if plan.memory < 0 else slots[plan.memory]
     return fast_path.entry("encoder_layer"), [
         slots[plan.x], (kinds,), parameters, (eps,), (heads,), (norm_first,), (True,),
-        (plan.layer.activation,), own, memory, cross, (plan.dropouts,),
+        (plan.layer.activation,), *own, memory, *cross, (plan.dropouts,),
     ], None  # fmt: skip
 
 
@@ -225,14 +260,11 @@ def _name(node: Node) -> str:
     return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
 
 
-def _operator(node: Node) -> tuple[str, Sequence[Any]] | None:
+def _operator(node: Node, args: Any) -> tuple[str, Sequence[Any]] | None:
     """Returns the name of an operator in tape.cpp and its operands, or None."""
-    args, name = node.args, _name(node)
     if not args or not isinstance(value(node), Tensor):
-        if node.target is operator.getitem and isinstance(args[1], int):
-            return None
         return None
-    op = read(node)
+    op, name = read(node), _name(node)
     if node.target is F.embedding:
         return _embedding(node)
     if node.target is operator.getitem:
@@ -242,7 +274,7 @@ def _operator(node: Node) -> tuple[str, Sequence[Any]] | None:
         return (name, [args[0], *sizes]) if all(map(_is_integer, sizes)) else None
     if op is not None and op.name == "not" and dtype(args[0]) == torch.bool and len(args) == 1:
         return "bitwise_not", args
-    is_function = getattr(operator, name, None) is node.target or node.target is getattr(torch, name, 0)
+    is_function = node.target in (getattr(operator, name, None), getattr(torch, name, None))
     if op is not None and op.name in _BINARY:
         name, args = op.name, (op["input"], op["other"])
     elif not is_function or name not in _BINARY:
@@ -264,14 +296,12 @@ def _is_integer(x: Any) -> bool:
 
 
 def _embedding(node: Node) -> tuple[str, Sequence[Any]] | None:
-    bound = inspect.signature(F.embedding).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    padding = -1 if given["padding_idx"] is None else given["padding_idx"]
-    options = given["max_norm"], given["scale_grad_by_freq"], given["sparse"]
-    if options != (None, False, False) or not isinstance(padding, int) or padding < -1:
+    input, weight, padding, max_norm, _, *options = _arguments(F.embedding, node).values()
+    if max_norm is not None or options != [False, False]:
         return None
-    return "embedding", (given["input"], given["weight"], padding)
+    if padding is not None and not (isinstance(padding, int) and padding >= 0):
+        return None
+    return "embedding", (input, weight, -1 if padding is None else padding)
 
 
 def _index(x: Node, index: Any) -> tuple[str, Sequence[Any]] | None:
