@@ -173,9 +173,32 @@ inline const void* data(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
+// While it exists, its thread reuses the memory of intermediate results that nothing refers to any
+// more: an allocation takes as long as a small kernel.
+class Pool {
+ public:
+  Pool() : outer_(std::exchange(current, this)) {}
+  ~Pool() { current = outer_; }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  Tensor take(at::IntArrayRef sizes, at::ScalarType type) {
+    for (const Tensor& each : tensors_)
+      if (each.use_count() == 1 && each.storage().use_count() == 1 && each.sizes() == sizes &&
+          each.scalar_type() == type)
+        return each;
+    return tensors_.emplace_back(at::detail::empty_cpu(sizes, type));
+  }
+  static inline thread_local Pool* current = nullptr;
+
+ private:
+  Pool* outer_;
+  c10::SmallVector<Tensor, 16> tensors_;
+};
+
 // New tensors, without the dispatcher.
 inline Tensor empty(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) {
-  return at::detail::empty_cpu(sizes, type);
+  return Pool::current ? Pool::current->take(sizes, type) : at::detail::empty_cpu(sizes, type);
 }
 inline Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
   return at::detail::empty_strided_cpu(sizes, strides, type);
@@ -218,9 +241,10 @@ struct Drop {
   }
 };
 
-// Releases the GIL for work of at least as much time as that takes.
+// Releases the GIL, if held, for work of at least as much time as that takes.
 struct WithoutGil {
-  explicit WithoutGil(int64_t size) : state_(size < 1 << 14 ? nullptr : PyEval_SaveThread()) {}
+  explicit WithoutGil(int64_t size)
+      : state_(size < 1 << 14 || !PyGILState_Check() ? nullptr : PyEval_SaveThread()) {}
   ~WithoutGil() {
     if (state_) PyEval_RestoreThread(state_);
   }

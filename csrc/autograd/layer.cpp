@@ -248,7 +248,14 @@ PyObject* enter_encoder_layer(Op& op, Arguments given, Py_ssize_t count) {
     if (!(p >= 0.0 && p < 1.0)) return dispatch();
     layers.dropouts.push_back(p);
   }
-  return wrap(run_layers(layers));
+  if (layers.grad) return wrap(run_layers(layers));
+  Tensor found;
+  {
+    const WithoutGil released(x.numel() * x.size(2));
+    const Pool pool;
+    found = run_layers(layers);
+  }
+  return wrap(std::move(found));
 }
 
 }  // namespace

@@ -120,6 +120,8 @@ PyMethodDef methods[] = {
      "True if all checks of a Guard hold."},
     {"are_unchanged", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&are_unchanged)),
      METH_FASTCALL, "True if tensors have the states that were recorded."},
+    {"tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&make_tape)), METH_FASTCALL,
+     "Returns a captured graph as a function that runs natively."},
     {"bind", bind, METH_VARARGS, "Sets the functions and the limits of an op."},
     {nullptr, nullptr, 0, nullptr}};
 #undef TF_METHOD

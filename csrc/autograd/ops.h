@@ -20,6 +20,8 @@ TF_ENTRIES(TF_DECLARE_ENTRY)
 // See guard.cpp.
 PyObject* holds(PyObject* module, Arguments given, Py_ssize_t count);
 PyObject* are_unchanged(PyObject* module, Arguments given, Py_ssize_t count);
+// See tape.cpp.
+PyObject* make_tape(PyObject* module, Arguments given, Py_ssize_t count);
 
 // Defines an entry; exceptions of C++ become those of Python.
 #define TF_ENTRY(op, function)                                 \

@@ -33,6 +33,7 @@ from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
 from .sublayers import Sublayers, find_stacks, nodes_of, replace_stacks, rewrite_sublayers
+from .tape import tape
 
 _log = logging.getLogger("transformer_fast")
 Steps = tuple[Callable[[Editor], None], ...]
@@ -114,7 +115,7 @@ def compile_backend(
         for each in module.modules():
             if isinstance(each, GraphModule):
                 run_checkpoints_eagerly(each)
-        return module.forward
+        return tape(module)
     compiled: Callable[..., Any] = inner(module, example_inputs)
     return compiled
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .. import fast_path, nn
-from .._context import is_compiling, values_are_known
+from .. import nn
+from .._context import values_are_known
 from ..functional._check import autocast
 from ..functional.attention import attend, attend_directly
 from ..nn.int8 import INT8, Int8Weight, Int8Weights, run_feed_forward, run_linear
@@ -58,18 +58,12 @@ def reorder(mask: Tensor, order: tuple[int, ...]) -> Tensor:
     return mask.reshape((1,) * (len(order) - mask.dim()) + tuple(mask.shape)).permute(order)
 
 
-_prepare_small = fast_path.entry("hidden_mask")
-
-
 def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Mask:
     """Prepares the mask of ``scores.masked_fill(condition, fill)``; ``hides=False`` negates it.
 
     With a finite fill, a fully masked row has equal scores, and so equal weights for all keys.
     """
     is_finite = math.isfinite(fill)
-    found = None if is_compiling() else _prepare_small(condition, hides, is_finite, rank)
-    if found is not None:
-        return Mask(*found)
     if condition.dtype != torch.bool:
         condition = condition != 0
     visible = to_four(condition.logical_not() if hides else condition, rank)

@@ -568,10 +568,10 @@ class Sublayers(torch.nn.Module):
     def _bind(self, given: tuple[Any, ...]) -> Bound | None:
         """Returns the sub-layers, bound to their parameters among the inputs; cached for these."""
         found: Sequence[Any] = [given[place] for place in self._parameters_at]
-        if self._int8:
+        if self.int8:
             later: list[Any] = []
             found = [
-                quantized(tensor, later) if place in self._int8 else tensor
+                quantized(tensor, later) if place in self.int8 else tensor
                 for place, tensor in zip(self._parameters_at, found, strict=True)
             ]
             if later and not unchanged(later):
@@ -591,7 +591,7 @@ class Sublayers(torch.nn.Module):
         return [*found]
 
     @functools.cached_property
-    def _int8(self) -> frozenset[int]:
+    def int8(self) -> frozenset[int]:
         """Indices of the weights that are multiplied in 8 bits."""
         inputs = [node for node in self.body.graph.nodes if node.op == "placeholder"]
         found = {each for node in self.body.graph.nodes for each in int8_weights(node)}
