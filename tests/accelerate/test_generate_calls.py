@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_generation_steps import build, sources
+from test_generation_steps import DECODERS, build, sources, tokens_of
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
+from transformers.generation.streamers import BaseStreamer
 
 from examples import transcribe, translate
 from transformer_fast import _native, accelerate, memory, restore
 from transformer_fast.accelerate import generate_calls
+from transformer_fast.accelerate.steps import RepeatedStep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -54,15 +56,86 @@ def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatc
     options = {"num_beams": beams, "suppress_tokens": [5, 6], "min_new_tokens": 9}
     expected = generated(model, **options)
     accelerate(model)
+    assert torch.equal(generated(model, **options), expected)
+    options["return_dict_in_generate"] = True  # transformers' loop
     for name in ("top", "bind_best"):
         run = getattr(generate_calls, name)
         monkeypatch.setattr(
             generate_calls, name, lambda *a, run=run, name=name: calls.append(name) or run(*a)
         )
-    assert torch.equal(generated(model, **options), expected)
+    assert torch.equal(generated(model, **options).sequences, expected)
     assert calls == ["bind_best" if beams == 1 else "top"] * 20
     scores = generated(model, output_scores=True, return_dict_in_generate=True, num_beams=beams)
     assert {type(each) for each in scores.scores} == {Tensor}
+
+
+class Plain(LogitsProcessor):
+    """Changes nothing, but is code of users."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+class Streamer(BaseStreamer):
+    def put(self, value: Any) -> None:
+        """Takes tokens."""
+
+    def end(self) -> None:
+        """Ends the stream."""
+
+
+#: Options of searches that run in our loops, and of those that do not.
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several end tokens": {"eos_token_id": [2, *range(30, 35)]},
+    "early stopping": {"eos_token_id": [2, *range(30, 40)], "early_stopping": True},
+    "never stopping": {
+        "eos_token_id": [2, *range(30, 40)], "early_stopping": "never", "length_penalty": 2.0},
+    "no end token": {"eos_token_id": None, "pad_token_id": 0},
+    "ties": {"suppress_tokens": [*range(5, 96)]},
+    "processors": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+}  # fmt: skip
+THEIRS: dict[str, dict[str, Any]] = {
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "sampling": {"do_sample": True},
+    "function of users": {"prefix_allowed_tokens_fn": lambda batch, tokens: [*range(4, 40)]},
+    "processor of users": {"logits_processor": LogitsProcessorList([Plain()])},
+    "criterion": {"max_time": 1000.0},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["marian", "t5", "gpt2", "llama"])
+def test_searches_in_our_loops(
+    name: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"num_beams": beams, "num_return_sequences": 1 if beams == 1 else 2}
+    theirs = {"scores": THEIRS["scores"]} if name != "marian" else THEIRS
+    if beams == 1:
+        theirs = theirs | {"streamer": {"streamer": Streamer()}}
+    model, repeated, searches = build(name), [], []
+    every = {each: given | more for each, more in (OURS | theirs).items()}
+    expected = {each: tokens_of(model, 4, name, **more) for each, more in every.items()}
+    accelerate(model)
+    repeat, run = RepeatedStep.__call__, generate_calls._Search.run
+    monkeypatch.setattr(
+        RepeatedStep, "__call__", lambda *a: repeated.append(len(a[1])) or repeat(*a)
+    )
+    monkeypatch.setattr(generate_calls._Search, "run", lambda self: searches.append(1) or run(self))
+    for each, more in every.items():
+        found = [tokens_of(model, 4, name, **more), expected[each]]
+        found = [getattr(x, "sequences", x) for x in found]
+        assert torch.equal(*found), each
+        assert len(searches) == int(each in OURS), each
+        count = found[0].shape[1] - (7 if name in DECODERS else 1)
+        # Steps after the first are repeated, and the first after sequences have left the batch is not.
+        assert each not in OURS or count - 6 <= len(repeated) < count, each
+        if each == "several end tokens" and beams == 1:
+            assert len({*repeated}) > 1, "ended sequences leave the batch"
+        searches.clear()
+        repeated.clear()
 
 
 @pytest.mark.parametrize("reader", ["a hook", "a global hook", "another forward"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -215,28 +216,42 @@ def quantised(module: torch.nn.Module) -> str | None:
     return None
 
 
+#: Class -> its attributes, and the result of `_name_of_others` for them.
+_names_of_others: dict[type, tuple[list[Any], str | None]] = {}
+
+
+def _name_of_others(kind: type) -> str | None:
+    """Returns the name of an attribute of a class for which `is_of_others` is True, or None."""
+    values = [*vars(kind).values()]
+    kept = _names_of_others.get(kind)
+    if kept is None or len(kept[0]) != len(values) or not all(map(operator.is_, kept[0], values)):
+        others = (n for n, x in vars(kind).items() if n != "__init__" and is_of_others(x))
+        kept = values, next(others, None)
+        if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
+            _names_of_others[kind] = kept  # other classes may be freed
+    return kept[1]
+
+
 def code_of_others(layer: torch.nn.Module) -> str | None:
     """Returns the reason if calls of the layer run code for which `is_of_others` is True."""
     modules = [*layer.modules()]
-    of_classes = (
-        (kind, name, value)
-        for kind in dict.fromkeys(map(original_class, modules))
-        for base in kind.__mro__
-        for name, value in vars(base).items()
-        if name != "__init__"
-    )
-    of_instances = (
-        (type(module), name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if callable(value)
-    )
-    for kind, name, value in (*of_classes, *of_instances):
-        if is_of_others(value):
-            return (
-                f"{kind.__name__}.{name} is not code of torch, transformers or peft, and may need "
-                "padded batches"
-            )
+    checked: set[type] = set()
+    found: tuple[type, str] | None = None
+    for kind in dict.fromkeys(map(original_class, modules)):
+        for base in kind.__mro__:
+            if found is None and base not in checked:
+                checked.add(base)
+                name = _name_of_others(base)
+                found = None if name is None else (kind, name)
+    for module in modules if found is None else ():
+        for name, value in vars(module).items():
+            if callable(value) and is_of_others(value):
+                found = type(module), name
+    if found is not None:
+        return (
+            f"{found[0].__name__}.{found[1]} is not code of torch, transformers or peft, and may need "
+            "padded batches"
+        )
     return None
 
 
