@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from examples import transcribe, translate
 from transformer_fast import _native, accelerate, memory, restore
 from transformer_fast.accelerate import generate_calls
-from transformer_fast.accelerate.steps import RepeatedStep
+from transformer_fast.accelerate.steps import Chain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -48,25 +48,6 @@ def test_models_get_their_class_back() -> None:
     assert type(pickle.loads(pickle.dumps(model))) is kind
     restore(model)
     assert type(model) is kind
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = build("marian", vocab_size=6000), []
-    options = {"num_beams": beams, "suppress_tokens": [5, 6], "min_new_tokens": 9}
-    expected = generated(model, **options)
-    accelerate(model)
-    assert torch.equal(generated(model, **options), expected)
-    options["return_dict_in_generate"] = True  # transformers' loop
-    for name in ("top", "bind_best"):
-        run = getattr(generate_calls, name)
-        monkeypatch.setattr(
-            generate_calls, name, lambda *a, run=run, name=name: calls.append(name) or run(*a)
-        )
-    assert torch.equal(generated(model, **options).sequences, expected)
-    assert calls == ["bind_best" if beams == 1 else "top"] * 20
-    scores = generated(model, output_scores=True, return_dict_in_generate=True, num_beams=beams)
-    assert {type(each) for each in scores.scores} == {Tensor}
 
 
 class Plain(LogitsProcessor):
@@ -107,9 +88,7 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", ["marian", "t5", "gpt2", "llama"])
-def test_searches_in_our_loops(
-    name: str, beams: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_in_our_loops(name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"num_beams": beams, "num_return_sequences": 1 if beams == 1 else 2}
     theirs = {"scores": THEIRS["scores"]} if name != "marian" else THEIRS
     if beams == 1:
@@ -120,10 +99,8 @@ def test_searches_in_our_loops(
     every = {each: given | more for each, more in (ours | theirs).items()}
     expected = {each: tokens_of(model, 4, name, **more) for each, more in every.items()}
     accelerate(model)
-    repeat, run = RepeatedStep.__call__, generate_calls._Search.run
-    monkeypatch.setattr(
-        RepeatedStep, "__call__", lambda *a: repeated.append(len(a[1])) or repeat(*a)
-    )
+    repeat, run = Chain.repeat, generate_calls._Search.run
+    monkeypatch.setattr(Chain, "repeat", lambda *a: repeated.append(len(a[1])) or repeat(*a))
     monkeypatch.setattr(generate_calls._Search, "run", lambda self: searches.append(1) or run(self))
     select = generate_calls._Search._select
     monkeypatch.setattr(
@@ -146,9 +123,9 @@ def test_searches_in_our_loops(
 @pytest.mark.parametrize("reader", ["a hook", "a global hook", "another forward"])
 def test_code_of_users_gets_all_beams(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without such code the first tokens of a source's beams are computed once."""
-    model, sizes, run = build("marian"), [], generate_calls._of_one_beam
+    model, sizes, run = build("marian"), [], generate_calls.keep_shared
     monkeypatch.setattr(
-        generate_calls, "_of_one_beam", lambda *given: sizes.append("one") or run(*given)
+        generate_calls, "keep_shared", lambda *given: sizes.append("one") or run(*given)
     )
     accelerate(model)
     expected = generated(model, num_beams=3)
@@ -221,24 +198,24 @@ def test_comparisons_end_with_their_search() -> None:
     assert not outer.is_valid
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
-def test_highest_scores_are_those_of_pytorch(kind: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 900 if kind == "short" else 20_011)
+@pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite"])
+def test_extensions_are_those_of_pytorch(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, scores = (
+        torch.randn(6, 20_011, generator=generator),
+        torch.tensor([[0.0, -1, -2], [3, 2, 1]]),
+    )
     if kind == "ties":
         x = (9 * x).round()
     elif kind != "random":
         x[1, 7::500] = torch.nan if kind == "NaN" else -torch.inf
         x[0, 11:] = -torch.inf if kind == "infinite" else x[0, 11:]
-    for k in (1, 8, 10):
-        with generate_calls._Blocks():
-            found = torch.topk(x, k=k)
-        expected = torch.topk(x, k=k)
-        assert torch.equal(found.indices, expected.indices)
-        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
-    best = torch.argmax(x.as_subclass(generate_calls._Scores), dim=-1)
-    assert type(best) is Tensor
-    assert torch.equal(best, x.argmax(-1))
+    every = (x.view(2, 3, -1) + scores[:, :, None]).flatten(1)
+    for count in (1, 6, 9):
+        best, parents, tokens = generate_calls._Rules(False).extensions(x, scores, count)
+        expected = every.topk(count)
+        assert torch.equal(parents * x.shape[1] + tokens, expected.indices)
+        torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
 class Searches(TorchFunctionMode):

@@ -117,14 +117,14 @@ def sources(batch: int = 3, name: str = "marian") -> dict[str, Tensor]:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the number of sequences in each step that ran as one call."""
     found: list[int] = []
-    call = native._Chain.__call__
+    call = native.Chain.__call__
 
     def counted(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = call(self, x, *args, **kwargs)
         found.append(len(x))
         return y
 
-    monkeypatch.setattr(native._Chain, "__call__", counted)
+    monkeypatch.setattr(native.Chain, "__call__", counted)
     return found
 
 

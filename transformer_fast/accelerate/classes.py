@@ -216,12 +216,31 @@ def quantised(module: torch.nn.Module) -> str | None:
     return None
 
 
-#: Class -> its attributes, and the result of `_name_of_others` for them.
+#: Class -> its attributes, and the name of the first for which `is_of_others` is True, or None.
 _names_of_others: dict[type, tuple[list[Any], str | None]] = {}
 
 
+def code_of_others(layer: torch.nn.Module) -> str | None:
+    """Returns the reason if calls of the layer run code for which `is_of_others` is True."""
+    modules = [*layer.modules()]
+    kinds = dict.fromkeys(map(original_class, modules))
+    found = [(x, name) for x in dict.fromkeys(b for k in kinds for b in k.__mro__)
+             if (name := _name_of_others(x)) is not None]  # fmt: skip
+    found += [
+        (type(module), name)
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and is_of_others(value)
+    ]
+    if not found:
+        return None
+    return (
+        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, and may need "
+        "padded batches"
+    )
+
+
 def _name_of_others(kind: type) -> str | None:
-    """Returns the name of an attribute of a class for which `is_of_others` is True, or None."""
     values = [*vars(kind).values()]
     kept = _names_of_others.get(kind)
     if kept is None or len(kept[0]) != len(values) or not all(map(operator.is_, kept[0], values)):
@@ -230,29 +249,6 @@ def _name_of_others(kind: type) -> str | None:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
             _names_of_others[kind] = kept  # other classes may be freed
     return kept[1]
-
-
-def code_of_others(layer: torch.nn.Module) -> str | None:
-    """Returns the reason if calls of the layer run code for which `is_of_others` is True."""
-    modules = [*layer.modules()]
-    checked: set[type] = set()
-    found: tuple[type, str] | None = None
-    for kind in dict.fromkeys(map(original_class, modules)):
-        for base in kind.__mro__:
-            if found is None and base not in checked:
-                checked.add(base)
-                name = _name_of_others(base)
-                found = None if name is None else (kind, name)
-    for module in modules if found is None else ():
-        for name, value in vars(module).items():
-            if callable(value) and is_of_others(value):
-                found = type(module), name
-    if found is not None:
-        return (
-            f"{found[0].__name__}.{found[1]} is not code of torch, transformers or peft, and may need "
-            "padded batches"
-        )
-    return None
 
 
 class State(NamedTuple):

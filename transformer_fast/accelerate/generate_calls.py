@@ -3,11 +3,8 @@
 Greedy and beam search run in the loops of `models.generation.search` if nothing but transformers' code
 would see the difference (`_Search`): a step then skips the model's Python around its decoder.
 
-Other searches run in transformers' loops, with five things around them, of which the first, second and
-last also serve ours. Untracked writes to weights are looked for once a search
-(`memory.compared_once`). Logits processors that search the vocabulary for their tokens in each step do
-so once. Beam search finds the highest scores by blocks, greedy search with our argmax. The first tokens
-of beams, which are equal, are computed for one beam of each source.
+In all searches untracked writes to weights are looked for once (`memory.compared_once`), and logits
+processors that search the vocabulary for their tokens in each step do so once.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,15 +21,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import memory
-from .._context import are_plain_on_cpu, as_plain_tensors, is_traced
+from .._context import are_plain_on_cpu, is_traced
 from ..models.generation.decoders import StepDecoder
-from ..models.generation.methods import BeamSearch, Greedy, bind_best, top
+from ..models.generation.methods import BeamSearch, Greedy, top
 from ..models.generation.search import Rules, Task, beam_search, one_by_one
 from ..nn.drop_in import DropIn, subclass
 from .classes import code_of_others
 from .padded_places import is_hooked
 from .private_names import CACHES, OBJECTS, SEARCHING, load
-from .steps import RepeatedStep, keep_shared, noted_steps
+from .steps import Chain, keep_shared, noted_steps
 
 _PROCESSORS = "transformers.generation.logits_process"
 _CRITERIA = "transformers.generation.stopping_criteria"
@@ -61,23 +57,6 @@ def _processors_of(kind: Any) -> Any:
     return processors
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], name: str) -> Callable[..., Any]:
-    """Returns a function of a class that returns the class's method, run within a context."""
-
-    @functools.cache
-    def method_of(kind: Any) -> Any:
-        method = getattr(kind, name)
-
-        @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with context():
-                return method(self, *args, **kwargs)
-
-        return run
-
-    return method_of
-
-
 def _search_of(name: str) -> Callable[..., Any]:
     """Returns a function of a class that returns its search of this name."""
 
@@ -93,24 +72,11 @@ def _search_of(name: str) -> Callable[..., Any]:
                     search = _Search.of(self, input_ids, **kwargs)
                     if search is not None:
                         return search.run()
-                    if name == "_sample":
-                        _choose_by_ours(kwargs)
                 return method(self, input_ids, *args, **kwargs)
 
         return run
 
     return method_of
-
-
-def _choose_by_ours(given: dict[str, Any]) -> None:
-    """Makes transformers' greedy search use our argmax."""
-    processors, config = given.get("logits_processor"), given.get("generation_config")
-    # Scores that are returned, or read by code of others, must be plain tensors.
-    if processors is not None and config is not None and not config.output_scores:
-        copied = copy.copy(processors)
-        of_list: Any = type(processors)
-        copied.__class__ = _greedy_class(of_list)
-        given["logits_processor"] = copied
 
 
 class _Rules(Rules):
@@ -152,8 +118,8 @@ class _Rules(Rules):
 class _Search(StepDecoder):
     """A greedy or beam search of a model by our loops, with transformers' tokens.
 
-    The first step is a call of the model. Later ones run only its decoder (`steps.RepeatedStep`) and the
-    linear layer after it, if that gives the logits of the first step; otherwise all call the model.
+    The first step is a call of the model. Later ones run only its decoder (`Chain.repeat`) and the linear
+    layer after it, if that gives the logits of the first step; otherwise all call the model.
     """
 
     def __init__(
@@ -163,7 +129,8 @@ class _Search(StepDecoder):
         self.model, self.tokens, self.config, self.given = model, tokens, config, given
         self.processors, self.task = processors, task
         self.beams: int = config.num_beams or 1
-        self.repeated: RepeatedStep | None = None
+        self.repeated: Chain | None = None
+        self.head: Any = None
         #: Steps of ``repeated`` that ``given`` does not include yet.
         self.count = 0
 
@@ -228,26 +195,37 @@ class _Search(StepDecoder):
         return torch.cat((prompt.repeat_interleave(wanted, 0), found.tokens.flatten(0, 1)), 1)
 
     def start(self, tokens: Tensor) -> Tensor:
-        outputs = self.model._prefill(self.tokens, self.config, self.given)
+        cache, beams = _cache_of(self.given), self.beams
+        if beams == 1 or not self.model.config.is_encoder_decoder:
+            outputs = self.model._prefill(self.tokens, self.config, self.given)
+        else:  # at first the beams of a source are alike
+            first = torch.arange(0, len(self.tokens), beams)
+            given = self._given(first)
+            outputs = self.model._prefill(tokens, self.config, given)
+            outputs["logits"] = outputs.logits.repeat_interleave(beams, 0)
+            cache = _cache_of(given)
+            cache.self_attention_cache.batch_repeat_interleave(beams)
+            for layer in cache.cross_attention_cache.layers:
+                layer.keys = layer.keys.repeat_interleave(beams, 0)
+                layer.values = layer.values.repeat_interleave(beams, 0)
+            keep_shared(cache.cross_attention_cache, beams)
         self._update(outputs)
-        # At first the beams of a source are alike, and the search takes one.
-        return self._scores(outputs.logits)[:: self.beams]
+        return self._scores(outputs.logits)[::beams]
 
     def step(self, tokens: Tensor) -> Tensor:
         self.tokens = torch.cat((self.tokens, tokens[:, None]), 1)
         if self.repeated is not None:
             self.count += 1
-            return self._scores(self.head(self.repeated(tokens)))
+            return self._scores(self.head(self.repeated.repeat(tokens)))
         inputs = self.model.prepare_inputs_for_generation(
             self.tokens, next_sequence_length=1, **self.given
         )
         with noted_steps() as noted:
             outputs = self.model(**inputs, return_dict=True)
         self._update(outputs)
-        if len(noted) == 1 and noted[0].is_known:
-            head = _head_of(self.model, noted[0].hidden, outputs.logits)
-            if head is not None:
-                self.repeated, self.head = noted[0], head
+        if len(noted) == 1 and noted[0].can_repeat():
+            self.head = _head_of(self.model, noted[0].hidden, outputs.logits)
+            self.repeated = None if self.head is None else noted[0]
         return self._scores(outputs.logits)
 
     def _update(self, outputs: Any, count: int = 1) -> None:
@@ -279,15 +257,19 @@ class _Search(StepDecoder):
             self.repeated.finish()
             self._update({}, self.count)
             self.repeated, self.count = None, 0
-        count, self.tokens = len(self.tokens), self.tokens[rows]
+        _cache_of(self.given).batch_select_indices(rows)
+        self.given, self.tokens = self._given(rows), self.tokens[rows]
+
+    def _given(self, rows: Tensor) -> dict[str, Any]:
+        """Returns the model's arguments for these rows."""
 
         def selected(x: Any) -> Any:
             if isinstance(x, dict):  # the encoder's output
                 return type(x)(**{name: selected(value) for name, value in x.items()})
-            return x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == count else x
+            is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(self.tokens)
+            return x[rows] if is_of_rows else x
 
-        _cache_of(self.given).batch_select_indices(rows)
-        self.given = {name: selected(value) for name, value in self.given.items()}
+        return {name: selected(value) for name, value in self.given.items()}
 
 
 def _is_pure(processor: Any) -> bool:
@@ -313,128 +295,15 @@ def _head_of(model: Any, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], T
     return None
 
 
-@functools.cache
-def _prefill_of(kind: Any) -> Any:
-    @functools.wraps(kind._prefill)
-    def prefill(
-        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
-    ) -> Any:  # fmt: skip
-        beams = generation_config.num_beams or 1
-        one = None
-        if (
-            beams > 1
-            and self.config.is_encoder_decoder
-            and not is_hooked(self)
-            and code_of_others(self) is None
-        ):
-            one = _of_one_beam(generation_config, {**model_kwargs, "input_ids": input_ids})
-        if one is None:
-            return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        tokens = one.pop("input_ids")
-        outputs = kind._prefill(self, tokens, generation_config, one, *args, **kwargs)
-        cache = _cache_of(one)
-        cache.self_attention_cache.batch_repeat_interleave(beams)
-        for layer in cache.cross_attention_cache.layers:
-            layer.keys = layer.keys.repeat_interleave(beams, 0)
-            layer.values = layer.values.repeat_interleave(beams, 0)
-        keep_shared(cache.cross_attention_cache, beams)
-        outputs["logits"] = outputs.logits.repeat_interleave(beams, 0)
-        return outputs
-
-    return prefill
-
-
 def _cache_of(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
-
-
-def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of the first beam of each source; None if beams differ, or of other calls."""
-    names = "DynamicCache", "EncoderDecoderCache"
-    plain, both = (load("transformers.cache_utils", name) for name in names)
-    cache, encoded, beams = _cache_of(given), given.get("encoder_outputs"), config.num_beams
-    if (
-        type(cache) is not both
-        or {type(cache.self_attention_cache), type(cache.cross_attention_cache)} != {plain}
-        or cache.get_seq_length() > 0
-        or any(
-            part.offloading for part in (cache.self_attention_cache, cache.cross_attention_cache)
-        )
-        or config.output_attentions
-        or config.output_hidden_states
-        or not isinstance(encoded, dict)
-        or [*encoded] != ["last_hidden_state"]
-    ):
-        return None
-    found = {**given, "encoder_outputs": encoded[0]}
-    for name, x in found.items():
-        if isinstance(x, Tensor):
-            if x.dim() == 0 or len(x) != len(given["input_ids"]) or len(x) % beams > 0:
-                return None
-            each = x.unflatten(0, (-1, beams))
-            if not torch.equal(each[:, 1:], each[:, :-1]):
-                return None
-            found[name] = x[::beams]
-    return {**found, "encoder_outputs": type(encoded)(last_hidden_state=found["encoder_outputs"])}
-
-
-#: PyTorch's topk is faster on shorter rows.
-_LONG = 10_000
-
-
-class _Blocks(TorchFunctionMode):
-    """Computes `torch.topk` by blocks."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if function is torch.topk and len(args) == 1 and {*given} == {"k"} and not is_traced():
-            return _topk(*args, **given)
-        return function(*args, **given)
 
 
 _METHODS: dict[str, Callable[[Any], Any]] = {
     "_beam_search": _search_of("_beam_search"),
     "_get_logits_processor": _processors_of,
-    "_get_top_k_continuations": _within(_Blocks, "_get_top_k_continuations"),
-    "_prefill": _prefill_of,
     "_sample": _search_of("_sample"),
 }
-
-
-def _topk(x: Tensor, k: int) -> Any:
-    """Returns the result of `torch.topk` for (R, V)."""
-    if x.dim() != 2 or not x.is_cpu or not max(_LONG, k) < x.shape[1]:
-        return torch.topk(x, k)
-    values, indices = top(x, k + 1)
-    # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN.
-    if not bool((values[:, :-1] > values[:, 1:]).all()):
-        return torch.topk(x, k)
-    return torch.return_types.topk((values[:, :k], indices[:, :k]))  # type: ignore[attr-defined]
-
-
-class _Scores(Tensor):
-    """Scores of the next tokens (R, V), whose `torch.argmax` is ours; other results are plain tensors."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with as_plain_tensors():
-            if function is torch.argmax and len(args) == 1 and kwargs == {"dim": -1}:
-                x = args[0].as_subclass(Tensor)
-                return bind_best(x)(x)
-            return function(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _greedy_class(kind: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = kind.__call__(self, *args, **kwargs)
-        return found.as_subclass(_Scores) if type(found) is Tensor and found.is_cpu else found
-
-    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 class _Once(TorchFunctionMode):

@@ -201,7 +201,9 @@ class _Attention(packing.Rows):
         return y.transpose(1, 2).contiguous(), None
 
 
-def _recognise_all(decoder: Any, layers: Any, call: DecoderCall) -> tuple[DecoderCall, list[Step]] | str:
+def _recognise_all(
+    decoder: Any, layers: Any, call: DecoderCall
+) -> tuple[DecoderCall, list[Step]] | str:
     """Returns how the layers are called and their recipes, or the reason why there are none."""
     steps: list[Step] = []
     judged: dict[tuple[Any, ...], Layer[Place]] = {}

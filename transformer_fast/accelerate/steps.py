@@ -2,7 +2,7 @@
 
 A step is a call of the decoder with one new token for each sequence and a cache that holds the
 earlier ones; its layers may attend to an encoder's output. `StepDecoder.forward` runs a step as
-transformers' own ``forward`` with a `_Chain` in place of the layers: embeddings, positions, masks and
+transformers' own ``forward`` with a `Chain` in place of the layers: embeddings, positions, masks and
 the final norm stay the model's code. All other calls run as they did.
 
 The cache stays transformers' `EncoderDecoderCache` or `DynamicCache`, with keys and values that are
@@ -86,7 +86,7 @@ class DecoderCall(NamedTuple):
     has_bias: bool = False
 
 
-#: A mask (B, H, T, S), which transformers passes on to the layers as it is. `_Chain` ignores it.
+#: A mask (B, H, T, S), which transformers passes on to the layers as it is. `Chain` ignores it.
 _ANY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -110,7 +110,7 @@ def try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if given.get("use_cache") is None and "use_cache" in decoder._names:
         given["use_cache"] = decoder.config.use_cache
     # The copy has the decoder's parts and attributes; only its layers differ.
-    copied = object.__new__(decoder._theirs)
+    chain.copied = copied = object.__new__(decoder._theirs)
     copied.__dict__.update(decoder.__dict__)
     copied.__dict__["_modules"] = {**decoder._modules, decoder._stack: (chain,)}
     if decoder._call.is_crossed:
@@ -121,12 +121,13 @@ def try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None
     noted = _noted.get()
     if noted is not None:
-        noted.append(RepeatedStep(copied, given, chain, found[0]))
+        chain.given, chain.hidden = given, found[0]
+        noted.append(chain)
     return found
 
 
 @functools.cache
-def _inner_forward(kind: Any) -> Any:
+def _inner_forward(kind: Any) -> Callable[..., Any]:
     """Returns a decoder's forward without transformers' decorators, which collect outputs of layers.
 
     They take a tenth of an int8 step. The trial of two steps compares its results, too.
@@ -135,63 +136,18 @@ def _inner_forward(kind: Any) -> Any:
 
 
 #: Steps of the current call; None: they are not recorded.
-_noted: ContextVar[list[RepeatedStep] | None] = ContextVar("noted", default=None)
+_noted: ContextVar[list[Chain] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
-def noted_steps() -> Iterator[list[RepeatedStep]]:
+def noted_steps() -> Iterator[list[Chain]]:
     """Within the block, the steps that run natively are added to the list."""
-    found: list[RepeatedStep] = []
+    found: list[Chain] = []
     token = _noted.set(found)
     try:
         yield found
     finally:
         _noted.reset(token)
-
-
-class RepeatedStep:
-    """A step that ran, and runs again for the tokens after it, without its checks.
-
-    For searches within which only transformers' code and ours runs. Until `finish` the cache shows
-    nothing but its length.
-    """
-
-    def __init__(self, copied: Any, given: dict[str, Any], chain: _Chain, hidden: Tensor) -> None:
-        self.copied, self.given, self.chain, self.hidden = copied, given, chain, hidden
-        self.forward = _inner_forward(type(copied))
-
-    @property
-    def is_known(self) -> bool:
-        """True if the arguments of the next step follow from those of this one."""
-        given, shape = self.given, (len(self.hidden), 1)
-        others = [given.get(name) for name in ("position_ids", "cache_position")]
-        return given.get("inputs_embeds") is None and all(
-            x is None or x.shape in (shape, (1, 1), (1,)) for x in others
-        )
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Returns the decoder's output (R, 1, M) for the next tokens (R,)."""
-        given = self.given
-        given["input_ids"] = tokens[:, None]
-        for name in ("position_ids", "cache_position"):
-            if given.get(name) is not None:
-                given[name] = given[name] + 1
-        mask = given.get(MASK)
-        if mask is not None and mask is not _ANY_MASK:
-            given[MASK] = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
-        self.chain.is_repeated = True
-        return self.forward(self.copied, **given)[0]  # type: ignore[no-any-return]
-
-    def reorder(self, rows: Tensor) -> None:
-        """Makes sequence r continue sequence ``rows[r]`` of the same source."""
-        places: Any = self.chain.places
-        places.buffer = places.reordering.apply(places.buffer, rows, places.length)
-        places.show_length()
-
-    def finish(self) -> None:
-        """Shows all keys and values in the cache."""
-        places: Any = self.chain.places
-        places._show(places.layers)
 
 
 class _NotAStepError(Exception):
@@ -204,8 +160,8 @@ _READ = frozenset({"input_ids", "inputs_embeds", MASK, MEMORY, MEMORY_MASK, *CAC
 _FREE = frozenset({"use_cache", "return_dict", "position_ids", "cache_position"})
 
 
-def _chain(decoder: Any, given: dict[str, Any]) -> _Chain | None:
-    """Returns the `_Chain` of a step; None: the call is no step, or must run module by module."""
+def _chain(decoder: Any, given: dict[str, Any]) -> Chain | None:
+    """Returns the `Chain` of a step; None: the call is no step, or must run module by module."""
     cache = given.get(decoder._cache)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -247,7 +203,7 @@ def _chain(decoder: Any, given: dict[str, Any]) -> _Chain | None:
         bound = bound_to(layers, StepDecoder, functools.partial(_read, layers, decoder._steps))
     except Unreadable:
         return None
-    return _Chain(decoder, bound, cache, parts, padding_mask)
+    return Chain(decoder, bound, cache, parts, padding_mask)
 
 
 def _read(layers: Any, steps: Sequence[Step], guard: Guard) -> list[Layer[Place]]:
@@ -291,8 +247,18 @@ def settings(layer: Any) -> tuple[tuple[str, Any], ...]:
     return (*found.items(),)
 
 
-class _Chain:
-    """Stands in for all layers of a decoder in one step."""
+class Chain:
+    """Stands in for all layers of a decoder in one step.
+
+    `repeat` runs the steps after it without their checks, for searches within which only transformers'
+    code and ours runs. Until `finish` the cache then shows nothing but its length.
+    """
+
+    #: The decoder with this chain, the arguments of its call, and the result (R, 1, M).
+    copied: Any
+    given: dict[str, Any]
+    hidden: Tensor
+    places: _Places
 
     def __init__(
         self, decoder: Any, bound: Bound, cache: Any, parts: tuple[Any, ...], mask: Tensor | None
@@ -300,7 +266,6 @@ class _Chain:
         self.decoder, self.bound, self.cache, self.parts = decoder, bound, cache, parts
         self.mask = mask
         self.is_repeated = False
-        self.places: _Places | None = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the result (R, 1, M) of the last layer, and adds the new keys to the cache."""
@@ -310,7 +275,7 @@ class _Chain:
         tables = given.get(ROTATION) or ()
         if self.is_repeated:
             y = self.run(x, own_mask, tables)
-            self.places.show_length()  # type: ignore[union-attr]
+            self.places.show_length()
             return y
         if not are_plain_on_cpu((x, own_mask, *tables)) or x.shape[:-1] != (len(own[0].keys), 1):
             raise _NotAStepError
@@ -352,7 +317,6 @@ class _Chain:
     def run(self, x: Tensor, own_mask: Tensor | None, tables: Sequence[Tensor]) -> Any:
         """Returns the result of the last layer, whose new keys are in the buffer."""
         call, places = self.decoder._call, self.places
-        assert places is not None
         places.make_room()
         if call.has_bias:
             own_mask = places.bias(self.decoder, self.is_repeated)
@@ -361,6 +325,35 @@ class _Chain:
         places.wrote()
         y = y.view(x.shape)
         return (y, *[None] * (call.returned - 1)) if call.returned else y
+
+    def can_repeat(self) -> bool:
+        """True if the arguments of the next step follow from those of this one."""
+        given = [self.given.get(name) for name in ("position_ids", "cache_position")]
+        shapes = (len(self.hidden), 1), (1, 1), (1,)
+        known = all(x is None or x.shape in shapes for x in given)
+        return known and self.given.get("inputs_embeds") is None
+
+    def repeat(self, tokens: Tensor) -> Tensor:
+        """Returns the decoder's output (R, 1, M) for the next tokens (R,)."""
+        given, self.is_repeated = self.given, True
+        given["input_ids"] = tokens[:, None]
+        for name in ("position_ids", "cache_position"):
+            if given.get(name) is not None:
+                given[name] = given[name] + 1
+        mask = given.get(MASK)
+        if mask is not None and mask is not _ANY_MASK:
+            given[MASK] = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+        forward = _inner_forward(self.decoder._theirs)
+        return forward(self.copied, **given)[0]  # type: ignore[no-any-return]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Makes sequence r continue sequence ``rows[r]`` of the same source."""
+        places = self.places
+        places.buffer = places.reordering.apply(places.buffer, rows, places.length)
+        places.show_length()
+
+    def finish(self) -> None:
+        self.places._show(self.places.layers)
 
     def in_bf16(self) -> bool:
         return decoders.caches_in_bf16(self.bound.layers)
