@@ -21,7 +21,7 @@ from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 
 from . import compare, findings, peers, report
-from .suites import Scope, Suite, models, ops, text, third_party
+from .suites import Scope, Suite, generate, models, ops, text, third_party
 
 #: Suites of the command ``run``, in the order of the report.
 SUITES: dict[str, Suite] = {
@@ -33,6 +33,7 @@ SUITES: dict[str, Suite] = {
     "training": models.training,
     "hand-written": third_party.hand_written,
     "third-party": third_party.third_party,
+    "generate": generate.generate,
     "text encoders": text.text_encoders,
     "released text encoder": text.released,
     "half precision": text.half_precision,

@@ -16,9 +16,10 @@ peer cannot run the call; or None if the peer is not for this kind of work.
                                      "bfloat16" or "int8" (products of 8 bits, results as in float32)
     generate(adapt)                  ``adapt(**settings)``, a function of (prompt,) that returns the
                                      tokens of transformers' ``generate`` with these settings
-    decode(model, arguments, new, precision)
-                                     function of (source,) that returns greedily decoded tokens
-                                     (B, new); the model is a `suites.models.Translator`
+    search(model, inputs, beams, new, precision)
+                                     function of (source,) that returns the tokens (B, new) of a
+                                     model of `suites.generate`; its attribute ``label``, if it has
+                                     one, is the name of its rows
 
 Weights may be prepared (packed, converted) when the function is created, because they do not change
 while it is timed. Activations may not, because they change from call to call. The results of peers
@@ -28,13 +29,13 @@ are checked; a wrong one (`measure.benchmark_case.PEER_FACTOR`) is not timed.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import io
 import logging
 import math
+import os
 import shutil
 import signal
 import tempfile
@@ -51,6 +52,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from transformer_fast import _native
+from transformer_fast.measure import machine
 from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.benchmark_case import Arguments, Candidate
 from transformer_fast.measure.cases import fast_path, with_fast_path
@@ -133,7 +135,7 @@ def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candida
         if isinstance(offer, str):
             found.append(Candidate(peer.name, None, offer, ours=False))
         elif offer is not None:
-            found.append(Candidate(peer.name, offer, ours=False))
+            found.append(Candidate(getattr(offer, "label", peer.name), offer, ours=False))
     return found
 
 
@@ -697,109 +699,128 @@ class OpenVino(Converter):
         return fastest([_ByShape(model, hint) for hint in ("f32", "bf16")], examples)
 
 
-def _marian(model: Any) -> Any:
-    """Returns the MarianMTModel of transformers with the weights of a `suites.models.Translator`."""
-    from transformers import MarianConfig, MarianMTModel
-
-    first, layers = model.encoder.layers[0], len(model.encoder.layers)
-    heads, hidden = first.self_attn.num_heads, first.linear1.out_features
-    config = MarianConfig(
-        vocab_size=model.embedding.num_embeddings, d_model=first.self_attn.embed_dim,
-        max_position_embeddings=len(model.positions), activation_function="relu",
-        encoder_layers=layers, encoder_attention_heads=heads, encoder_ffn_dim=hidden,
-        decoder_layers=layers, decoder_attention_heads=heads, decoder_ffn_dim=hidden,
-        scale_embedding=False, tie_word_embeddings=False, share_encoder_decoder_embeddings=True,
-        pad_token_id=0, eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=1,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    state = {
-        "model.shared.weight": model.embedding.weight,
-        "lm_head.weight": model.output.weight,
-        "final_logits_bias": model.output.bias[None],
-    }
-    known = {
-        "norm1": "self_attn_layer_norm", "multihead_attn": "encoder_attn",
-        "norm2": "encoder_attn_layer_norm", "linear1": "fc1", "linear2": "fc2",
-    }  # fmt: skip
-    for half, last in (("encoder", "norm2"), ("decoder", "norm3")):
-        state[f"model.{half}.embed_tokens.weight"] = model.embedding.weight
-        state[f"model.{half}.embed_positions.weight"] = model.positions
-        names = {**known, last: "final_layer_norm"}
-        for name, value in getattr(model, half).state_dict().items():
-            _, number, part, rest = name.split(".", 3)
-            place = f"model.{half}.layers.{number}.{names.get(part, part)}"
-            if rest.startswith("in_proj_"):
-                for letter, chunk in zip("qkv", value.chunk(3), strict=True):
-                    state[f"{place}.{letter}_proj.{rest.removeprefix('in_proj_')}"] = chunk
-            else:
-                state[f"{place}.{rest}"] = value
-    theirs = MarianMTModel(config)
-    theirs.load_state_dict(state)
-    return theirs.eval().to(model.output.weight)
+def _named(model: Any) -> list[str]:
+    """Returns names of a model's tokens, by which CTranslate2 finds some."""
+    config = model.config
+    names = [f"t{i}" for i in range(config.vocab_size)]
+    if config.model_type == "whisper":
+        special = (
+            "endoftext", "startoftranscript", "en", "translate", "transcribe", "startofprev",
+            "nospeech", "notimestamps",
+        )  # fmt: skip
+        ids = 50257, 50258, 50259, 50358, 50359, 50361, 50362, 50363
+        for i, name in zip(ids, special, strict=True):
+            names[i] = f"<|{name}|>"
+    else:
+        names[:4] = "<pad>", "<s>", "</s>", "<unk>"
+    return names
 
 
-class HuggingFace(Peer):
-    """MarianMTModel of Hugging Face transformers, their implementation of the paper's model."""
+def _converted(model: Any, names: list[str]) -> Any:
+    """Converts a model of transformers by CTranslate2's own loader."""
+    from ctranslate2.converters import transformers
 
-    name, packages = "Hugging Face", ("transformers",)
+    kind = model.config.model_type
+    loaders = {"t5": "T5", "whisper": "Whisper", "gpt2": "GPT2", "llama": "Llama"}
+    model.config.normalize_before, model.config.normalize_embedding = False, kind == "bart"
+    loader = getattr(transformers, f"{loaders.get(kind, 'Bart')}Loader")()
+    spec: Any = loader.get_model_spec(model)
+    if kind in ("marian", "bart", "t5"):
+        spec.register_source_vocabulary(names)
+        spec.register_target_vocabulary(names)
+        spec.config.add_source_bos = spec.config.add_source_eos = False
+        spec.config.decoder_start_token = "<s>"
+    else:
+        spec.register_vocabulary(names)
+    if kind == "whisper":
+        spec.config.suppress_ids, spec.config.suppress_ids_begin = model.config.suppress_tokens, []
+        spec.config.lang_ids, spec.config.alignment_heads = [50259], [(1, 0)]
+    else:
+        spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = names[1:4]
+    spec.validate()
+    return spec
 
-    def decode(self, model: Any, arguments: Arguments, new: int, precision: str) -> Offer:
-        if precision == "int8":
-            return None
-        options = {"max_new_tokens": new, "min_new_tokens": new, "num_beams": 1, "do_sample": False}
-        generate = functools.partial(_marian(model).generate, **options)
-        return lambda source: generate(source, attention_mask=torch.ones_like(source))[:, 1:]
 
-
-def _translator(folder: str, precision: str, threads: int, names: list[str], new: int) -> Any:
+def _searcher(
+    folder: str, kind: str, precision: str, threads: int, names: list[str], beams: int, new: int,
+    settings: dict[str, str],
+) -> Any:  # fmt: skip
+    os.environ.update(settings)  # read when the package is imported
     import ctranslate2
 
-    translator = ctranslate2.Translator(
-        folder, device="cpu", compute_type=precision, inter_threads=1, intra_threads=threads
-    )
+    options: dict[str, Any] = {
+        "compute_type": precision,
+        "inter_threads": 1,
+        "intra_threads": threads,
+    }
     numbers = {name: number for number, name in enumerate(names)}
+    if kind == "whisper":
+        whisper = ctranslate2.models.Whisper(folder, **options)
+        prompt = [50258, 50259, 50359, 50363]
 
-    def run(source: list[list[int]]) -> list[list[int]]:
-        found = translator.translate_batch(
-            [[names[i] for i in row] for row in source],
-            beam_size=1, max_decoding_length=new, min_decoding_length=new,
-        )  # fmt: skip
+        def listen(sound: Any) -> Any:
+            found = whisper.generate(
+                ctranslate2.StorageView.from_array(sound), [prompt] * len(sound), beam_size=beams,
+                max_length=2 * new, suppress_blank=False,  # it decodes half of max_length
+            )  # fmt: skip
+            return [one.sequences_ids[0] for one in found]
+
+        return listen
+    is_decoder = kind in ("gpt2", "llama")
+    model = (ctranslate2.Generator if is_decoder else ctranslate2.Translator)(folder, **options)
+
+    def run(source: Any) -> list[list[int]]:
+        rows = [[names[i] for i in row] for row in source]
+        if is_decoder:
+            found = model.generate_batch(
+                rows, max_length=new, beam_size=beams, include_prompt_in_result=False
+            )
+            return [one.sequences_ids[0] for one in found]
+        found = model.translate_batch(rows, beam_size=beams, max_decoding_length=new)
         return [[numbers[name] for name in one.hypotheses[0]] for one in found]
 
     return run
 
 
-def _converted(model: Any, names: list[str]) -> Any:
-    """Converts a `suites.models.Translator` by CTranslate2's own loader for models like Marian."""
-    from ctranslate2.converters.transformers import BartLoader
-
-    theirs = _marian(model).requires_grad_(False)
-    theirs.config.normalize_before = theirs.config.normalize_embedding = False
-    spec: Any = BartLoader().get_model_spec(theirs)
-    spec.register_source_vocabulary(names)
-    spec.register_target_vocabulary(names)
-    spec.config.add_source_bos = spec.config.add_source_eos = False
-    spec.config.decoder_start_token = "<s>"
-    spec.validate()
-    return spec
-
-
 class CTranslate2(Peer):
-    """CTranslate2: whole translation models, converted beforehand, in a process of their own."""
+    """CTranslate2: whole models, converted beforehand, in a process of their own.
+
+    Its settings are those that are the fastest of some here; they are a part of the row's name.
+    """
 
     name, packages = "CTranslate2", ("ctranslate2", "transformers")
 
-    def decode(self, model: Any, arguments: Arguments, new: int, precision: str) -> Offer:
-        (source,) = arguments
-        if source.device.type != "cpu" or model.positions.dtype != torch.float32:
-            return "it is measured with float32 models on the CPU"
-        words = (f"t{i}" for i in range(3, model.embedding.num_embeddings))
-        names = ["<unk>", "<s>", "</s>", *words]
+    def search(
+        self, model: Any, inputs: Sequence[Examples], beams: int, new: int, precision: str
+    ) -> Offer:
+        names, kind = _named(model), model.config.model_type
+        found = {}
         with tempfile.TemporaryDirectory() as folder:
-            _converted(model, names).save(folder)
-            threads = torch.get_num_threads()
-            translate = Remote(_translator, folder, precision, threads, names, new)
-        return lambda source: torch.tensor(translate(source.tolist()))
+            _converted(copy.deepcopy(model), names).save(folder)
+            for settings in _settings_of_ctranslate2():
+                threads = torch.get_num_threads()
+                given = folder, kind, precision, threads, names, beams, new, settings
+                remote = Remote(_searcher, *given)
+
+                def run(source: Tensor, remote: Remote = remote) -> Tensor:
+                    is_sound = source.is_floating_point()
+                    return torch.tensor(remote(source.numpy() if is_sound else source.tolist()))
+
+                found[run] = ", ".join(("CTranslate2", *map("=".join, settings.items())))
+        best = fastest([*found], inputs[0])
+        best.label = found[best]  # type: ignore[attr-defined]
+        return best
+
+
+def _settings_of_ctranslate2() -> list[dict[str, str]]:
+    if named_isa() is not None:
+        return [{}]
+    found: list[dict[str, str]] = [{}]
+    if _native.module is not None and "avx512" in _native.module.supported_isas():
+        found.append({"CT2_FORCE_CPU_ISA": "AVX512"})
+    if "Intel" in machine.describe(torch.device("cpu"))["cpu"]:
+        found = [{**one, "CT2_USE_MKL": use} for one in found for use in "01"]
+    return found
 
 
 def visible_keys(
@@ -899,7 +920,6 @@ class Liger(Peer):
 PEERS: dict[str, Peer] = {
     "ctranslate2": CTranslate2(),
     "flex_attention": FlexAttention(),
-    "hugging_face": HuggingFace(),
     "inductor_tuned": InductorTuned(),
     "liger": Liger(),
     "onednn_prepacked": OneDnnPrepacked(),

@@ -174,10 +174,6 @@ unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 fp32_precision = torch._C._get_fp32_precision_getter
 
 
-#: Context manager within which subclasses of Tensor are plain tensors.
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-
-
 def is_traced() -> bool:
     """True while torch.compile, torch.export or torch.jit.trace records a program."""
     return is_compiling() or is_jit_tracing()

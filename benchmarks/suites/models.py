@@ -437,14 +437,13 @@ def _decoding(scope: Scope, case: Decoding, int8: bool = False) -> BenchmarkCase
     ours, theirs = twins(lambda nn: Translator(nn, size, longest), dtype, device)
     inputs, name = scope.tokens(3, vocabulary, batch, source), f"{layers}+{layers}, {case}"
     oracle = copy.deepcopy(theirs).double()
-    offered = scope.offered("decode", theirs, inputs[0][0], new, "int8" if int8 else "float32")
     if int8:
         plain = "transformer_fast.nn, float32"
         quantized = cached(accelerated(theirs, quantize="int8"), new)
         checker = GreedyJudge(oracle, copy.deepcopy(theirs).bfloat16().logits, new)
         return BenchmarkCase(
             "greedy decoding", f"{name}, int8", inputs,
-            [Candidate(ACCELERATED, quantized), Candidate(plain, cached(ours, new)), *offered],
+            [Candidate(ACCELERATED, quantized), Candidate(plain, cached(ours, new))],
             checker, chosen=ACCELERATED, reference=plain, torch=(), items=batch * new,
         )  # fmt: skip
     with torch.no_grad(), record() as found:
@@ -458,7 +457,6 @@ def _decoding(scope: Scope, case: Decoding, int8: bool = False) -> BenchmarkCase
         Candidate(chosen, cached(ours, new)),
         Candidate("reference", forced(cached(ours, new), "reference")),
         Candidate(EAGER, *eager, ours=False),
-        *offered,
     ]
     starts = torch.full((batch, new), START, device=scope.device)
     flops = flops_of(theirs.logits, *inputs[0][0], starts)

@@ -34,9 +34,8 @@ from transformer_fast.measure.cases import (
 )
 from transformer_fast.models import SinusoidalPositions
 
-from ..peers import compiled_steps
 from . import ACCELERATED, EAGER, Maker, Scope, accelerated, spread_biases, suite_of
-from .models import START, TUTORIALS, Case, Decoding, Gradients, GreedyJudge, Step, flops_of
+from .models import TUTORIALS, Case, Gradients, Step, flops_of
 
 REWRITTEN, NN = "rewritten", "transformer_fast.nn"
 
@@ -354,14 +353,6 @@ _QUICK = ("BERT", "Llama")
 #: Models timed forward and backward.
 _TRAINED = ("BERT", "GPT-2", "Llama", "T5", "ViT")
 
-#: Models that decode: (suffix of the class's name, config fields for the number of layers).
-_GENERATE = {
-    "GPT-2": ("LMHeadModel", "n_layer"),
-    "Qwen3": ("ForCausalLM", "num_hidden_layers"),
-    "T5": ("ForConditionalGeneration", "num_layers"),
-    "Marian": ("MTModel", "encoder_layers decoder_layers"),
-}
-
 
 class _First(nn.Module):
     """Wraps a model so that it returns its first result, a tensor."""
@@ -430,77 +421,10 @@ def _model(scope: Scope, name: str, trained: bool = False) -> BenchmarkCase:
     )  # fmt: skip
 
 
-class _Generate(nn.Module):
-    """Greedy ``generate``: new tokens (B, new) for a prompt (B, T)."""
-
-    def __init__(self, model: Any, new: int, **settings: Any) -> None:
-        super().__init__()
-        self.model, self.new, self.settings = model, new, settings
-
-    def forward(self, prompt: Tensor) -> Tensor:
-        mask = torch.ones_like(prompt)
-        found: Tensor = self.model.generate(prompt, attention_mask=mask, **self.settings)
-        return found[:, -self.new :]
-
-    def logits(self, prompt: Tensor, target: Tensor) -> Tensor:
-        """Returns logits (B, new, V) under teacher forcing; ``target`` begins with the start token."""
-        given: dict[str, Any] = {"input_ids": prompt, "decoder_input_ids": target}
-        if not self.model.config.is_encoder_decoder:
-            given = {"input_ids": torch.cat((prompt, target[:, 1:]), 1), "logits_to_keep": self.new}
-        found: Tensor = self.model(**given, use_cache=False).logits
-        return found
-
-
-def _generate(name: str, scope: Scope, case: Decoding) -> BenchmarkCase:
-    from transformers import GenerationConfig
-
-    head, counts = _GENERATE[name]
-    layers = dict.fromkeys(counts.split(), case.layers)
-    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    model = _built(scope, name, head, vocab_size=case.vocabulary, **layers, **ends)
-    if name == "T5":  # otherwise a token's large embedding dominates, and the model repeats it
-        model.get_input_embeddings().weight.data.mul_(0.05)
-    # Without an end token all candidates generate the same number of tokens.
-    model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=case.new, pad_token_id=0, decoder_start_token_id=START
-    )
-    run = _Generate(model.requires_grad_(False), case.new).eval()
-    inputs = scope.tokens(5, case.vocabulary, case.batch, case.length)
-    candidates = [
-        Candidate(ACCELERATED, accelerated(run)),
-        Candidate(EAGER, run, ours=False),
-    ]
-    if not scope.quick:  # compiling it takes almost a minute
-
-        def adapt(**settings: Any) -> _Generate:
-            return _Generate(copy.deepcopy(model), case.new, **settings)
-
-        ours = adapt(**compiled_steps(backend="transformer_fast", mode=None))
-        candidates = [Candidate("compiled", ours), *candidates, *scope.offered("generate", adapt)]
-    checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, case.new)
-    start = torch.full((case.batch, case.new), START, device=scope.device)
-    flops = flops_of(run.logits, inputs[0][0][0], start)
-    # Each token reads the decoder's weights, without the input embedding.
-    read = {*model.get_decoder().parameters()} - {model.get_input_embeddings().weight}
-    moved = case.new * sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
-    if model.config.is_encoder_decoder:
-        moved += parameter_bytes(model.get_encoder())
-    return scope.case(
-        "third-party generate", f"{name}, {case}", inputs, candidates, checker,
-        (flops, flops, moved), ACCELERATED if scope.quick else "compiled", reference=EAGER,
-    )  # fmt: skip
-
-
 def third_party(scope: Scope) -> Iterator[tuple[str, Maker]]:
     if importlib.util.find_spec("transformers") is None:
         return
-    prompts = Decoding(1, 32, 64, 32000, 6), Decoding(4, 32, 64, 32000, 6)
-    small = [Decoding(2, 8, 6, 1000, 2)]
     yield from suite_of(
         ("third-party", _model, [*MODELS], _QUICK),
         ("third-party training", functools.partial(_model, trained=True), _TRAINED, _QUICK),
-        *(
-            (f"third-party {name}, generate", functools.partial(_generate, name), prompts, small)
-            for name in _GENERATE
-        ),
     )(scope)

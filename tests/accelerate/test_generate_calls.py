@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_generation_steps import build, sources
+from test_generation_steps import DECODERS, build, sources, tokens_of
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
+from transformers.generation.streamers import BaseStreamer
 
 from examples import transcribe, translate
 from transformer_fast import _native, accelerate, memory, restore
 from transformer_fast.accelerate import generate_calls
+from transformer_fast.accelerate.steps import Chain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -48,29 +50,82 @@ def test_models_get_their_class_back() -> None:
     assert type(model) is kind
 
 
+class Plain(LogitsProcessor):
+    """Changes nothing, but is code of users."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+class Streamer(BaseStreamer):
+    def put(self, value: Any) -> None:
+        """Takes tokens."""
+
+    def end(self) -> None:
+        """Ends the stream."""
+
+
+#: Options of searches that run in our loops, and of those that do not.
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "early stopping": {"eos_token_id": [2, *range(30, 40)], "early_stopping": True},
+    "never stopping": {
+        "eos_token_id": [2, *range(30, 40)], "early_stopping": "never", "length_penalty": 2.0},
+    "no end token": {"eos_token_id": None, "pad_token_id": 0},
+    "ties": {"suppress_tokens": [*range(5, 96)]},
+    "processors": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+}  # fmt: skip
+THEIRS: dict[str, dict[str, Any]] = {
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "sampling": {"do_sample": True},
+    "function of users": {"prefix_allowed_tokens_fn": lambda batch, tokens: [*range(4, 40)]},
+    "processor of users": {"logits_processor": LogitsProcessorList([Plain()])},
+    "criterion": {"max_time": 1000.0},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+}
+
+
 @pytest.mark.parametrize("beams", [1, 3])
-def test_tokens_of_a_large_vocabulary(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = build("marian", vocab_size=6000), []
-    options = {"num_beams": beams, "suppress_tokens": [5, 6], "min_new_tokens": 9}
-    expected = generated(model, **options)
+@pytest.mark.parametrize("name", ["marian", "t5", "gpt2", "llama"])
+def test_searches_in_our_loops(name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"num_beams": beams, "num_return_sequences": 1 if beams == 1 else 2}
+    theirs = {"scores": THEIRS["scores"]} if name != "marian" else THEIRS
+    if beams == 1:
+        theirs = theirs | {"streamer": {"streamer": Streamer()}}
+    model, repeated, searches, left = build(name), [], [], []
+    several = tokens_of(model, 4, name)[0, -20:-15].tolist()
+    ours = OURS | {"several end tokens": {"eos_token_id": [2, *several]}}
+    every = {each: given | more for each, more in (ours | theirs).items()}
+    expected = {each: tokens_of(model, 4, name, **more) for each, more in every.items()}
     accelerate(model)
-    for name in ("top", "bind_best"):
-        run = getattr(generate_calls, name)
-        monkeypatch.setattr(
-            generate_calls, name, lambda *a, run=run, name=name: calls.append(name) or run(*a)
-        )
-    assert torch.equal(generated(model, **options), expected)
-    assert calls == ["bind_best" if beams == 1 else "top"] * 20
-    scores = generated(model, output_scores=True, return_dict_in_generate=True, num_beams=beams)
-    assert {type(each) for each in scores.scores} == {Tensor}
+    repeat, run = Chain.repeat, generate_calls._Search.run
+    monkeypatch.setattr(Chain, "repeat", lambda *a: repeated.append(len(a[1])) or repeat(*a))
+    monkeypatch.setattr(generate_calls._Search, "run", lambda self: searches.append(1) or run(self))
+    select = generate_calls._Search._select
+    monkeypatch.setattr(
+        generate_calls._Search, "_select", lambda self, x: left.append(x) or select(self, x)
+    )
+    for each, more in every.items():
+        found = [tokens_of(model, 4, name, **more), expected[each]]
+        found = [getattr(x, "sequences", x) for x in found]
+        assert torch.equal(*found), each
+        assert len(searches) == int(each in ours), each
+        count = found[0].shape[1] - (7 if name in DECODERS else 1)
+        # Steps after the first are repeated, and the first after sequences have left the batch is not.
+        assert each not in ours or count - 6 <= len(repeated) < count, each
+        if each == "several end tokens" and beams == 1:
+            assert left, "ended sequences leave the batch"
+        searches.clear()
+        repeated.clear()
 
 
 @pytest.mark.parametrize("reader", ["a hook", "a global hook", "another forward"])
 def test_code_of_users_gets_all_beams(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without such code the first tokens of a source's beams are computed once."""
-    model, sizes, run = build("marian"), [], generate_calls._of_one_beam
+    model, sizes, run = build("marian"), [], generate_calls.keep_shared
     monkeypatch.setattr(
-        generate_calls, "_of_one_beam", lambda *given: sizes.append("one") or run(*given)
+        generate_calls, "keep_shared", lambda *given: sizes.append("one") or run(*given)
     )
     accelerate(model)
     expected = generated(model, num_beams=3)
@@ -143,24 +198,24 @@ def test_comparisons_end_with_their_search() -> None:
     assert not outer.is_valid
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite", "short"])
-def test_highest_scores_are_those_of_pytorch(kind: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 900 if kind == "short" else 20_011)
+@pytest.mark.parametrize("kind", ["random", "ties", "NaN", "infinite"])
+def test_extensions_are_those_of_pytorch(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, scores = (
+        torch.randn(6, 20_011, generator=generator),
+        torch.tensor([[0.0, -1, -2], [3, 2, 1]]),
+    )
     if kind == "ties":
         x = (9 * x).round()
     elif kind != "random":
         x[1, 7::500] = torch.nan if kind == "NaN" else -torch.inf
         x[0, 11:] = -torch.inf if kind == "infinite" else x[0, 11:]
-    for k in (1, 8, 10):
-        with generate_calls._Blocks():
-            found = torch.topk(x, k=k)
-        expected = torch.topk(x, k=k)
-        assert torch.equal(found.indices, expected.indices)
-        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
-    best = torch.argmax(x.as_subclass(generate_calls._Scores), dim=-1)
-    assert type(best) is Tensor
-    assert torch.equal(best, x.argmax(-1))
+    every = (x.view(2, 3, -1) + scores[:, :, None]).flatten(1)
+    for count in (1, 6, 9):
+        best, parents, tokens = generate_calls._Rules(False).extensions(x, scores, count)
+        expected = every.topk(count)
+        assert torch.equal(parents * x.shape[1] + tokens, expected.indices)
+        torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
 class Searches(TorchFunctionMode):

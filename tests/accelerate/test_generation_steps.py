@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_fast import _native, accelerate, restore
 from transformer_fast.accelerate import generation
+from transformer_fast.accelerate import steps as native
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
@@ -116,14 +117,14 @@ def sources(batch: int = 3, name: str = "marian") -> dict[str, Tensor]:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the number of sequences in each step that ran as one call."""
     found: list[int] = []
-    call = generation._Chain.__call__
+    call = native.Chain.__call__
 
     def counted(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = call(self, x, *args, **kwargs)
         found.append(len(x))
         return y
 
-    monkeypatch.setattr(generation._Chain, "__call__", counted)
+    monkeypatch.setattr(native.Chain, "__call__", counted)
     return found
 
 
@@ -173,7 +174,7 @@ def test_logits_of_steps(name: str, dtype: torch.dtype, steps: list[int]) -> Non
     oracle = logits_of(copy.deepcopy(model).double(), name=name)
     expected = logits_of(model, name=name)
     report = accelerate(model)
-    decoder = next(n for n, m in model.named_modules() if isinstance(m, generation.StepDecoder))
+    decoder = next(n for n, m in model.named_modules() if isinstance(m, native.StepDecoder))
     assert generation.ONE_CALL in report[decoder].reason
     steps.clear()
     found = logits_of(model, name=name)
@@ -245,7 +246,7 @@ def test_tokens_are_those_of_transformers(name: str, batch: int, steps: list[int
         assert torch.equal(tokens_of(model, batch, name, **options[option]), tokens), option
         assert len(steps) >= tokens.shape[1] - prompt - 5, option
     restore(model)
-    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+    assert not any(isinstance(m, native.StepDecoder) for m in model.modules())
     steps.clear()
     assert torch.equal(tokens_of(model, batch, name, **options["beams"]), expected["beams"])
     assert not steps
@@ -255,21 +256,21 @@ def test_beams_share_the_keys_of_their_source(
     marian: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    init = generation._Memory.__init__
+    init = native._Memory.__init__
 
     def noted(self: Any, *args: Any) -> None:
         init(self, *args)
         made.append(self.beams)
 
-    monkeypatch.setattr(generation._Memory, "__init__", noted)
+    monkeypatch.setattr(native._Memory, "__init__", noted)
     allocated: list[int] = []
-    allocate = generation._Places._allocate
+    allocate = native._Places._allocate
 
     def counted(self: Any, *args: Any) -> None:
         allocate(self, *args)
         allocated.append(self.length)
 
-    monkeypatch.setattr(generation._Places, "_allocate", counted)
+    monkeypatch.setattr(native._Places, "_allocate", counted)
     tokens_of(marian, num_beams=4)
     assert steps[:1] == [12]
     assert made == [4]
@@ -450,7 +451,7 @@ def test_accelerate_is_idempotent_and_copies_keep_their_steps(
     assert torch.equal(tokens_of(copied), expected)
     assert len(steps) == 35
     theirs = pickle.loads(pickle.dumps(marian))
-    assert not any(isinstance(m, generation.StepDecoder) for m in theirs.modules())
+    assert not any(isinstance(m, native.StepDecoder) for m in theirs.modules())
 
 
 def test_filter_and_other_decoders_are_reported() -> None:
@@ -478,7 +479,7 @@ def test_decoders_with_other_code_keep_it() -> None:
     model = build("marian")
     model.model.decoder.__class__ = Doubled
     report = accelerate(model)
-    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+    assert not any(isinstance(m, native.StepDecoder) for m in model.modules())
     assert "module by module" in report["model.decoder"].reason
 
 
@@ -489,15 +490,15 @@ def test_verify_covers_steps(steps: list[int], monkeypatch: pytest.MonkeyPatch) 
     assert steps[-1] == 3
     restore(model)
     monkeypatch.setattr(generation, "_difference", lambda *_: None)
-    run = generation._Places.bind
+    run = native._Places.bind
     monkeypatch.setattr(
-        generation._Places,
+        native._Places,
         "bind",
         lambda *a: lambda *b: run(*a)(*b).mul_(1.01),  # type: ignore[misc]
     )
     report = accelerate(model, verify=given)
     assert report.verified is False
-    assert not any(isinstance(m, generation.StepDecoder) for m in model.modules())
+    assert not any(isinstance(m, native.StepDecoder) for m in model.modules())
 
 
 @torch.no_grad()

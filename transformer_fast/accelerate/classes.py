@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -216,29 +217,39 @@ def quantised(module: torch.nn.Module) -> str | None:
     return None
 
 
+#: Class -> its attributes, and the name of the first for which `is_of_others` is True, or None.
+_names_of_others: dict[type, tuple[list[Any], str | None]] = {}
+
+
 def code_of_others(layer: torch.nn.Module) -> str | None:
     """Returns the reason if calls of the layer run code for which `is_of_others` is True."""
     modules = [*layer.modules()]
-    of_classes = (
-        (kind, name, value)
-        for kind in dict.fromkeys(map(original_class, modules))
-        for base in kind.__mro__
-        for name, value in vars(base).items()
-        if name != "__init__"
-    )
-    of_instances = (
-        (type(module), name, value)
+    kinds = dict.fromkeys(map(original_class, modules))
+    found = [(x, name) for x in dict.fromkeys(b for k in kinds for b in k.__mro__)
+             if (name := _name_of_others(x)) is not None]  # fmt: skip
+    found += [
+        (type(module), name)
         for module in modules
         for name, value in vars(module).items()
-        if callable(value)
+        if callable(value) and is_of_others(value)
+    ]
+    if not found:
+        return None
+    return (
+        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, and may need "
+        "padded batches"
     )
-    for kind, name, value in (*of_classes, *of_instances):
-        if is_of_others(value):
-            return (
-                f"{kind.__name__}.{name} is not code of torch, transformers or peft, and may need "
-                "padded batches"
-            )
-    return None
+
+
+def _name_of_others(kind: type) -> str | None:
+    values = [*vars(kind).values()]
+    kept = _names_of_others.get(kind)
+    if kept is None or len(kept[0]) != len(values) or not all(map(operator.is_, kept[0], values)):
+        others = (n for n, x in vars(kind).items() if n != "__init__" and is_of_others(x))
+        kept = values, next(others, None)
+        if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
+            _names_of_others[kind] = kept  # other classes may be freed
+    return kept[1]
 
 
 class State(NamedTuple):

@@ -1,9 +1,10 @@
 """Calls of transformers' `generate` by a model whose decoder has native steps (`generation`).
 
-transformers' own code runs, with five things around it. Untracked writes to weights are looked for
-once a search (`memory.compared_once`). Logits processors that search the vocabulary for their tokens in
-each step do so once. Beam search finds the highest scores by blocks, greedy search with our argmax.
-The first tokens of beams, which are equal, are computed for one beam of each source.
+Greedy and beam search run in the loops of `models.generation.search` if nothing but transformers' code
+would see the difference (`_Search`): a step then skips the model's Python around its decoder.
+
+In all searches untracked writes to weights are looked for once (`memory.compared_once`), and logits
+processors that search the vocabulary for their tokens in each step do so once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,14 +21,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import memory
-from .._context import as_plain_tensors, is_traced
-from ..models.generation.methods import bind_best, top
+from .._context import are_plain_on_cpu, is_traced
+from ..models.generation.decoders import StepDecoder
+from ..models.generation.methods import BeamSearch, Greedy, top
+from ..models.generation.search import Rules, Task, beam_search, one_by_one
 from ..nn.drop_in import DropIn, subclass
 from .classes import code_of_others
 from .padded_places import is_hooked
-from .private_names import CACHES, OBJECTS, load
+from .private_names import CACHES, OBJECTS, SEARCHING, load
+from .steps import Chain, keep_shared, noted_steps
 
 _PROCESSORS = "transformers.generation.logits_process"
+_CRITERIA = "transformers.generation.stopping_criteria"
 
 
 class GeneratingModel(DropIn):
@@ -52,169 +57,253 @@ def _processors_of(kind: Any) -> Any:
     return processors
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], name: str) -> Callable[..., Any]:
-    """Returns a function of a class that returns the class's method, run within a context."""
+def _search_of(name: str) -> Callable[..., Any]:
+    """Returns a function of a class that returns its search of this name."""
 
     @functools.cache
     def method_of(kind: Any) -> Any:
         method = getattr(kind, name)
+        is_theirs = method is getattr(load("transformers.generation", "GenerationMixin"), name)
 
         @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with context():
-                return method(self, *args, **kwargs)
+        def run(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with memory.compared_once():
+                if is_theirs and not args:
+                    search = _Search.of(self, input_ids, **kwargs)
+                    if search is not None:
+                        return search.run()
+                return method(self, input_ids, *args, **kwargs)
 
         return run
 
     return method_of
 
 
-@functools.cache
-def _sample_of(kind: Any) -> Any:
-    @functools.wraps(kind._sample)
-    def sample(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        processors, config = kwargs.get("logits_processor"), kwargs.get("generation_config")
-        # Scores that are returned, or read by code of others, must be plain tensors.
+class _Rules(Rules):
+    """The scores of transformers' beam search. The decoder returns log-probabilities."""
+
+    def __init__(self, early_stopping: bool | str) -> None:
+        self.early_stopping = early_stopping
+
+    def extensions(
+        self, logits: Tensor, scores: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sources, live = scores.shape
+        values, tokens = top(logits, count + 1)
+        values = (values.view(sources, live, -1) + scores[:, :, None]).flatten(1)
+        best, place = values.topk(count + 1, dim=1)
+        # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN.
+        if bool(((best[:, :-1] > best[:, 1:]) | (scores[:, :1] == -math.inf)).all()):
+            best, place = best[:, :count], place[:, :count]
+            return best, place // (count + 1), tokens.view(sources, -1).gather(1, place)
+        every = logits.view(sources, live, -1) + scores[:, :, None]
+        best, place = every.flatten(1).topk(count, dim=1)
+        return best, place // logits.shape[1], place % logits.shape[1]
+
+    def penalty(self, length: int, power: float) -> float:
+        return length**power  # type: ignore[no-any-return]
+
+    def is_done(
+        self, finished: Any, scores: Tensor, step: int, task: Task, method: BeamSearch
+    ) -> Tensor:
+        worst, power = finished.scores[:, -1], method.length_penalty
+        is_full = worst > -math.inf
+        if self.early_stopping is True:
+            return is_full  # type: ignore[no-any-return]
+        is_bound = self.early_stopping == "never" and power > 0
+        best = scores[:, 0] / self.penalty(task.max_new_tokens if is_bound else step + 1, power)
+        return is_full & ~(best > worst)
+
+
+class _Search(StepDecoder):
+    """A greedy or beam search of a model by our loops, with transformers' tokens.
+
+    The first step is a call of the model. Later ones run only its decoder (`Chain.repeat`) and the linear
+    layer after it, if that gives the logits of the first step; otherwise all call the model.
+    """
+
+    def __init__(
+        self, model: Any, tokens: Tensor, config: Any, processors: Any, task: Task,
+        given: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.model, self.tokens, self.config, self.given = model, tokens, config, given
+        self.processors, self.task = processors, task
+        self.beams: int = config.num_beams or 1
+        self.repeated: Chain | None = None
+        self.head: Any = None
+        #: Steps of ``repeated`` that ``given`` does not include yet.
+        self.count = 0
+
+    @staticmethod
+    def of(
+        model: Any, tokens: Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
+        generation_config: Any = None, synced_gpus: bool = False, streamer: Any = None, **given: Any,
+    ) -> _Search | None:  # fmt: skip
+        """Returns the search of a call of transformers' method; None: its own loop must run."""
+        config, cache, beams = generation_config, _cache_of(given), generation_config.num_beams or 1
+        kinds = [load(_CRITERIA, name) for name in OBJECTS[_CRITERIA]]
+        parts = [cache.self_attention_cache] if hasattr(cache, "self_attention_cache") else [cache]
         if (
-            processors is not None
-            and config is not None
-            and not config.output_scores
-            and kind._sample is load("transformers.generation", "GenerationMixin")._sample
+            config.do_sample
+            or config.return_dict_in_generate
+            or config.is_assistant
+            or config.low_memory
+            or config.prefill_chunk_size is not None
+            or not given.get("use_cache")
+            or synced_gpus
+            or streamer is not None
+            or not {*map(type, stopping_criteria)} <= {*kinds}
+            or type(logits_processor) is not load(_PROCESSORS, "LogitsProcessorList")
+            or not all(map(_is_pure, logits_processor))
+            or [type(x) for x in parts] != [load("transformers.cache_utils", "DynamicCache")]
+            or getattr(cache, "_is_user_defined", False)
+            or cache.get_seq_length() > 0
+            or hasattr(model, "_reorder_cache")
+            or is_traced()
+            or not are_plain_on_cpu((tokens,))
+            or is_hooked(model)
+            or code_of_others(model) is not None
         ):
-            copied = copy.copy(processors)
-            of_list: Any = type(processors)
-            copied.__class__ = _greedy_class(of_list)
-            kwargs["logits_processor"] = copied
-        with memory.compared_once():
-            return kind._sample(self, input_ids, *args, **kwargs)
+            return None
+        limits = [c for c in stopping_criteria if hasattr(c, "max_length")]
+        ends = [c.eos_token_id.tolist() for c in stopping_criteria if hasattr(c, "eos_token_id")]
+        pad, size = config._pad_token_tensor, model.get_output_embeddings().weight.shape[0]
+        if len(limits) != 1 or len(ends) > 1 or (ends and pad is None):
+            return None
+        last, most = limits[0].max_length, limits[0].max_position_embeddings
+        end, *others = ends[0] if ends else [-1]
+        new = last - tokens.shape[1]
+        if new < 1 or (most is not None and most < last) or max(end, *others, 0) >= size:
+            return None
+        if (2 + len(others)) * beams >= size:
+            return None
+        fill = int(pad) if ends else 0
+        if beams > 1 and fill == 0:
+            fill = max(end, 0)  # as transformers' beam search
+        task = Task(tokens[::beams], None, new, end, fill, (*others,))
+        return _Search(model, tokens, config, logits_processor, task, given)
 
-    return sample
+    def run(self) -> Tensor:
+        """Returns the prompts, followed by the new tokens."""
+        config, prompt = self.config, self.task.prompt
+        if self.beams == 1:
+            columns = one_by_one(self, self.task, Greedy())
+            return torch.cat((prompt, torch.stack([*columns], 1)), 1)
+        wanted = config.num_return_sequences or 1
+        method = BeamSearch(self.beams, config.length_penalty, n_best=wanted)
+        found = beam_search(self, self.task, method, _Rules(config.early_stopping))
+        return torch.cat((prompt.repeat_interleave(wanted, 0), found.tokens.flatten(0, 1)), 1)
+
+    def start(self, tokens: Tensor) -> Tensor:
+        cache, beams = _cache_of(self.given), self.beams
+        if beams == 1 or not self.model.config.is_encoder_decoder:
+            outputs = self.model._prefill(self.tokens, self.config, self.given)
+        else:  # at first the beams of a source are alike
+            first = torch.arange(0, len(self.tokens), beams)
+            given = self._given(first)
+            outputs = self.model._prefill(tokens, self.config, given)
+            outputs["logits"] = outputs.logits.repeat_interleave(beams, 0)
+            cache = _cache_of(given)
+            cache.self_attention_cache.batch_repeat_interleave(beams)
+            for layer in cache.cross_attention_cache.layers:
+                layer.keys = layer.keys.repeat_interleave(beams, 0)
+                layer.values = layer.values.repeat_interleave(beams, 0)
+            keep_shared(cache.cross_attention_cache, beams)
+        self._update(outputs)
+        return self._scores(outputs.logits)[::beams]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self.tokens = torch.cat((self.tokens, tokens[:, None]), 1)
+        if self.repeated is not None:
+            self.count += 1
+            return self._scores(self.head(self.repeated.repeat(tokens)))
+        inputs = self.model.prepare_inputs_for_generation(
+            self.tokens, next_sequence_length=1, **self.given
+        )
+        with noted_steps() as noted:
+            outputs = self.model(**inputs, return_dict=True)
+        self._update(outputs)
+        if len(noted) == 1 and noted[0].can_repeat():
+            self.head = _head_of(self.model, noted[0].hidden, outputs.logits)
+            self.repeated = None if self.head is None else noted[0]
+        return self._scores(outputs.logits)
+
+    def _update(self, outputs: Any, count: int = 1) -> None:
+        self.given = self.model._update_model_kwargs_for_generation(
+            outputs, self.given, self.model.config.is_encoder_decoder, count
+        )
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        scores = logits[:, -1].float()
+        if self.beams > 1:
+            scores = scores.log_softmax(-1)
+        return self.processors(self.tokens, scores)  # type: ignore[no-any-return]
+
+    def reorder(self, rows: Tensor) -> None:
+        self.tokens = self.tokens.index_select(0, rows)
+        if self.repeated is None:
+            _cache_of(self.given).reorder_cache(rows)
+        else:
+            self.repeated.reorder(rows)
+
+    def spread(self, beams: int) -> None:
+        """Does nothing: transformers has repeated the sources for all beams."""
+
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.tokens))
+
+    def _select(self, rows: Tensor) -> None:
+        if self.repeated is not None:
+            self.repeated.finish()
+            self._update({}, self.count)
+            self.repeated, self.count = None, 0
+        _cache_of(self.given).batch_select_indices(rows)
+        self.given, self.tokens = self._given(rows), self.tokens[rows]
+
+    def _given(self, rows: Tensor) -> dict[str, Any]:
+        """Returns the model's arguments for these rows."""
+
+        def selected(x: Any) -> Any:
+            if isinstance(x, dict):  # the encoder's output
+                return type(x)(**{name: selected(value) for name, value in x.items()})
+            is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(self.tokens)
+            return x[rows] if is_of_rows else x
+
+        return {name: selected(value) for name, value in self.given.items()}
 
 
-@functools.cache
-def _prefill_of(kind: Any) -> Any:
-    @functools.wraps(kind._prefill)
-    def prefill(
-        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
-    ) -> Any:  # fmt: skip
-        from .generation import keep_shared  # which imports this module
+def _is_pure(processor: Any) -> bool:
+    """True for a processor of transformers that calls no model and no function of users."""
+    kind = next(kind for kind in type(processor).__mro__ if kind.__module__ != __name__)
+    values = vars(processor).values()
+    return kind.__module__ == _PROCESSORS and not any(callable(value) for value in values)
 
-        beams = generation_config.num_beams or 1
-        one = None
-        if (
-            beams > 1
-            and self.config.is_encoder_decoder
-            and not is_hooked(self)
-            and code_of_others(self) is None
-        ):
-            one = _of_one_beam(generation_config, {**model_kwargs, "input_ids": input_ids})
-        if one is None:
-            return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        tokens = one.pop("input_ids")
-        outputs = kind._prefill(self, tokens, generation_config, one, *args, **kwargs)
-        cache = _cache_of(one)
-        cache.self_attention_cache.batch_repeat_interleave(beams)
-        for layer in cache.cross_attention_cache.layers:
-            layer.keys = layer.keys.repeat_interleave(beams, 0)
-            layer.values = layer.values.repeat_interleave(beams, 0)
-        keep_shared(cache.cross_attention_cache, beams)
-        outputs["logits"] = outputs.logits.repeat_interleave(beams, 0)
-        return outputs
 
-    return prefill
+def _head_of(model: Any, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Returns the function that computes these logits from the decoder's output, or None."""
+    layer, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    factors: tuple[float, ...] = (1.0, hidden.shape[-1] ** -0.5)
+
+    def head(factor: float, hidden: Tensor) -> Tensor:
+        y = layer(hidden if factor == 1.0 else hidden * factor)
+        return y if bias is None else y + bias  # type: ignore[no-any-return]
+
+    for factor in factors:
+        found = functools.partial(head, factor)
+        if torch.equal(found(hidden), logits):
+            return found
+    return None
 
 
 def _cache_of(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 
-def _of_one_beam(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of the first beam of each source; None if beams differ, or of other calls."""
-    names = "DynamicCache", "EncoderDecoderCache"
-    plain, both = (load("transformers.cache_utils", name) for name in names)
-    cache, encoded, beams = _cache_of(given), given.get("encoder_outputs"), config.num_beams
-    if (
-        type(cache) is not both
-        or {type(cache.self_attention_cache), type(cache.cross_attention_cache)} != {plain}
-        or cache.get_seq_length() > 0
-        or any(
-            part.offloading for part in (cache.self_attention_cache, cache.cross_attention_cache)
-        )
-        or config.output_attentions
-        or config.output_hidden_states
-        or not isinstance(encoded, dict)
-        or [*encoded] != ["last_hidden_state"]
-    ):
-        return None
-    found = {**given, "encoder_outputs": encoded[0]}
-    for name, x in found.items():
-        if isinstance(x, Tensor):
-            if x.dim() == 0 or len(x) != len(given["input_ids"]) or len(x) % beams > 0:
-                return None
-            each = x.unflatten(0, (-1, beams))
-            if not torch.equal(each[:, 1:], each[:, :-1]):
-                return None
-            found[name] = x[::beams]
-    return {**found, "encoder_outputs": type(encoded)(last_hidden_state=found["encoder_outputs"])}
-
-
-#: PyTorch's topk is faster on shorter rows.
-_LONG = 10_000
-
-
-class _Blocks(TorchFunctionMode):
-    """Computes `torch.topk` by blocks."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if function is torch.topk and len(args) == 1 and {*given} == {"k"} and not is_traced():
-            return _topk(*args, **given)
-        return function(*args, **given)
-
-
 _METHODS: dict[str, Callable[[Any], Any]] = {
-    "_beam_search": _within(memory.compared_once, "_beam_search"),
+    "_beam_search": _search_of("_beam_search"),
     "_get_logits_processor": _processors_of,
-    "_get_top_k_continuations": _within(_Blocks, "_get_top_k_continuations"),
-    "_prefill": _prefill_of,
-    "_sample": _sample_of,
+    "_sample": _search_of("_sample"),
 }
-
-
-def _topk(x: Tensor, k: int) -> Any:
-    """Returns the result of `torch.topk` for (R, V)."""
-    if x.dim() != 2 or not x.is_cpu or not max(_LONG, k) < x.shape[1]:
-        return torch.topk(x, k)
-    values, indices = top(x, k + 1)
-    # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN.
-    if not bool((values[:, :-1] > values[:, 1:]).all()):
-        return torch.topk(x, k)
-    return torch.return_types.topk((values[:, :k], indices[:, :k]))  # type: ignore[attr-defined]
-
-
-class _Scores(Tensor):
-    """Scores of the next tokens (R, V), whose `torch.argmax` is ours; other results are plain tensors."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with as_plain_tensors():
-            if function is torch.argmax and len(args) == 1 and kwargs == {"dim": -1}:
-                x = args[0].as_subclass(Tensor)
-                return bind_best(x)(x)
-            return function(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _greedy_class(kind: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = kind.__call__(self, *args, **kwargs)
-        return found.as_subclass(_Scores) if type(found) is Tensor and found.is_cpu else found
-
-    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 class _Once(TorchFunctionMode):
@@ -247,7 +336,7 @@ class _Once(TorchFunctionMode):
 def _searching_once(processor: Any) -> Any:
     """Returns a processor with the same attributes; the given one if its class is unknown."""
     kind: Any = type(processor)
-    if kind not in [load(_PROCESSORS, name) for name in OBJECTS[_PROCESSORS]]:
+    if kind not in [load(_PROCESSORS, name) for name in SEARCHING]:
         return processor
     # The same attributes, since users may change them amid a call.
     copied = _processor(_class_of_processors(kind), processor.__dict__)

@@ -10,6 +10,11 @@ import importlib
 import inspect
 from typing import Any
 
+#: Logits processors that search the vocabulary for their tokens.
+SEARCHING = (
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
+)  # fmt: skip
 #: Module -> names in it.
 OBJECTS: dict[str, tuple[str, ...]] = {
     "transformers.activations": (
@@ -18,10 +23,8 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers.cache_utils": ("DynamicCache", "DynamicLayer", "EncoderDecoderCache"),
     "transformers.generation": ("GenerationMixin",),
-    "transformers.generation.logits_process": (
-        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
-    ),
+    "transformers.generation.logits_process": ("LogitsProcessorList", *SEARCHING),
+    "transformers.generation.stopping_criteria": ("EosTokenCriteria", "MaxLengthCriteria"),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
     "transformers.masking_utils": (
         "and_masks", "bidirectional_mask_function", "causal_mask_function", "sdpa_mask",

@@ -30,6 +30,14 @@ class Task:
     #: -1: no token ends a sequence.
     end_token: int
     pad_token: int
+    #: Further tokens that end a sequence.
+    more_end_tokens: tuple[int, ...] = ()
+
+    def are_ends(self, tokens: Tensor) -> Tensor:
+        found = tokens == self.end_token
+        for end in self.more_end_tokens:
+            found |= tokens == end
+        return found
 
     @property
     def looks(self) -> int:
@@ -107,11 +115,11 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Ten
                 column = prompt[:, position] if alive is None else prompt[alive, position]
                 token = torch.where(forced, column, token)
                 hidden = done | forced
-                ended |= (token == task.end_token) & ~forced
+                ended |= task.are_ends(token) & ~forced
             else:
-                ended |= token == task.end_token
+                ended |= task.are_ends(token)
         else:
-            ended = token == task.end_token
+            ended = task.are_ends(token)
         shown = token if hidden is None else token.masked_fill(hidden, task.pad_token)
         if alive is None:
             yield shown
@@ -159,10 +167,6 @@ def _trimmed(tokens: Tensor, task: Task) -> Generated:
     return Generated(tokens[:, :used], lengths, None)
 
 
-def penalty(length: int, power: float) -> float:
-    return ((5.0 + length) / 6.0) ** power
-
-
 class _History:
     """The tokens of all hypotheses as a tree: the tokens of each step and their parents.
 
@@ -180,8 +184,9 @@ class _History:
         self.tokens[step].index_copy_(0, sources, tokens)
         self.parents[step].index_copy_(0, sources, parents)
 
-    def read(self, places: Tensor, ended: Tensor, end_token: int, pad_token: int) -> Generated:
-        """Returns the hypotheses (B, n) with these indices; those that ended include the end token."""
+    def read(self, places: Tensor, ends: Tensor, pad_token: int) -> Generated:
+        """Returns the hypotheses (B, n) with these indices, and then their end tokens; -1: none."""
+        ended = ends >= 0
         steps = torch.div(places, self.beams, rounding_mode="floor")
         beam = places.remainder(self.beams)
         lengths = steps + 1 + ended
@@ -193,56 +198,76 @@ class _History:
             found[..., step] = torch.where(on, self.tokens[step][rows, beam], pad_token)
             beam = torch.where(on, self.parents[step][rows, beam], beam)
         at_end = (steps + 1)[..., None] == torch.arange(width, device=places.device)
-        found.masked_fill_(at_end & ended[..., None], end_token)
+        found = torch.where(at_end & ended[..., None], ends[..., None], found)
         return Generated(found, lengths, None)
 
 
 class _Finished:
-    """The best finished hypotheses of each source: scores, indices and end flags, all (b, beams)."""
+    """The best finished hypotheses of each source: scores, indices and end tokens, all (b, beams)."""
 
     def __init__(self, like: Tensor, sources: int, beams: int) -> None:
         shape = (sources, beams)
         self.scores = torch.full(shape, -math.inf, device=like.device)
         self.places = torch.full(shape, -1, dtype=torch.int64, device=like.device)
-        self.ended = torch.zeros(shape, dtype=torch.bool, device=like.device)
+        #: -1: the hypothesis has not ended.
+        self.ends = torch.full_like(self.places, -1)
 
-    def add(self, scores: Tensor, places: Tensor, ended: bool) -> None:
+    def add(self, scores: Tensor, places: Tensor, ends: Tensor) -> None:
         count = self.scores.shape[1]
         self.scores, order = torch.cat((self.scores, scores), dim=1).topk(count, dim=1)
         self.places = torch.cat((self.places, places), dim=1).gather(1, order)
-        flags = torch.full_like(scores, float(ended)).bool()
-        self.ended = torch.cat((self.ended, flags), dim=1).gather(1, order)
+        self.ends = torch.cat((self.ends, ends), dim=1).gather(1, order)
 
     def keep(self, rows: Tensor) -> None:
-        self.scores, self.places, self.ended = (
-            x[rows] for x in (self.scores, self.places, self.ended)
+        self.scores, self.places, self.ends = (
+            x[rows] for x in (self.scores, self.places, self.ends)
         )
 
     def put(self, sources: Tensor, others: _Finished) -> None:
         """Replaces the hypotheses of these sources with others."""
         self.scores.index_copy_(0, sources, others.scores)
         self.places.index_copy_(0, sources, others.places)
-        self.ended.index_copy_(0, sources, others.ended)
+        self.ends.index_copy_(0, sources, others.ends)
 
 
-def _extensions(logits: Tensor, scores: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the 2 * beams best (score, beam, token) of each source, best first.
+class Rules:
+    """The scores of beam search; subclasses have those of other libraries."""
 
-    At least ``beams`` of them do not end, because each live hypothesis has only one end token.
-    """
-    sources, live = scores.shape
-    values, tokens = top(logits, min(2 * beams, logits.shape[1]))
-    values = values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
-    each = values.shape[1]
-    values = (scores[:, :, None] + values.view(sources, live, each)).flatten(1)
-    count = min(2 * beams, live * each)
-    best_scores, place = values.topk(count, dim=1)
-    parents = place // each
-    return best_scores, parents, tokens.view(sources, -1).gather(1, place)
+    def extensions(
+        self, logits: Tensor, scores: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the ``count`` best (score, beam, token) of each source, best first."""
+        sources, live = scores.shape
+        values, tokens = top(logits, min(count, logits.shape[1]))
+        values = values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+        each = values.shape[1]
+        values = (scores[:, :, None] + values.view(sources, live, each)).flatten(1)
+        best_scores, place = values.topk(min(count, live * each), dim=1)
+        parents = place // each
+        return best_scores, parents, tokens.view(sources, -1).gather(1, place)
+
+    def penalty(self, length: int, power: float) -> float:
+        return ((5.0 + length) / 6.0) ** power
+
+    def is_done(
+        self, finished: _Finished, scores: Tensor, step: int, task: Task, method: BeamSearch
+    ) -> Tensor:
+        """Returns True for each source (b,) that cannot, or need not, improve."""
+        if method.early_stop:
+            return finished.scores[:, -1] > -math.inf
+        # Scores are negative and only fall, so the largest possible divisor bounds a live hypothesis.
+        power = method.length_penalty
+        divisor = self.penalty(task.max_new_tokens if power > 0 else step + 2, power)
+        return finished.scores[:, (method.n_best or 1) - 1] >= scores[:, 0] / divisor
+
+
+PAPER = Rules()
 
 
 @torch.no_grad()
-def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generated:
+def beam_search(
+    decoder: StepDecoder, task: Task, method: BeamSearch, rules: Rules = PAPER
+) -> Generated:
     """Returns the n best sequences of each source, as `BeamSearch` defines them, for all at once."""
     beams, wanted = method.beams, method.n_best or 1
     device, count = task.prompt.device, task.prompt.shape[0]
@@ -259,12 +284,15 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
         )
     scores = torch.zeros((count, 1), device=device)
     for step in range(task.max_new_tokens):
-        value, parents, tokens = _extensions(logits, scores, beams)
-        ended = tokens == task.end_token
+        # At least ``beams`` of them do not end: each live hypothesis has one of each end token.
+        count = (2 + len(task.more_end_tokens)) * beams
+        value, parents, tokens = rules.extensions(logits, scores, count)
+        ended = task.are_ends(tokens)
         before = torch.full_like(parents, -1) if step == 0 else (step - 1) * beams + parents
         # Finished: extensions that end, if they are among the best of all extensions.
         ending = value.masked_fill(~ended, -math.inf)[:, :beams]
-        finished.add(ending / penalty(step + 1, method.length_penalty), before[:, :beams], True)
+        divisor = rules.penalty(step + 1, method.length_penalty)
+        finished.add(ending / divisor, before[:, :beams], tokens[:, :beams])
         # Live: the best extensions that do not end. Only the first steps have fewer than ``beams``.
         going = value.masked_fill(ended, -math.inf)
         scores, order = going.topk(min(beams, going.shape[1]), dim=1)
@@ -276,11 +304,10 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
         history.add(step, sources, tokens, parents)
         if step + 1 == task.max_new_tokens:
             places = step * beams + torch.arange(beams, device=device).expand_as(parents)
-            lengths = penalty(step + 1, method.length_penalty)
-            finished.add(scores / lengths, places, False)
+            finished.add(scores / divisor, places, torch.full_like(places, -1))
             break
 
-        done = _is_done(finished, scores, step, task, method, wanted)
+        done = rules.is_done(finished, scores, step, task, method)
         scores = scores.masked_fill(done[:, None], -math.inf)
         if step == 0:
             decoder.spread(beams)
@@ -302,25 +329,13 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
     return _read(history, results, wanted, method, task)
 
 
-def _is_done(
-    finished: _Finished, scores: Tensor, step: int, task: Task, method: BeamSearch, wanted: int
-) -> Tensor:
-    """Returns True for each source (b,) that cannot, or need not, improve."""
-    if method.early_stop:
-        return finished.scores[:, -1] > -math.inf
-    # Scores are negative and only fall, so the largest possible divisor bounds a live hypothesis.
-    power = method.length_penalty
-    divisor = penalty(task.max_new_tokens if power > 0 else step + 2, power)
-    return finished.scores[:, wanted - 1] >= scores[:, 0] / divisor
-
-
 def _read(
     history: _History, results: _Finished, wanted: int, method: BeamSearch, task: Task
 ) -> Generated:
-    scores, places, ended = (x[:, :wanted] for x in (results.scores, results.places, results.ended))
+    scores, places, ends = (x[:, :wanted] for x in (results.scores, results.places, results.ends))
     missing = scores == -math.inf
-    places = places.masked_fill(missing, -1)
-    found = history.read(places, ended & ~missing, task.end_token, task.pad_token)
+    places, ends = places.masked_fill(missing, -1), ends.masked_fill(missing, -1)
+    found = history.read(places, ends, task.pad_token)
     if method.n_best is None:
         return Generated(found.tokens[:, 0], found.lengths[:, 0], scores[:, 0])
     return Generated(found.tokens, found.lengths, scores)
