@@ -237,8 +237,8 @@ struct Gradients : FeedForwardBackwardArgs {
   }
 };
 
-// Unfused, for small m in fp32.
-void backward_small_m(const Gradients& call) {
+// Unfused, in fp32 from unpacked operands.
+void backward_unpacked(const Gradients& call) {
   const int64_t m = call.m, f = call.f;
   float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
@@ -268,19 +268,18 @@ void backward_small_m(const Gradients& call) {
 
 // The choice of operands and of rows at a time for gradients.
 struct BackwardPlan {
-  bool small_m;      // from unpacked operands
+  bool unpacked;     // from unpacked operands
   int64_t max_rows;  // otherwise: rows at a time
 };
 
 BackwardPlan choose_backward(const Gradients& call) {
-  return {call.f > 0 && is_small_m_backward(call.first_weight(), call.m) &&
-              is_small_m_backward(call.second_weight(), call.m),
+  return {call.f > 0 && is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n)),
           weight_gradient_part_rows(call.type, std::max(call.k, call.f))};
 }
 
 void feed_forward_gradients(const Gradients& call) {
   const BackwardPlan plan = choose_backward(call);
-  if (plan.small_m) return backward_small_m(call);
+  if (plan.unpacked) return backward_unpacked(call);
   const int64_t m = call.m, k = call.k, f = call.f, n = call.n, max_rows = plan.max_rows;
   const Element type = call.type;
   const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];

@@ -186,7 +186,8 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
 // The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W.
 LinearPlan choose_input_gradient(const LinearArgs& args, const Matrix& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
-  if (is_small_m_backward(weight, args.m)) return {LinearPlan::direct, &kernels};
+  if (weight.is_adjacent && is_direct_backward(weight.type, args.m, weight.rows, weight.columns))
+    return {LinearPlan::direct, &kernels};
   if (!kernels.in_fp32 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
   const bool bf16x3 = args.type == Element::float32 && packs_bf16x3(args.m);
   return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = bf16x3 ? kPartRows : args.k};
@@ -278,18 +279,35 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
   }
 }
 
-bool is_small_m_backward(const Matrix& weight, int64_t m) {
-  return weight.type == Element::float32 && m <= kSmallM && weight.is_adjacent;
+bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
+  if (type != Element::float32) return false;
+  if (m <= 48) return true;
+  // With 32 registers, where nothing else is faster.
+  const Isa isa = current_isa();
+  return isa != Isa::amx && isa_extends(isa, Isa::avx512) && (m <= 128 || m * n * k <= 1 << 27);
 }
 
 namespace {
 
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t width = TF_DISPATCH(small_m_columns, );
-  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
-  parallel_for(0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(small_m_input_gradient, args, begin * width,
-                std::min<int64_t>(args.k, end * width));
+  const int64_t strips = (args.k + width - 1) / width;
+  // Strips read by few threads are divided into blocks of rows.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t blocks =
+      std::clamp<int64_t>(strips < 2 * threads ? 2 * threads / strips : 1, 1, (args.m + 47) / 48);
+  const int64_t grain = std::max<int64_t>(
+      1, 32768 * blocks / (width * std::max<int64_t>(1, std::min<int64_t>(args.n, 1 << 20))));
+  parallel_for(0, strips * blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t column = item / blocks * width, block = item % blocks;
+      const int64_t row = args.m * block / blocks;
+      SmallMInputArgs part = args;
+      part.grad += row * args.grad_stride;
+      part.grad_input += row * args.k;
+      part.m = args.m * (block + 1) / blocks - row;
+      TF_DISPATCH(small_m_input_gradient, part, column, std::min<int64_t>(args.k, column + width));
+    }
   });
 }
 
@@ -373,7 +391,7 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
                  [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  if (in_fp32 && args.m <= kSmallM && args.first && reads_x(args)) {
+  if (is_direct_backward(args.type, args.m, args.n, args.k) && args.first && reads_x(args)) {
     const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
     parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);
