@@ -138,9 +138,11 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
 void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
                       const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
-  const FeedForwardPlan plan = choose_feed_forward(args, [&] {
-    return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
-  });
+  FeedForwardPlan plan;
+  if (packed1 || packed2 || !reads_strips(args.type, args.m, args.f, std::max(args.k, args.n)))
+    plan = choose_feed_forward(args, [&] {
+      return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
+    });
   if (plan.fused != nullptr)
     return run_blocks(plan, with_panels(args, panels_of(weight1, packed1, 0, args.m),
                                         panels_of(weight2, packed2, 1, args.m)));

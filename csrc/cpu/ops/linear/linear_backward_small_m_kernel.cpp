@@ -2,7 +2,7 @@
 // engine, where packing makes the gradient of the input take 1.25 times as long for 64 rows,
 // 256 -> 1024, and that of the weight 1.3 times (AVX-512).
 #include "cpu/gemm/gemm.h"
-#include "cpu/ops/linear/linear.h"
+#include "cpu/ops/linear/linear_product.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/philox.h"
@@ -114,6 +114,49 @@ TF_INLINE void strip(Index rows, Tile t) {
 }  // namespace
 
 Index small_m_columns() { return kColumns; }
+
+Index linear_strip_floats(Index rows) { return kColumns * (kKBlock + rows); }
+
+void linear_strip(const LinearArgs& args, Index row, Index rows, Index column, float* scratch) {
+  const auto* weight = static_cast<const float*>(args.weight) + column * args.weight_stride;
+  const Index columns = min(kColumns, args.n - column);
+  float* sums = scratch + kKBlock * kColumns;
+  for (Index p = 0; p < args.k; p += kKBlock) {
+    const Index depth = min(kKBlock, args.k - p), whole = depth / kLanes * kLanes;
+    for (Index j = 0; j < kColumns; j += kLanes) {
+      const float* from = weight + j * args.weight_stride + p;
+      const Index have = max(0, min(kLanes, columns - j));
+      for (Index q = 0; q < whole; q += kLanes) {
+        float* to = scratch + q * kColumns + j;
+        if (have == kLanes)
+          transpose_block(from + q, args.weight_stride, to, kColumns);
+        else
+          transpose_rows(from + q, args.weight_stride, have, to, kColumns);
+      }
+      for (Index q = whole; q < depth; ++q)
+        for (Index i = 0; i < kLanes; ++i)
+          scratch[q * kColumns + j + i] = i < have ? from[i * args.weight_stride + q] : 0.0f;
+    }
+    strip(rows, {.left = static_cast<const float*>(args.x) + row * args.x_stride + p,
+                 .right = scratch,
+                 .sums = sums,
+                 .left_row = args.x_stride,
+                 .left_step = 1,
+                 .right_stride = kColumns,
+                 .sums_stride = kColumns,
+                 .depth = depth,
+                 .columns = kColumns,
+                 .accumulate = p > 0,
+                 .ahead = false});
+  }
+  const RowEpilogue<float, FloatProduct<float>> row_epilogue(args, row);
+  for (Index panel = column / kPanel; panel * kPanel < column + columns; ++panel) {
+    const Epilogue<float> epilogue = row_epilogue.of_panel(panel);
+    const float* from = sums + panel * kPanel - column;
+    for (Index i = 0; i < rows; ++i, from += kColumns)
+      row_epilogue.finish_checked(epilogue, i, panel, load(from), load(from + kLanes));
+  }
+}
 
 void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end) {
   for (Index column = begin; column < end; column += kColumns)
