@@ -177,7 +177,7 @@ PyObject* enter_attention(Op& op, Arguments given, Py_ssize_t count) {
   const bool grad = needs_grad({query, key, value});
   const int64_t size = query->numel() * key->size(2);
   const auto is_unit = [](const Tensor* tensor) { return tensor->stride(3) == 1; };
-  if (is_float(*query) && size > 0 && size < op.own && is_unit(query) && is_unit(key) &&
+  if (is_float(*query) && size > 0 && size < op.own[grad] && is_unit(query) && is_unit(key) &&
       is_unit(value) && (!grad || are_savable({query, key, value, mask}))) {
     const double scale = given[6] == Py_None ? 1.0 / std::sqrt(static_cast<double>(query->size(3)))
                                              : PyFloat_AS_DOUBLE(given[6]);

@@ -90,17 +90,18 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   const char* name;
   PyObject *record, *direct, *formula;
-  long long own, inference, training, weights, any_weights;
+  long long own, own_training, inference, training, weights, any_weights;
   unsigned limited;
-  if (!PyArg_ParseTuple(arguments, "sOOOLLLLLI", &name, &record, &direct, &formula, &own,
-                        &inference, &training, &weights, &any_weights, &limited))
+  if (!PyArg_ParseTuple(arguments, "sOOOLLLLLLI", &name, &record, &direct, &formula, &own,
+                        &own_training, &inference, &training, &weights, &any_weights, &limited))
     return nullptr;
   Op& op = *find_op(name);
   // Old functions stay alive: nodes of earlier calls use them.
   op.record = Py_NewRef(record);
   op.direct = direct == Py_None ? nullptr : Py_NewRef(direct);
   op.formula = Py_NewRef(formula);
-  op.own = own;
+  op.own[0] = own;
+  op.own[1] = own_training;
   op.torch[0] = inference;
   op.torch[1] = training;
   op.weights = weights;

@@ -138,9 +138,11 @@ void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
 void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
                       const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
-  const FeedForwardPlan plan = choose_feed_forward(args, [&] {
-    return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
-  });
+  FeedForwardPlan plan;
+  if (packed1 || packed2 || !reads_strips(args.type, args.m, args.f, std::max(args.k, args.n)))
+    plan = choose_feed_forward(args, [&] {
+      return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
+    });
   if (plan.fused != nullptr)
     return run_blocks(plan, with_panels(args, panels_of(weight1, packed1, 0, args.m),
                                         panels_of(weight2, packed2, 1, args.m)));
@@ -237,8 +239,8 @@ struct Gradients : FeedForwardBackwardArgs {
   }
 };
 
-// Unfused, for small m in fp32.
-void backward_small_m(const Gradients& call) {
+// Unfused, in fp32 from unpacked operands.
+void backward_unpacked(const Gradients& call) {
   const int64_t m = call.m, f = call.f;
   float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
@@ -268,19 +270,18 @@ void backward_small_m(const Gradients& call) {
 
 // The choice of operands and of rows at a time for gradients.
 struct BackwardPlan {
-  bool small_m;      // from unpacked operands
+  bool unpacked;     // from unpacked operands
   int64_t max_rows;  // otherwise: rows at a time
 };
 
 BackwardPlan choose_backward(const Gradients& call) {
-  return {call.f > 0 && is_small_m_backward(call.first_weight(), call.m) &&
-              is_small_m_backward(call.second_weight(), call.m),
+  return {call.f > 0 && is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n)),
           weight_gradient_part_rows(call.type, std::max(call.k, call.f))};
 }
 
 void feed_forward_gradients(const Gradients& call) {
   const BackwardPlan plan = choose_backward(call);
-  if (plan.small_m) return backward_small_m(call);
+  if (plan.unpacked) return backward_unpacked(call);
   const int64_t m = call.m, k = call.k, f = call.f, n = call.n, max_rows = plan.max_rows;
   const Element type = call.type;
   const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];

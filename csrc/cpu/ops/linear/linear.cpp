@@ -23,6 +23,12 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   }
 }
 
+bool reads_strips(Element type, int64_t m, int64_t n, int64_t k) {
+  const Isa isa = current_isa();
+  return type == Element::float32 && isa != Isa::amx && isa_extends(isa, Isa::avx512) &&
+         (m <= 128 || m * n * k <= 1 << 27);
+}
+
 namespace {
 
 // Returns the kernels for products of m rows.
@@ -116,6 +122,7 @@ bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
 struct LinearPlan {
   enum Strategy {
     direct,    // from the unpacked weight, which few rows read once
+    strips,    // the same, packing a strip of the weight at a time, for more rows
     by_panel,  // each thread multiplies all rows by one panel after the other
     blocks,    // each item is a block of rows times some panels
     parts,     // packs the weight, a part of its rows at a time; each part has a plan of its own
@@ -175,6 +182,9 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (packed) return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = args.n};
   if (is_direct(weight, packed, args.m)) return {LinearPlan::direct, &kernels};
+  if (weight.is_adjacent && args.k > 0 && args.n >= TF_DISPATCH(small_m_columns, ) &&
+      reads_strips(args.type, args.m, args.n, args.k))
+    return {LinearPlan::strips, &kernels};
   const bool bf16x3 =
       args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
   if (!bf16x3 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
@@ -186,7 +196,8 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
 // The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W.
 LinearPlan choose_input_gradient(const LinearArgs& args, const Matrix& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
-  if (is_small_m_backward(weight, args.m)) return {LinearPlan::direct, &kernels};
+  if (weight.is_adjacent && is_direct_backward(weight.type, args.m, weight.rows, weight.columns))
+    return {LinearPlan::direct, &kernels};
   if (!kernels.in_fp32 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
   const bool bf16x3 = args.type == Element::float32 && packs_bf16x3(args.m);
   return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = bf16x3 ? kPartRows : args.k};
@@ -228,7 +239,12 @@ const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor
 }
 
 bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
+  if (packed || !weight.is_adjacent) return false;
+  // A weight without an owner is that of an entry, which has no packed copies: packing it for 8 rows
+  // takes as long as their product (AVX-512).
+  const bool is_never_packed = !weight.owner && m <= kMaxDirectRows && !batch_invariant() &&
+                               reads_strips(weight.type, m, weight.rows, weight.columns);
+  return is_never_packed || m <= direct_rows(weight.type, weight.numel());
 }
 
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
@@ -242,6 +258,24 @@ void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
                  kernels.direct(args, begin * unit, std::min<int64_t>(args.n, end * unit));
                });
 }
+
+namespace {
+
+void run_strips(LinearArgs args, const Matrix& weight) {
+  constexpr int64_t kRows = 512;
+  args.weight = weight.data;
+  args.weight_stride = weight.stride;
+  const int64_t width = TF_DISPATCH(small_m_columns, );
+  const int64_t strips = (args.n + width - 1) / width, blocks = (args.m + kRows - 1) / kRows;
+  for_each_item(strips * blocks, [&](int64_t item) {
+    const int64_t block = item / strips, row = args.m * block / blocks;
+    const int64_t rows = args.m * (block + 1) / blocks - row;
+    TF_DISPATCH(linear_strip, args, row, rows, item % strips * width,
+                kernel_scratch().floats(TF_DISPATCH(linear_strip_floats, rows)));
+  });
+}
+
+}  // namespace
 
 void run_linear(LinearArgs args, const Panels& panels) {
   if (args.m == 0) return;
@@ -266,6 +300,7 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
   if (args.m == 0) return;
   const LinearPlan plan = choose_linear(args, weight, packed);
   if (plan.strategy == LinearPlan::direct) return run_direct_linear(args, weight, 0);
+  if (plan.strategy == LinearPlan::strips) return run_strips(args, weight);
   if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, false);
   const int64_t n = args.n;
   for (int64_t begin = 0; begin < n; begin += plan.part) {
@@ -278,18 +313,31 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
   }
 }
 
-bool is_small_m_backward(const Matrix& weight, int64_t m) {
-  return weight.type == Element::float32 && m <= kSmallM && weight.is_adjacent;
+bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
+  return (type == Element::float32 && m <= 48) || reads_strips(type, m, n, k);
 }
 
 namespace {
 
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t width = TF_DISPATCH(small_m_columns, );
-  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
-  parallel_for(0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(small_m_input_gradient, args, begin * width,
-                std::min<int64_t>(args.k, end * width));
+  const int64_t strips = (args.k + width - 1) / width;
+  // Strips read by few threads are divided into blocks of rows.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t blocks =
+      std::clamp<int64_t>(strips < 2 * threads ? 2 * threads / strips : 1, 1, (args.m + 47) / 48);
+  const int64_t grain = std::max<int64_t>(
+      1, 32768 * blocks / (width * std::max<int64_t>(1, std::min<int64_t>(args.n, 1 << 20))));
+  parallel_for(0, strips * blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t column = item / blocks * width, block = item % blocks;
+      const int64_t row = args.m * block / blocks;
+      SmallMInputArgs part = args;
+      part.grad += row * args.grad_stride;
+      part.grad_input += row * args.k;
+      part.m = args.m * (block + 1) / blocks - row;
+      TF_DISPATCH(small_m_input_gradient, part, column, std::min<int64_t>(args.k, column + width));
+    }
   });
 }
 
@@ -373,7 +421,7 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
                  [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  if (in_fp32 && args.m <= kSmallM && args.first && reads_x(args)) {
+  if (is_direct_backward(args.type, args.m, args.n, args.k) && args.first && reads_x(args)) {
     const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
     parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);

@@ -109,9 +109,10 @@ void run_linear(LinearArgs args, const Panels& panels);
 void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tensor>& packed,
                 int slot);
 
-// Up to this many rows fp32 gradients use unpacked operands: packing would take longer.
-constexpr int64_t kSmallM = 48;
-bool is_small_m_backward(const Matrix& weight, int64_t m);
+// Whether strips of unpacked operands, which need 32 registers, are faster than packed panels.
+bool reads_strips(Element type, int64_t m, int64_t n, int64_t k);
+// Whether gradients for a weight (n, k) use unpacked operands in fp32: packing would take longer.
+bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k);
 
 // dX = dY W, dY (m, n) with rows grad_stride apart; W is packed into shared scratch `slot`.
 void run_input_gradient(const void* grad, int64_t grad_stride, const Matrix& weight, int64_t m,
