@@ -585,6 +585,13 @@ class Annotated(nn.Module):
         return self.a * (x - x.mean(-1, keepdim=True)) / spread + self.b
 
 
+class OfDimensionTwo(RMSNorm):
+    """A norm over the last dimension for inputs of rank 3 only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(2, keepdim=True) + self.eps) * self.gain
+
+
 class Mean(nn.Module):
     """Not a norm: only the mean is subtracted."""
 
@@ -622,7 +629,8 @@ def test_norms_written_by_hand_are_one_op(kind: Any, dtype: torch.dtype) -> None
         for model in (ours, theirs):
             model.eps = 3.0  # another norm: its own forward runs
         assert torch.equal(ours(x := _x(dtype)), theirs(x))
-    assert not accelerate(Mean()).swapped
+    for other in (Mean, OfDimensionTwo):
+        assert not accelerate(other()).swapped
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -75,8 +76,9 @@ class ByGraph(FusedLayer):
     """A module whose graph is known; its own forward runs where it cannot be fused."""
 
     _found: Any
-    #: The class whose forward was captured.
+    #: The class whose forward was captured, and the code object of that forward.
     _theirs: type[torch.nn.Module]
+    _code: types.CodeType
     #: Number of children when the graph was read: users may append to containers later.
     _count: int
     #: The other state on which the graph depends.
@@ -88,6 +90,7 @@ class ByGraph(FusedLayer):
         return (
             isinstance(x, Tensor)
             and not runs_torch_forward(x, self._theirs)
+            and getattr(self._theirs.forward, "__code__", None) is self._code
             and len(modules) == self._count
             and self._state.holds(self)
             and not (names and None in map(modules.get, names))
@@ -284,7 +287,7 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
         return reason
     made = classes.subclass(
         kind, (ours, kind), forward=_forward(", ".join(names)), _found=net,
-        _theirs=kind, _count=len(module._modules), _state=state,
+        _theirs=kind, _code=kind.forward.__code__, _count=len(module._modules), _state=state,
         __signature__=inspect.signature(kind),
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
@@ -379,12 +382,14 @@ def _same_in_both_modes(
             widths.append(child.normalized_shape[-1])
     dropouts = [name for name, child in module.named_modules() if type(child) in fusion.DROPOUT]
     for sizes in [widths] if len(names) == 1 else [widths, widths[::-1]]:
-        x = {
-            name: torch.empty(2, 3, size, dtype=weight.dtype, device=weight.device)
-            for name, size in zip(names, sizes, strict=False)
-        }
         found = []
         for training in (False, True):
+            # A norm must be one for inputs of any rank.
+            lead = (3,) if training and not module._modules else (2, 3)
+            x = {
+                name: torch.empty(*lead, size, dtype=weight.dtype, device=weight.device)
+                for name, size in zip(names, sizes, strict=False)
+            }
             # If the code depends on the mode or on these probabilities, the captures differ.
             changed = {f"{name}.p".removeprefix("."): 0.5 * training for name in dropouts}
             changed |= attributes or {}
@@ -435,13 +440,9 @@ def _residual(module: torch.nn.Module, captured: Captured) -> Residual | None:
             node = call.output if call.input is node else None
         if terms in ((node, residual), (residual, node)):
             names = [call.name for call in starts]
-            dropout = names and type(module._modules.get(names[-1])) in fusion.DROPOUT
-            return Residual(
-                tuple(names[:-1] if dropout else names),
-                names[-1] if dropout else "",
-                last.name,
-                index,
-            )
+            is_dropped = names and type(module._modules.get(names[-1])) in fusion.DROPOUT
+            dropout = names.pop() if is_dropped else ""
+            return Residual(tuple(names), dropout, last.name, index)
     return None
 
 

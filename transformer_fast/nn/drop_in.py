@@ -127,13 +127,6 @@ _NOTED = "_methods_at_first"
 _weak_methods: WeakKeyDictionary[type, tuple[tuple[Any, str, Any], ...]] = WeakKeyDictionary()
 
 
-def _noted(kind: type) -> _Methods | None:
-    found = _METHODS.get(kind) or kind.__dict__.get(_NOTED)
-    if found is None and (weak := _weak_methods.get(kind)) is not None:
-        return tuple((base(), name, method()) for base, name, method in weak)
-    return found
-
-
 def _note(kind: type, methods: _Methods) -> None:
     found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
     if issubclass(kind, DropIn):
@@ -153,9 +146,11 @@ def _weak(value: Any) -> Callable[[], Any]:
 
 def note_methods(kind: type) -> _Methods:
     """Returns the methods of the class and its bases, up to torch.nn's, as they were first."""
-    known = _noted(kind)
+    known: _Methods | None = _METHODS.get(kind) or kind.__dict__.get(_NOTED)
     if known is not None:
         return known
+    if (weak := _weak_methods.get(kind)) is not None:
+        return tuple((base(), name, method()) for base, name, method in weak)
     found: list[tuple[type, str, Any]] = []
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
@@ -181,7 +176,7 @@ def is_patched(*kinds: type) -> bool:
     Methods of classes of other packages are compared with those that they had at the first call.
     """
     for kind in kinds:
-        methods = _noted(kind)
+        methods = _METHODS.get(kind) or getattr(kind, _NOTED, None)
         if methods is None:
             if torch.compiler.is_compiling():
                 continue
