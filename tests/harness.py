@@ -315,7 +315,9 @@ def same_bits(one: Any, other: Any) -> bool:
 
     def bits(tree: Any) -> list[Any]:
         leaves = [x.detach() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-        return [x.contiguous().view(-1).view(torch.uint8) for x in leaves]
+        # A copy, because contiguous tensors may have any stride in dimensions of size 0 or 1.
+        whole = (x.clone(memory_format=torch.contiguous_format) for x in leaves)
+        return [x.view(-1).view(torch.uint8) for x in whole]
 
     found, expected = bits(one), bits(other)
     return len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -195,26 +195,6 @@ def test_probes_of_dot_products_give_plausible_rates(isa, name):
             probe(1, isa)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("probe_fma", (0,), "threads must be between 1 and 4096, got 0"),
-        ("probe_bf16_dot", (-3, ISAS[0]), "threads must be between 1 and 4096, got -3"),
-        ("probe_fma", (1, "sse9"), "isa is 'sse9', which is not an instruction set known here"),
-        ("probe_read_bandwidth", (100, 1), "bytes must be at least 4096 for each thread, got 100"),
-        ("probe_copy_bandwidth", (1 << 20, 0), "threads must be between 1 and 4096, got 0"),
-        (
-            "probe_copy_bandwidth",
-            (8191, 2),
-            "bytes must be at least 4096 for each thread, got 8191",
-        ),
-    ],
-)
-def test_invalid_probe_arguments_raise(name, args, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        getattr(_C, name)(*args)
-
-
 # Object files -------------------------------------------------------------------------------------
 
 

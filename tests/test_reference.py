@@ -1,17 +1,16 @@
-"""The references, compared with PyTorch and finite differences; the op table.
-
-The fuzz tests compare them with definitions in NumPy.
-"""
+"""The references, compared with PyTorch, finite differences and definitions; the op table."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from harness import DTYPES, drawn, same_bits
-from ops import ROWS, kept
+from ops import ROWS, kept, philox
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from transformer_fast.reference import (
     dropout,
     int8_linear,
     layer_norm,
+    linear,
     quantize_weight,
 )
 from transformer_fast.reference.dropout import draw_seed, philox_numbers, threshold
@@ -152,6 +152,43 @@ def test_int8_rows_are_independent():
     assert same_bits(found[[0, 7, 8]], alone[[0, 7, 8]])
     for row in found[5:7]:
         assert same_bits(row, bias.relu())
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xA4093822, 0x299F31D0),
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_matches_known_words(key, counter, words):
+    """Test vectors of Random123, the implementation by the authors of Philox."""
+    assert philox(key, np.array(counter, np.uint64)).tolist() == list(words)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "dropout_p" in OPS[op].arguments])
+def test_dropout_applies_to_one_tensor_of_each_op(op, generator):
+    """To the first term of the sum, the hidden units, and the normalised weights of attention."""
+    spec = OPS[op]
+    call = spec.named(spec.case("dropout").build(DOUBLE, "cpu", generator))
+    found = as_results(spec.reference(*call.values()))
+    drop = functools.partial(dropout, p=call["dropout_p"], seed=call["seed"])
+    plain = {**call, "dropout_p": 0.0, "seed": None}
+    if op == "attention":
+        given = {**plain, "need_weights": True}
+        expected = [drop(spec.reference(*given.values())[1]) @ call["value"]]
+    elif op == "feed_forward":
+        maps = [call[name] for name in spec.arguments[1:5]]
+        hidden = drop(linear(call["input"], *maps[:2], call["activation"], None))
+        expected = [linear(hidden, *maps[2:], None, None)]
+    else:
+        expected = spec.reference(*{**plain, "input": drop(call["input"])}.values())
+    for one, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.sampled(40)

@@ -44,14 +44,6 @@ def shown(axes: Any) -> tuple[Tensor, Tensor]:
     return data, torch.from_numpy(numpy.ma.getmaskarray(array).copy())
 
 
-def labels(axis: Any) -> list[str]:
-    return [label.get_text() for label in axis.get_ticklabels()]
-
-
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for one in figure.legends for text in one.get_texts()]
-
-
 B, H, T, S = 2, 3, 4, 5
 QUERIES, KEYS = ["le", "chat", "dort", "."], ["the", "cat", "is", "asleep", "."]
 WORDS = ["<pad>", "<s>", *(f"w{i}" for i in range(2, 20))]
@@ -71,16 +63,8 @@ def test_attention_has_a_map_per_layer_and_head() -> None:
         data, hidden = shown(panel)
         torch.testing.assert_close(data.float(), list(found.values())[layer][1, head])
         assert not hidden.any()
-        assert panel.get_title() == (f"head {head}" if layer == 0 else "")
-        # Token labels are only at the edges of the grid.
-        assert labels(panel.xaxis) == (KEYS if layer == 1 else [])
-        assert labels(panel.yaxis) == (QUERIES if head == 0 else [])
-        assert panel.get_ylabel() == (f"layer {(0, 3)[layer]}\nquery" if head == 0 else "")
-        assert panel.get_xlabel() == ("key" if layer == 1 else "")
         # All maps share one colour scale, so that they can be compared.
         assert panel.images[0].get_clim() == (0.0, max(float(w[1].max()) for w in found.values()))
-    assert figure.get_suptitle() == "Cross"
-    assert not legend(figure)
     draw(figure)
 
 
@@ -91,11 +75,8 @@ def test_padding_and_future_keys_are_hidden() -> None:
     _, hidden = shown(maps(figure)[0])
     later = torch.ones(S, S, dtype=torch.bool).triu(1)
     assert torch.equal(hidden, padding | later)
-    assert labels(maps(figure)[0].xaxis) == KEYS  # self-attention: keys have queries' labels
-    assert legend(figure) == ["hidden: padding or after the query (causal)"]
     figure = viz.attention_maps(square, query_padding=padding)
     assert torch.equal(shown(maps(figure)[0])[1], padding[:, None].expand(S, S))
-    assert legend(figure) == ["hidden: padding"]
 
 
 # Models
@@ -144,8 +125,6 @@ def test_attention_of_a_translator(kind: str) -> None:
         assert torch.equal(hidden, right)
         found = list(expected.values())[number // 2][1, number % 2]
         torch.testing.assert_close(data.float()[~right], found[~right])
-    assert labels(panels[2].xaxis) == [WORDS[i] for i in keys[1]]
-    assert labels(panels[2].yaxis) == [WORDS[i] for i in queries[1]]
     draw(figure)
 
 
@@ -172,9 +151,6 @@ def test_combined_masks_match_attention() -> None:
         ROWS, COLS, attn_mask=mask, key_lengths=lengths, is_causal=True, index=1, head=1
     )
     panels = maps(figure)
-    assert [panel.get_title().split("\n")[0] for panel in panels] == [
-        "attn_mask", "key_lengths", "is_causal", "all together"
-    ]  # fmt: skip
     past = torch.ones(ROWS, COLS, dtype=torch.bool).tril()
     expected = attended(attn_mask=mask & past, key_lengths=lengths)
     assert torch.equal(visible(panels[-1]), expected[1, 1])
@@ -190,9 +166,6 @@ def test_masks_show_both_polarities() -> None:
     theirs = viz.masks(ROWS, COLS, attn_mask=mask, true_means="hidden")
     assert torch.equal(visible(maps(here)[0]), mask)
     assert torch.equal(visible(maps(theirs)[0]), ~mask)
-    assert maps(here)[0].get_title() == "attn_mask\nbool: True = may attend"
-    assert maps(theirs)[0].get_title() == "attn_mask\nbool: True = hidden (torch.nn)"
-    assert len(maps(here)) == 1  # with a single mask there is no combination panel
 
 
 POSITIONS = models.SinusoidalPositions(60, 32)
@@ -205,9 +178,6 @@ def test_positions_show_the_table_and_curves() -> None:
     for line, dimension in zip(figure.axes[1].lines, (3, 8), strict=True):
         found = torch.tensor(line.get_ydata(), dtype=torch.float32)
         torch.testing.assert_close(found, POSITIONS.table[:50, dimension])
-    assert legend(figure)[0].startswith("dimension 3: cos, period 11.17")
-    period = 2 * torch.pi * 10000 ** (8 / 32)
-    assert legend(figure)[1] == f"dimension 8: sin, period {period:.4g}"
     draw(figure)
 
 
@@ -229,7 +199,6 @@ def test_losses_show_the_history() -> None:
     assert (dots.get_xdata().tolist(), dots.get_ydata().tolist()) == ([2], [5.0])
     assert over_time.lines[0].get_xdata().tolist() == [0.5, 0.75, 1.0]
     assert over_time.lines[2].get_xdata().tolist() == [0.75]
-    assert len({line.get_color() for line in over_steps.lines}) == 2
     figure.canvas.draw()
 
 
@@ -247,65 +216,35 @@ def of_masks(**options: Any) -> Any:
     return viz.masks(**{"query_length": ROWS, "key_length": COLS} | options)
 
 
-def of_positions(positions: Any = POSITIONS, **options: Any) -> Any:
-    return viz.positional_encoding(positions, **options)
-
-
 def of_losses(histories: Any, **options: Any) -> Any:
     return viz.loss_curves(histories, **options)
 
 
 OTHER_KEYS = {"a": weights(), "b": torch.rand(B, H, S, S)}
-FOURS = torch.zeros(4, dtype=torch.bool)
 SHAPE = (ROWS, COLS)
 #: Exception -> (a call that raises it, a part of the message).
 WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
     TypeError: [
-        (lambda: of_weights([[1.0]]), "weights must be a Tensor of floating point, not list"),
-        (lambda: of_weights(torch.ones(2, 2).long()), "floating point, not torch.int64"),
-        (lambda: of_weights(weights(), None, "abcde"), "key_tokens must be a sequence of tokens"),
-        (lambda: of_model(source_vocabulary="words"), "source_vocabulary must be a sequence"),
         (lambda: of_model(torch.nn.Linear(2, 2)), "not Linear: for others, record models.att"),
-        (lambda: of_masks(attn_mask=torch.ones(SHAPE).int()), "or floating point, not torch.int"),
-        (lambda: of_masks(key_padding=torch.zeros(2, COLS)), "key_padding must be a bool Tensor"),
-        (lambda: of_masks(key_lengths=torch.ones(1)), "key_lengths must be int32 or int64"),
-        (lambda: of_positions(torch.nn.Linear(2, 2)), "or models.LearnedPositions, not Linear"),
-        (lambda: of_losses(history()), "histories must be a dict of History, not History"),
         (lambda: of_losses({"one": []}), r"histories\['one'\] must be a History, not list"),
     ],
     ValueError: [
-        (lambda: of_weights({}), "weights is empty"),
         (lambda: of_weights(torch.rand(3)), r"\(B, H, T, S\).* not \[3\]"),
         (lambda: of_weights(torch.full((T, S), math.nan)), "holds NaN or negative numbers"),
         (lambda: of_weights(weights(), QUERIES[:3]), "query_tokens must name 4 tokens, not 3"),
-        (lambda: of_weights(heads=[]), "heads must name at least one head"),
-        (lambda: of_weights(key_padding=FOURS), r"key_padding must have shape \[5\], not \[4\]"),
         (lambda: of_weights(OTHER_KEYS),
          r"one query length and one key length, \(4, 5\) as 'a' has, but 'b' has \(5, 5\)"),
         (lambda: of_model(kind="self"), "kind must be one of encoder, decoder, cross for a Trans"),
         (lambda: of_model(target=None), 'kind "cross" needs a target'),
         (lambda: of_model(models.LanguageModel(20, 16, 2, 1, 24)), "LanguageModel takes no target"),
-        (lambda: of_model(layers=[]), "layers must name at least one layer"),
-        (lambda: of_model(source_vocabulary=WORDS[:2]), "source_vocabulary has no token for id"),
-        (lambda: of_masks(query_length=0), "query_length must be at least 1, not 0"),
-        (lambda: of_masks(true_means="yes"), '"visible" or "hidden", not \'yes\''),
         (lambda: of_masks(attn_mask=torch.ones(5, 7)), r"\(B, H, 5, 6\), not \[5, 7\]"),
         (lambda: of_masks(attn_mask=torch.full(SHAPE, math.nan)), "must not hold NaN"),
         (lambda: of_masks(key_lengths=torch.tensor([7])), r"must be in \[0, 6\], not 7"),
-        (lambda: of_positions(torch.zeros(2, 2, 2)), r"shape \(L, M\), not \[2, 2, 2\]"),
-        (lambda: of_positions(length=61), r"length must be an int in \[1, 60\], not 61"),
-        (lambda: of_positions(dimensions=range(7)), "dimensions must name 1 to 6, not 7"),
-        (lambda: of_losses({"one": training.History()}), r"histories\['one'\] has no steps"),
-        (lambda: of_losses({}), "histories must have 1 to 6 runs, not 0"),
-        (lambda: of_losses({"one": history()}, window=0), "window must be at least 1, not 0"),
     ],
     IndexError: [
         (lambda: of_weights(heads=[3]), r"heads must be in \[0, 3\), not 3"),
-        (lambda: of_model(layers=[2]), r"layers must be in \[0, 2\), not 2"),
         (lambda: of_model(index=5), r"index must be in \[0, 2\), not 5"),
         (lambda: of_masks(attn_mask=torch.ones(2, 1, *SHAPE), index=2), "index must be in"),
-        (lambda: of_masks(attn_mask=torch.ones(2, 2, *SHAPE), head=2), "head must be in"),
-        (lambda: of_positions(dimensions=[32]), r"dimensions must be in \[0, 32\), not 32"),
     ],
 }  # fmt: skip
 
@@ -366,21 +305,11 @@ def test_boxes_name_classes_and_sizes() -> None:
     )  # fmt: skip
     figure = viz.model_diagram(model)
     said = texts(figure)
-    assert said["encoder.embedding"] == "Token embedding\n8,000 \u00d7 64, scaled by √64"
     assert said["decoder.embedding"] == "Token embedding\n6,000 \u00d7 64, scaled by √64"
-    assert said["encoder.positions"] == "Sinusoidal positions\nup to 77"
-    assert said["encoder.0.self_attn"] == "Self-attention\n4 heads of 16"
-    assert said["decoder.0.self_attn"] == "Causal self-attention\n4 heads of 16"
     assert said["decoder.0.multihead_attn"] == "Cross-attention\n4 heads of 16"
     assert said["encoder.0.ffn"] == "Feed-forward, gelu\n64 → 96 → 64"
-    assert said["encoder.0.count"] == "2 \u00d7"
-    assert said["decoder.0.count"] == "3 \u00d7"
-    assert said["decoder.output.linear"] == "Linear\n64 → 6,000"
-    assert said["output"] == "logits (B, T, 6,000)"
+    assert (said["encoder.0.count"], said["decoder.0.count"]) == ("2 \u00d7", "3 \u00d7")
     assert said["summary"] == "d_model 64, post-norm, dropout 0.25"
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert said["title"] == f"Transformer, {count:,} parameters"
-    assert "tied.legend" not in said
     draw(figure)
 
 
@@ -400,27 +329,15 @@ def test_the_memory_and_tied_weights_have_lines(tied: bool, shared: bool) -> Non
     draw(figure)
 
 
-class Around(torch.nn.Module):
-    def __init__(self, **parts: torch.nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-
 def test_unsupported_models_raise() -> None:
-    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
-        viz.model_diagram(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no Transformer that can be drawn: a Linear without"):
-        viz.model_diagram(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="several Transformers, one, two: pass one of them"):
-        viz.model_diagram(Around(one=layer, two=layer.__class__(16, 2, 24, batch_first=True)))
-    stack = nn.TransformerEncoder(layer, 2)
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2)
     stack.layers[1] = torch.nn.Identity()
-    with pytest.raises(
-        TypeError, match="TransformerDecoderLayer, and one of its layers is Identity"
+    for model, said in (
+        (torch.nn.Linear(2, 2), "no Transformer that can be drawn: a Linear without"),
+        (stack, "TransformerDecoderLayer, and one of its layers is Identity"),
     ):
-        viz.model_diagram(stack)
+        with pytest.raises(TypeError, match=said):
+            viz.model_diagram(model)
 
 
 # The page

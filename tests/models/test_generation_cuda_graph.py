@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,49 +214,30 @@ def test_device_steps_do_not_synchronise(crossed, norm_first, monkeypatch):
     assert logits.shape == (4, 19)
 
 
-class Stream:
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def wait_stream(self, other: Any) -> None:
-        self.events.append("wait")
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_record_always_ends_the_capture(fails, monkeypatch):
     """Checks the order of calls to torch.cuda, also if the recorded function raises."""
-    events: list[str] = []
-
-    class Graph:
-        def capture_begin(self, capture_error_mode: str) -> None:
-            events.append(f"begin {capture_error_mode}")
-
-        def capture_end(self) -> None:
-            events.append("end")
-
-        def replay(self) -> None:
-            events.append("replay")
-
-    def run() -> Tensor:
-        events.append("run")
-        if fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(3)
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(events))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(events))
+    seen = mock.Mock()
+    seen.run.side_effect = RuntimeError("operation not permitted") if fails else None
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: seen.graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: seen.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    begun = ["wait", "begin thread_local", "run", "end"]
+    begun = [
+        mock.call.side.wait_stream(seen.current),
+        mock.call.graph.capture_begin(capture_error_mode="thread_local"),
+        mock.call.run(),
+        mock.call.graph.capture_end(),
+    ]
     if fails:
         with pytest.raises(RuntimeError, match="not permitted"):
-            cuda_graph.record(run)
-        assert events == begun
+            cuda_graph.record(seen.run)
+        assert seen.mock_calls == begun
         return
-    replay = cuda_graph.record(run)
-    assert events == [*begun, "wait"]
-    assert replay() is replay()
-    assert events[5:] == ["replay", "replay"]
+    replay = cuda_graph.record(seen.run)
+    assert seen.mock_calls == [*begun, mock.call.current.wait_stream(seen.side)]
+    assert replay() is replay() is seen.run.return_value
+    assert seen.mock_calls[5:] == [mock.call.graph.replay()] * 2
 
 
 class FakeCudaTensor(torch.Tensor):

@@ -1,13 +1,7 @@
 """Test data of each op beyond the op table: ``<op>.py`` has the op's `Row`, from which all tests
 draw.
 
-This module defines `Row` and what rows share: random calls, and helpers in NumPy.
-
-``Row.defined`` computes the op by its definition, in NumPy and fp64, as the oracle of the fuzz
-tests. It shares no code with the package. It returns the results and a function that maps their
-gradients to those of the arguments. The gradients are derived by hand; fuzz/test_fuzz_ops.py compares
-them with the reference's, and test_reference.py those with finite differences. Values at masked
-positions never enter a computation.
+This module defines `Row` and what rows share: random calls, and dropout's numbers in NumPy.
 """
 
 from __future__ import annotations
@@ -28,12 +22,6 @@ from torch import Tensor
 from transformer_fast.specs import OPS, spec
 
 Arguments = tuple[Any, ...]
-Array = np.ndarray[Any, np.dtype[np.float64]]
-Grads = dict[str, "Array | None"]
-
-
-def _no_terms(arguments: Arguments, results: tuple[Tensor | None, ...] = ()) -> float:
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -50,11 +38,6 @@ class Row:
     large: Callable[[spec.Draw], list[Arguments]]
     #: Strategy for random calls in a dtype.
     drawn: Callable[[torch.dtype], st.SearchStrategy[Drawn]]
-    #: The definition in NumPy and fp64, see above; takes the reference's arguments.
-    defined: Callable[..., Any]
-    #: The reference with another summation order; takes an `Orders` of the fuzz tests, then
-    #: arguments.
-    in_order: Callable[..., Any]
     #: Name of a case with as many optional arguments as possible.
     sample: str
     #: Calls like `large` that fill all scratch memory with NaN; None: those of `large`.
@@ -62,10 +45,6 @@ class Row:
     #: If true, second derivatives on PyTorch's samples are compared with PyTorch's. gradgradcheck
     #: covers all ops.
     second_derivatives: bool = True
-    #: Magnitude of the terms that cancel in the results and in the gradients: rounding errors of
-    #: fp64 are relative to it. Takes the arguments, and for results the exact results.
-    terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
-    gradient_terms: Callable[[Arguments], float] = _no_terms
 
 
 def wrong(op: str, then: Callable[..., Any] | None = None, **changes: Any) -> Callable[..., Any]:
@@ -91,29 +70,12 @@ def some(n: int, least: int = 300) -> int:
     return least // max(1, n) + 1
 
 
-def at(x: Tensor | None, order: Tensor) -> Tensor | None:
-    return None if x is None else x.reshape(-1)[order]
-
-
-def size_of(x: Tensor) -> float:
-    """Returns the largest finite absolute value."""
-    return torch.where(x.isfinite(), x.abs(), 0.0).max().item() if x.numel() else 0.0
-
-
 # Random calls -------------------------------------------------------------------------------------
 
 SMALL = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17)
 MIDDLE = (31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97)
 LARGE = (127, 128, 129, 191, 255, 257, 300, 383, 511, 513)
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-
-
-def exact(value: Any) -> Any:
-    """Returns a tensor as a NumPy array, in fp64 if it is floating-point; other values unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach()
-    return (value.double() if value.is_floating_point() else value).resolve_neg().numpy()
 
 
 class Drawn(NamedTuple):
@@ -246,7 +208,7 @@ class Drawing(Numbers):
 # Random numbers -----------------------------------------------------------------------------------
 
 
-def philox(key: tuple[int, int], counter: Array) -> Array:
+def philox(key: tuple[int, int], counter: Any) -> Any:
     """Philox4x32-10 of counters (..., 4), as defined by Salmon et al. 2011."""
     words = [counter[..., i].astype(np.uint64) for i in range(4)]
     low32 = np.uint64(0xFFFFFFFF)
@@ -263,7 +225,7 @@ def philox(key: tuple[int, int], counter: Array) -> Array:
     return np.stack(words, axis=-1)
 
 
-def numbers(seed: int, rows: Array, columns: int) -> Array:
+def numbers(seed: int, rows: Any, columns: int) -> Any:
     """Returns random numbers below 2^16, (rows, columns), as dropout draws them.
 
     Each Philox counter gives eight numbers; its first word counts along the row.
@@ -277,7 +239,7 @@ def numbers(seed: int, rows: Array, columns: int) -> Array:
     return halves.reshape(len(rows), 8 * counter.shape[1])[:, :columns]
 
 
-def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
+def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Any:
     """Returns the factor of dropout for each element: 0 or 1 / (1 - p)."""
     if p == 0.0:
         return np.ones(shape)

@@ -7,16 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transformer_fast.specs import OPS, spec
+from transformer_fast.specs import spec
 from transformer_fast.specs.attention import _attention, arrange
-from transformer_fast.testing import upstream
 
-from . import LARGE, MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, kept, size_of, some, wrong
+from . import LARGE, MIDDLE, SMALL, Drawing, Drawn, Row, some, wrong
 
 
 def _below(diagonal: Callable[[int, int], int]) -> Any:
@@ -90,122 +88,6 @@ _BUGS = {
 }  # fmt: skip
 
 
-def defined(
-    q: Array, k: Array, v: Array, mask: Any, lengths: Any, causal: bool, scale: float | None,
-    p: float, seed: int | None, gqa: bool, need_weights: bool,
-    query_lengths: Any = None, longest: Any = None, softcap: float | None = None,
-) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Grads]]:  # fmt: skip
-    """Returns (output, weights after dropout), and the function that takes the gradients of both."""
-    batch, heads, queries, size = q.shape
-    keys, value_size = k.shape[2], v.shape[3]
-    group = heads // k.shape[1] if gqa and k.shape[1] else 1
-    if scale is None:
-        scale = 1.0 / math.sqrt(size) if size else 1.0
-    added = None
-    sees = np.ones((batch, heads, queries, keys), bool)
-    if mask is not None:
-        full = np.broadcast_to(mask, sees.shape)
-        if mask.dtype == bool:
-            sees &= full
-        else:
-            added = full
-            sees &= full != -np.inf
-    if causal:
-        sees &= np.arange(keys)[None, :] <= np.arange(queries)[:, None]
-    if lengths is not None:
-        sees &= np.arange(keys)[None, None, None, :] < lengths[:, None, None, None]
-    if query_lengths is not None:
-        sees &= np.arange(queries)[None, None, :, None] < query_lengths[:, None, None, None]
-    weights, slope = np.zeros(sees.shape), np.ones(sees.shape)
-    output = np.zeros((batch, heads, queries, value_size))
-    factor = kept(sees.shape, p, seed)
-    for b in range(batch):
-        for h in range(heads):
-            here = sees[b, h]
-            any_visible = here.any(axis=1, keepdims=True)
-            with np.errstate(invalid="ignore", over="ignore"):
-                s = (q[b, h] * scale) @ k[b, h // group].T
-                if softcap is not None:
-                    s = np.tanh(s / softcap)
-                    slope[b, h] = 1.0 - s * s
-                    s = s * softcap
-                if added is not None:
-                    s = s + added[b, h]
-            s = np.where(here, s, -np.inf)
-            top = np.max(s, axis=1, keepdims=True, initial=-np.inf)
-            with np.errstate(invalid="ignore"):
-                e = np.where(here, np.exp(s - np.where(any_visible, top, 0.0)), 0.0)
-            total = e.sum(axis=1, keepdims=True)
-            weights[b, h] = e / np.where(any_visible, total, 1.0)
-            output[b, h] = _weighted(weights[b, h] * factor[b, h], v[b, h // group], here)
-
-    def back(
-        doutput: Array, dweights: Array | None,
-        rounded: tuple[Array, Array | None, Any, Callable[[Array], Array]] | None = None,
-    ) -> Grads:  # fmt: skip
-        """Gradients of the arguments.
-
-        ``rounded``: (output, weights, order, rounding). dP and the weighted mean of its rows are
-        then computed in fp32, from these results and in this order of the value's channels, as in
-        Dao et al. 2022. ``rounding`` is applied to P and dS where they are factors of matrix
-        products.
-        """
-        dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-        ds = np.zeros(sees.shape)
-        for b in range(batch):
-            for h in range(heads):
-                g, here = h // group, sees[b, h]
-                clean_k = np.where(here.any(axis=0)[:, None], k[b, g], 0.0)
-                clean_v = np.where(here.any(axis=0)[:, None], v[b, g], 0.0)
-                dp = doutput[b, h] @ clean_v.T
-                if dweights is not None:
-                    dp = dp + dweights[b, h]
-                dp = dp * factor[b, h]
-                w = weights[b, h]
-                mean = (w * dp).sum(axis=1, keepdims=True)
-                if rounded is not None:
-                    dp, mean = _slopes(doutput[b, h], clean_v, rounded[0][b, h], rounded[2])
-                    if dweights is not None and rounded[1] is not None:
-                        dp = dp + dweights[b, h]
-                        mean = mean + (dweights[b, h] * rounded[1][b, h]).sum(axis=1, keepdims=True)
-                    dp = dp * factor[b, h]
-                ds[b, h] = w * (dp - mean)
-                inner = np.where(here, ds[b, h] * slope[b, h], 0.0)
-                dropped = w * factor[b, h]
-                if rounded is not None:
-                    ds[b, h], dropped = rounded[3](ds[b, h]), rounded[3](dropped)
-                    inner = ds[b, h]
-                clean_q = np.where(here.any(axis=1)[:, None], q[b, h], 0.0)
-                dq[b, h] = scale * inner @ clean_k
-                dk[b, g] += scale * inner.T @ clean_q
-                dv[b, g] += dropped.T @ doutput[b, h]
-        dmask = None
-        if added is not None:
-            axes = tuple(i for i, n in enumerate(mask.shape) if n == 1)
-            dmask = ds.sum(axis=axes, keepdims=True)
-        return {"query": dq, "key": dk, "value": dv, "attn_mask": dmask}
-
-    return (output, weights * factor if need_weights else None), back
-
-
-def _slopes(doutput: Array, values: Array, output: Array, order: Any) -> tuple[Array, Array]:
-    """Returns dO V^T and, per row, dO O, summed in fp32 in the given order of channels."""
-    do, v, o = (x[:, order].astype(np.float32) for x in (doutput, values, output))
-    return (do @ v.T).astype(np.float64), (do * o).sum(axis=1, keepdims=True).astype(np.float64)
-
-
-def _weighted(weights: Array, values: Array, sees: Any) -> Array:
-    """Returns weights @ values, where each row sums only the values that it may see."""
-    wild = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    result: Array = weights @ np.where(np.isfinite(values), values, 0.0)
-    for key in wild:
-        seen = sees[:, key]
-        bad = np.where(np.isfinite(values[key]), 0.0, values[key])
-        with np.errstate(invalid="ignore"):
-            result[seen] += weights[seen, key, None] * bad[None, :]
-    return result
-
-
 #: Mask shapes: the dimensions of (B, H, T, S) that are not 1.
 MASK_SHAPES = ("BHTS", "TS", "BS", "BT", "HS", "HTS", "S", "B", "T", "BHS", "BTS")
 BOOL_MASKS = ("random", "dense", "sparse", "all", "nothing", "empty rows", "blocks")
@@ -248,6 +130,8 @@ SCORES = {
     "normal": 5, "equal keys": 1, "zero queries": 1, "small": 1, "std 30": 1, "std 100": 1,
     "std 300": 1, "rising keys": 1, "denormal": 1, "one far key": 1,
 }  # fmt: skip
+#: Scores and masks whose weights are not nearly all 0 or 1, and masks that make them so.
+PLAIN_SCORES, STEEP = ("normal", "zero queries", "small", "denormal"), ("large", "steep")
 
 
 @st.composite
@@ -293,7 +177,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
         k = numbers.of_kind("denormal", *k.shape)
     elif kind == "one far key" and s:
         k[:, :, int(numbers.integers(end=s))] *= 50.0
-    mask = None
+    mask, forms = None, ""
     if draw(st.integers(0, 2)):
         form = draw(st.sampled_from(MASK_SHAPES))
         forms = draw(st.sampled_from(BOOL_MASKS + FLOAT_MASKS))
@@ -326,7 +210,10 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
         if not bool(torch.isfinite(k).all() and torch.isfinite(v).all()):
             k, v = numbers.normal(*k.shape), numbers.normal(*v.shape)
     names: tuple[str, ...] = ()
-    if draw(st.booleans()) and min(q.numel(), k.numel(), v.numel()) > 0:
+    # If one key has almost all of a row, or values are equal, dP - delta is a difference of equal
+    # terms, and rounding is all that remains of it: test_attention.py has limits for these calls.
+    plain = kind in PLAIN_SCORES and values in ("normal", "small") and forms not in STEEP and s > 1
+    if draw(st.booleans()) and plain and min(q.numel(), k.numel(), v.numel()) > 0:
         names = ("query", "key", "value")
         # An fp32 mask beside low-precision inputs has a gradient that is no more exact than the
         # scores. A mask that is constant along the keys has a gradient of 0. What is computed
@@ -341,44 +228,6 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
         softcap = draw(st.sampled_from((0.5, 5.0, 50.0)))
         return Drawn((*given, None, softcap), (), draw(st.integers(0, 3)))
     return Drawn(given, names, draw(st.integers(0, 3)))
-
-
-def _in_order(
-    orders: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any, causal: bool,
-    scale: Any, p: float, seed: Any, *rest: Any,
-) -> Any:  # fmt: skip
-    of_scores, of_values = orders.order(q.shape[-1]), orders.order(v.shape[-1])
-    if orders.seed % 2 and q.dtype == torch.float32 and q.shape[-1]:
-        # Some kernels scale the queries, some the scores; neither way is exact.
-        q, scale = q * (q.shape[-1] ** -0.5 if scale is None else scale), 1.0
-    places = lengths is not None or causal or seed is not None
-    of_keys = orders.order(k.shape[-2], fixed=places)
-    if mask is not None and mask.dim() and mask.shape[-1] > 1:
-        mask = mask[..., of_keys]
-    output, weights = orders.reference(
-        q[..., of_scores], k[..., of_keys, :][..., of_scores], v[..., of_keys, :][..., of_values],
-        mask, lengths, causal, scale, p, seed, *rest,
-    )  # fmt: skip
-    if weights is not None:
-        weights = weights[..., of_keys.argsort()]
-    return output[..., of_values.argsort()], weights
-
-
-def _slope_terms(arguments: tuple[Any, ...]) -> float:
-    """Returns the largest |scale| |K| sum(|dO| |V|), or the same with Q or 1 in place of scale K.
-
-    dQ is a sum of P (dO V - dO O) K, of differences of such terms, which vanish if keys are equal. A
-    mask's gradient is a sum of P (dO V - dO O).
-    """
-    named = OPS["attention"].named(arguments)
-    query, key, value = (size_of(named[name].double()) for name in ("query", "key", "value"))
-    shape = (*named["query"].shape[:-1], named["value"].shape[-1])
-    start = upstream(torch.empty(shape, dtype=named["query"].dtype), 0).double()
-    channels = named["query"].shape[-1]
-    scale = named["scale"]
-    scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
-    slopes = value * size_of(start.abs().sum(dim=-1))
-    return float(max(scale * max(query, key), named["attn_mask"] is not None) * slopes)
 
 
 def _small(draw: Any) -> list[tuple[Any, ...]]:
@@ -490,12 +339,9 @@ ROWS = {
         small=_small,
         large=_large,
         drawn=_drawn,
-        defined=defined,
-        in_order=_in_order,
         sample="float mask and causal",
         # With NaN the kernel falls back to one query at a time. One query block fills all of its
         # scratch.
         filling=lambda draw: _large(draw, 2, 150),
-        gradient_terms=_slope_terms,
     )
 }

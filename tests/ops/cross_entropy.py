@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast.specs.cross_entropy import _linear_loss, _loss
 
-from . import LARGE, MIDDLE, SMALL, VALUES, Array, Drawing, Drawn, Grads, Row, at, size_of, wrong
-from .linear import defined as product
+from . import LARGE, MIDDLE, SMALL, VALUES, Drawing, Drawn, Row, wrong
 
 
 def _counted(call: Any) -> Tensor:
@@ -55,49 +52,6 @@ _LINEAR_BUGS = {
         ),
     ),
 }
-
-
-def _defined(
-    x: Array, target: Any, ignored: int, smoothing: float
-) -> tuple[Array, Callable[..., Grads]]:
-    """The returned function takes the gradient of the losses, and the rounding unit of log p and p."""
-    shape = x.shape
-    x, target = x.reshape(-1, shape[-1]), target.reshape(-1)
-    rows, classes = x.shape
-    losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
-    wanted = np.zeros((rows, classes))
-    for row in range(rows):
-        if target[row] == ignored:
-            continue
-        line, place = x[row], int(target[row])
-        with np.errstate(invalid="ignore"):
-            top = line.max()
-            log_p = line - top - np.log(np.exp(line - top).sum())
-            losses[row] = -log_p[place]
-            if smoothing:
-                losses[row] = (1 - smoothing) * -log_p[place] - smoothing * log_p.mean()
-            probable[row], wanted[row] = log_p, smoothing / classes
-        wanted[row, place] += 1 - smoothing
-
-    def back(dl: Array, unit: float = 0.0) -> Grads:
-        p = np.exp(probable)
-        with np.errstate(invalid="ignore"):
-            off = np.where(p > 0.0, p * unit * np.maximum(1.0, -probable), 0.0)
-        return {"input": ((p + off - wanted) * dl.reshape(-1, 1)).reshape(shape)}
-
-    return losses.reshape(shape[:-1]), back
-
-
-def _linear_defined(
-    x: Array, weight: Array, bias: Array | None, target: Any, ignored: int, smoothing: float
-) -> tuple[Array, Callable[[Array], Grads]]:
-    logits, back_of_linear = product(x, weight, bias)
-    losses, back_of_loss = _defined(logits, target, ignored, smoothing)
-
-    def back(dl: Array, unit: float = 0.0) -> Grads:
-        return back_of_linear(back_of_loss(dl, unit)["input"])  # type: ignore[arg-type]
-
-    return losses, back
 
 
 @st.composite
@@ -140,38 +94,6 @@ def _drawn(draw: Any, dtype: torch.dtype, with_linear: bool) -> Drawn:
     return Drawn(given, ("input",) if grads else (), draw(st.integers(0, 3)))
 
 
-def _in_order(orders: Any, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
-    classes = orders.order(x.shape[1])
-    target = _renamed(target, ignored, classes)
-    result: Tensor = orders.reference(x[:, classes], target, -100, smoothing)
-    return result
-
-
-def _linear_in_order(
-    orders: Any, x: Tensor, w: Tensor, b: Any, target: Tensor, ignored: int, smoothing: float
-) -> Tensor:
-    rows, of_k, classes = (orders.order(n) for n in (*x.shape, w.shape[0]))
-    target = _renamed(target, ignored, classes)[rows]
-    losses: Tensor = orders.reference(
-        *(x[rows][:, of_k], w[classes][:, of_k], at(b, classes), target, -100, smoothing)
-    )
-    return losses[rows.argsort()]
-
-
-def _renamed(target: Tensor, ignored: int, classes: Tensor) -> Tensor:
-    place = classes.argsort()[target.clamp(0, len(classes) - 1)]
-    return torch.where(target == ignored, -100, place)
-
-
-def _logit_terms(arguments: tuple[Any, ...]) -> float:
-    """Returns the largest sum of |p - t| |W| over classes, or of |p - t| |x| over rows.
-
-    If logits are nearly equal and the smoothing is 1, these differences nearly vanish.
-    """
-    x, weight = (size_of(given.double()) for given in arguments[:2])
-    return max(2.0 * weight, len(arguments[0]) * x)
-
-
 def _swept(draw: Any, rows: int, classes: int) -> tuple[Any, ...]:
     return draw.normal(rows, classes), draw.integers(rows, end=classes), 1, 0.1
 
@@ -199,8 +121,6 @@ ROWS = {
         small=_small,
         large=lambda draw: [_loss(700, 130, smoothing=0.1, ignored=0.2)(draw)],
         drawn=lambda dtype: _drawn(dtype, False),
-        defined=_defined,
-        in_order=_in_order,
         sample="padding",
     ),
     "linear_cross_entropy": Row(
@@ -213,9 +133,6 @@ ROWS = {
         small=_linear_small,
         large=_large,
         drawn=lambda dtype: _drawn(dtype, True),
-        defined=_linear_defined,
-        in_order=_linear_in_order,
         sample="bias",
-        gradient_terms=_logit_terms,
     ),
 }

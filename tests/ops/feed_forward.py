@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from transformer_fast import reference
 from transformer_fast.specs.feed_forward import _feed_forward
 
-from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, exact, kept, linear, some, wrong
-from .linear import ACTIVATIONS, KINK, near_a_kink
+from . import MIDDLE, SMALL, Drawing, Drawn, Row, some, wrong
+from .linear import ACTIVATIONS, near_a_kink
 
 _wrong = functools.partial(wrong, "feed_forward")
 _BUGS = {
@@ -43,28 +41,6 @@ _BUGS = {
 }
 
 
-def defined(
-    x: Array, weight1: Array, bias1: Array | None, weight2: Array, bias2: Array | None,
-    act: str, p: float, seed: int | None,
-) -> tuple[Array, Callable[[Array], Grads]]:  # fmt: skip
-    hidden, back1 = linear.defined(x, weight1, bias1, act)
-    factor = kept(hidden.shape, p, seed)
-    y, back2 = linear.defined(hidden * factor, weight2, bias2)
-
-    def back(dy: Array) -> Grads:
-        second = back2(dy)
-        first = back1(second["input"] * factor)
-        return {
-            "input": first["input"],
-            "weight1": first["weight"],
-            "bias1": first["bias"],
-            "weight2": second["weight"],
-            "bias2": second["bias"],
-        }
-
-    return y, back
-
-
 @st.composite
 def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     numbers = Drawing(draw, dtype)
@@ -82,7 +58,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
     grads = draw(st.booleans()) and x.numel() > 0 and f > 0
     if grads and act == "relu":
-        grads = not near_a_kink(exact(x), exact(weight1), exact(bias1), KINK)
+        grads = not near_a_kink(x, weight1, bias1)
     x = numbers.laid_out(x)
     weight1, weight2 = (
         numbers.laid_out(weight1),
@@ -90,13 +66,6 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     )
     names = ("input", "weight1", "bias1", "weight2", "bias2") if grads else ()
     return Drawn((x, weight1, bias1, weight2, bias2, act, p, seed), names, draw(st.integers(0, 3)))
-
-
-def _in_order(
-    orders: Any, x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, act: str, p: float, seed: Any
-) -> Tensor:
-    hidden = linear.in_order(orders, x, w1, b1, act, None)
-    return linear.in_order(orders, reference.dropout(hidden, p, seed), w2, b2, None, None)
 
 
 def _small(draw: Any) -> list[tuple[Any, ...]]:
@@ -130,8 +99,6 @@ ROWS = {
         small=_small,
         large=_large,
         drawn=_drawn,
-        defined=defined,
-        in_order=_in_order,
         sample="dropout",
     )
 }

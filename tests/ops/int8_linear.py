@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,42 +13,8 @@ from transformer_fast import reference
 from transformer_fast.reference.int8_linear import quantize_rows, width_of
 from transformer_fast.specs.int8_linear import feed_forward_arguments, linear_arguments
 
-from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, some, wrong
-from .linear import ACTIVATIONS, activation
-
-
-def _steps(x: Array, steps: float, factors: Array | None) -> tuple[Array, Array]:
-    """Returns the integers of each row, and the size of a step, both found in float32."""
-    x = x.astype(np.float32) * (np.float32(1.0) if factors is None else factors.astype(np.float32))
-    high, low = (np.pad(edge, ((0, 0), (0, 1))) for edge in (x, -x))
-    half = np.float32(0.5)
-    width = half * high.max(-1, keepdims=True) + half * low.max(-1, keepdims=True)
-    zeros = width < np.float32(2.0**-101)
-    safe = np.where(zeros, np.float32(1.0), width)
-    count = half * np.float32(steps)
-    integers = np.rint(x * np.where(zeros, np.float32(0.0), count / safe))
-    return integers.astype(np.float64), np.where(zeros, 0.0, safe / count)
-
-
-def _no_gradients(dy: Array) -> Grads:
-    return {}
-
-
-def _product(
-    x: Array, weight: Array, scale: Array, bias: Array | None, act: str | None,
-    residual: Array | None = None, factors: Array | None = None,
-) -> tuple[Array, Callable[[Array], Grads]]:  # fmt: skip
-    integers, step = _steps(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 254, factors)
-    z = (integers @ weight.T + 0.0) * scale * step + (0.0 if bias is None else bias)
-    y = activation(act, z)[0].reshape(*x.shape[:-1], len(weight))
-    return y if residual is None else y + residual, _no_gradients
-
-
-def _network(x: Array, *rest: Any) -> tuple[Array, Callable[[Array], Grads]]:
-    *first, weight2, scale2, bias2, act, one, two = (*rest, None, None)[:9]
-    found = _product(x, *first, act, factors=one)[0]
-    hidden = torch.from_numpy(found).bfloat16().double().numpy()
-    return _product(hidden, weight2, scale2, bias2, None, factors=two)
+from . import MIDDLE, SMALL, Drawing, Drawn, Row, some, wrong
+from .linear import ACTIVATIONS
 
 
 def _saturated(call: Any, right: Tensor) -> Tensor:
@@ -139,11 +102,6 @@ def _drawn_network(draw: Any, dtype: torch.dtype) -> Drawn:
     return Drawn(arguments, (), draw(st.integers(0, 3)))
 
 
-def _in_order(orders: Any, *arguments: Any) -> Tensor:
-    """Sums of integers are exact in any order."""
-    return orders.reference(*arguments)  # type: ignore[no-any-return]
-
-
 def _large(draw: Any) -> list[tuple[Any, ...]]:
     shapes = (1, 90, 700), (40, 90, 300), (100, 90, 300), (500, 90, 130), (130, 1100, 600)
     options: Any = {"activation": "relu", "residual": True}
@@ -175,8 +133,6 @@ ROWS = {
         small=lambda draw: [],
         large=_large,
         drawn=_drawn,
-        defined=_product,
-        in_order=_in_order,
         sample="silu, residual",
     ),
     "int8_feed_forward": Row(
@@ -190,8 +146,6 @@ ROWS = {
         small=lambda draw: [],
         large=_large_networks,
         drawn=_drawn_network,
-        defined=_network,
-        in_order=_in_order,
         sample="gelu",
     ),
 }

@@ -8,31 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast import reference
-from transformer_fast.specs import OPS
 from transformer_fast.specs.layer_norm import _added, _plain, _without_bias
 
-from . import (
-    LARGE,
-    MIDDLE,
-    SMALL,
-    Array,
-    Drawing,
-    Drawn,
-    Grads,
-    Row,
-    at,
-    exact,
-    kept,
-    size_of,
-    some,
-    wrong,
-)
+from . import LARGE, MIDDLE, SMALL, Drawing, Drawn, Row, some, wrong
 
 
 def by_formula(bug: str) -> Any:
@@ -120,69 +103,6 @@ _RMS_SUM_BUGS = {
 }
 
 
-def defined(
-    x: Array,
-    shape: tuple[int, ...],
-    weight: Array | None,
-    bias: Array | None,
-    eps: float,
-    centre: bool = True,
-) -> tuple[Array, Callable[[Array], Grads]]:
-    size = math.prod(shape)
-    rows = math.prod(x.shape[: x.ndim - len(shape)])
-    w = np.ones(size) if weight is None else weight.reshape(size)
-    flat = x.reshape(rows, size)
-    centred, normal, scale = np.zeros((rows, size)), np.zeros((rows, size)), np.zeros((rows, 1))
-    if size:
-        # Subtract the mean twice: if values are large, the first mean's rounding error is as large
-        # as the remaining differences.
-        centred = flat
-        for _ in range(2 * centre):
-            centred = centred - centred.mean(axis=1, keepdims=True)
-        scale = 1.0 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + eps)
-        normal = centred * scale
-    y = normal * w + (0.0 if bias is None else bias.reshape(size))
-
-    def back(dy: Array) -> Grads:
-        d = dy.reshape(rows, size)
-        g = d * w
-        dx = g
-        if size:
-            along = (g * normal).mean(axis=1, keepdims=True)
-            dx = scale * (g - centre * g.mean(axis=1, keepdims=True) - normal * along)
-        return {
-            "input": dx.reshape(x.shape),
-            "weight": None if weight is None else (d * normal).sum(axis=0).reshape(shape),
-            "bias": None if bias is None else d.sum(axis=0).reshape(shape),
-        }
-
-    return y.reshape(x.shape), back
-
-
-def _sum_defined(
-    x: Array, residual: Array, shape: tuple[int, ...], weight: Array | None, bias: Array | None,
-    eps: float, p: float, seed: int | None, centre: bool = True,
-) -> tuple[tuple[Array, Array], Callable[[Array, Array], Grads]]:  # fmt: skip
-    factor = kept(x.shape, p, seed)
-    total = residual + np.where(factor == 0, 0.0, x) * factor
-    y, back_of_norm = defined(total, shape, weight, bias, eps, centre)
-
-    def back(dy: Array, dtotal: Array) -> Grads:
-        found = back_of_norm(dy)
-        d = found["input"] + dtotal
-        return {**found, "input": d * factor, "residual": d}
-
-    return (y, total), back
-
-
-def _rms_defined(x: Array, shape: tuple[int, ...], weight: Array | None, eps: float) -> Any:
-    return defined(x, shape, weight, None, eps, centre=False)
-
-
-def _rms_sum_defined(x: Array, r: Array, shape: Any, weight: Array | None, *rest: Any) -> Any:
-    return _sum_defined(x, r, shape, weight, None, *rest, centre=False)
-
-
 @st.composite
 def _drawn(draw: Any, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
     numbers = Drawing(draw, dtype)
@@ -214,51 +134,6 @@ def _drawn(draw: Any, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
     return Drawn(given, names if grads and x.numel() else (), offset)
 
 
-def _in_order(
-    orders: Any, given: Any, shape: Any, w: Any, *rest: Any, fixed: bool = False
-) -> tuple[Tensor, ...]:
-    n = math.prod(shape)
-    lead = given[0].shape[: given[0].dim() - len(shape)]
-    rows, of_n = orders.order(lead.numel(), fixed), orders.order(n, fixed)
-    found = orders.reference(
-        *(x.reshape(len(rows), n)[rows][:, of_n] for x in given),
-        *((n,), at(w, of_n), *(at(x, of_n) if _is_row(x, shape) else x for x in rest)),
-    )
-    found = found if isinstance(found, tuple) else (found,)
-    back = rows.argsort(), of_n.argsort()
-    return tuple(x[back[0]][:, back[1]].reshape(given[0].shape) for x in found)
-
-
-def _norm_in_order(orders: Any, x: Tensor, *rest: Any) -> Tensor:
-    (y,) = _in_order(orders, (x,), *rest)
-    return y
-
-
-def _sum_in_order(orders: Any, x: Tensor, y: Tensor, *rest: Any) -> Any:
-    return _in_order(orders, (x, y), *rest, fixed=rest[-1] is not None)
-
-
-def _is_row(value: Any, shape: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tuple(shape)
-
-
-def _terms(op: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> float:
-    """Returns the largest |x| weight / sqrt(variance + eps) of a norm.
-
-    x - mean is a difference of such terms. If the columns of a row are nearly equal, the rounding
-    error of the mean is as large as the difference.
-    """
-    if not arguments[0].numel():
-        return 0.0
-    named = OPS[op].named(arguments)
-    x = exact(results[1] if "sum" in OPS[op].results else arguments[0])
-    rows, weight = x.reshape(-1, math.prod(named["normalized_shape"])), named["weight"]
-    largest = 1.0 if weight is None else size_of(weight.double())
-    square = (rows**2).mean(axis=1) if op.endswith("rms_norm") else rows.var(axis=1)
-    terms = np.abs(rows).max(axis=1) / np.sqrt(square + named["eps"]) * largest
-    return float(np.where(np.isfinite(terms), terms, 0.0).max())
-
-
 def _rms(row: Row, **changes: Any) -> Row:
     """Returns the row with the same calls, without a bias."""
 
@@ -282,10 +157,7 @@ _NORM = Row(
     small=lambda draw: [_plain(3, 4)(draw)],
     large=lambda draw: [_plain(900, 130)(draw)],
     drawn=lambda dtype: _drawn(dtype, False, False),
-    defined=defined,
-    in_order=_norm_in_order,
     sample="three dimensions",
-    terms=functools.partial(_terms, "layer_norm"),
 )
 _SUM = Row(
     bugs=_SUM_BUGS,
@@ -297,10 +169,7 @@ _SUM = Row(
     small=lambda draw: [_added(_plain(3, 4), p)(draw) for p in (0.0, 0.4)],
     large=lambda draw: [_added(_plain(900, 130))(draw)],
     drawn=lambda dtype: _drawn(dtype, True, False),
-    defined=_sum_defined,
-    in_order=_sum_in_order,
     sample="dropout",
-    terms=functools.partial(_terms, "add_layer_norm"),
 )
 ROWS = {
     "layer_norm": _NORM,
@@ -311,14 +180,10 @@ ROWS = {
         # In rows of one element, some of PyTorch's second derivatives are exactly 0.
         second_derivatives=False,
         drawn=lambda dtype: _drawn(dtype, False, True),
-        defined=_rms_defined,
-        terms=functools.partial(_terms, "rms_norm"),
     ),
     "add_rms_norm": _rms(
         _SUM,
         bugs=_RMS_SUM_BUGS,
         drawn=lambda dtype: _drawn(dtype, True, True),
-        defined=_rms_sum_defined,
-        terms=functools.partial(_terms, "add_rms_norm"),
     ),
 }
