@@ -414,6 +414,17 @@ def test_arithmetic_runs_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     capture(program, torch.randn(2, 3))
 
 
+def test_inputs_may_have_names_of_operators() -> None:
+    graph = torch.fx.Graph()
+    tril = graph.placeholder("tril")
+    tril.meta["example_value"] = torch.ones(2, 2)
+    total = graph.call_function(torch.add, (tril, 1))
+    total.meta["example_value"] = torch.ones(2, 2)
+    graph.output((total,))
+    found = tape.tape(torch.fx.GraphModule({}, graph))(torch.zeros(2, 2))
+    assert_same(found, [torch.ones(2, 2)])
+
+
 def test_constants_are_not_computed_in_each_call() -> None:
     native, _, inputs = capture(lambda x: x * torch.ones(3, 3).tril(), torch.randn(3, 3))
     with torch.profiler.profile() as profile:
