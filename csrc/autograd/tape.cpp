@@ -19,7 +19,8 @@ c10::SmallVector<int64_t, 5> integers(Numbers numbers) {
   return found;
 }
 
-// Basic indexing. Numbers: three for each index, which are its kind (see `IndexKind`) and its values.
+// Basic indexing. Numbers: three for each index, which are its kind (see `IndexKind`) and its
+// values.
 enum IndexKind { kNewDimension, kAll, kSelect, kSlice };
 Tensor index(Tensor x, Numbers n) {
   int64_t dim = 0;
@@ -52,7 +53,8 @@ struct Operator {
      return t.size() == 2 ? at::op(*t[0], *t[1]) : at::op(*t[0], n.front()); \
    }},
 #define TF_UNARY(op) {#op, [](Tensors t, Numbers) { return at::op(*t[0]); }},
-#define TF_RESHAPE(op, ...) {#op, [](Tensors t, [[maybe_unused]] Numbers n) { return t[0]->op(__VA_ARGS__); }},
+#define TF_RESHAPE(op, ...) \
+  {#op, [](Tensors t, [[maybe_unused]] Numbers n) { return t[0]->op(__VA_ARGS__); }},
 constexpr Operator kOperators[] = {
     // clang-format off
     TF_BINARY(add) TF_BINARY(sub) TF_BINARY(mul) TF_BINARY(div) TF_BINARY(eq) TF_BINARY(ne)
@@ -64,8 +66,7 @@ constexpr Operator kOperators[] = {
     // clang-format on
     {"index", [](Tensors t, Numbers n) { return index(*t[0], n); }},
     // Tensors: indices, table. Number: padding_idx.
-    {"embedding",
-     [](Tensors t, Numbers n) { return at::embedding(*t[1], *t[0], n[0].toLong()); }},
+    {"embedding", [](Tensors t, Numbers n) { return at::embedding(*t[1], *t[0], n[0].toLong()); }},
 };
 
 // An argument of an instruction.
@@ -232,8 +233,7 @@ PyObject* run_tape(PyObject* capsule, Arguments given, Py_ssize_t count) {
     } else {
       const Reference all(found);
       for (size_t i = 0; i < one.results.size(); ++i)
-        values.at[one.results[i]] =
-            Py_NewRef(PyTuple_GET_ITEM(found, static_cast<Py_ssize_t>(i)));
+        values.at[one.results[i]] = Py_NewRef(PyTuple_GET_ITEM(found, static_cast<Py_ssize_t>(i)));
     }
     for (const int slot : one.released) values.release(slot);
   }
@@ -245,8 +245,7 @@ PyObject* run_tape(PyObject* capsule, Arguments given, Py_ssize_t count) {
 }
 
 PyMethodDef run_definition = {
-    "tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_tape)),
-    METH_FASTCALL,
+    "tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_tape)), METH_FASTCALL,
     "Runs a captured graph."};
 
 std::vector<int> slots_of(PyObject* list) {
@@ -275,9 +274,10 @@ const Operator* find_operator(PyObject* name) {
 }  // namespace
 
 // Arguments: the graph as a function of Python, the number of its inputs, a list of constants, the
-// number of slots, a list of instructions, and the slots of the outputs. An instruction: (the name of an operator, an entry or
-// None; its operands; a function of the entry's items or None; the same as a function of Python, of
-// the slots; these slots; the slots of its results; the slots to release).
+// number of slots, a list of instructions, and the slots of the outputs. An instruction: (the name
+// of an operator, an entry or None; its operands; a function of the entry's items or None; the same
+// as a function of Python, of the slots; these slots; the slots of its results; the slots to
+// release).
 PyObject* make_tape(PyObject*, Arguments given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto tape = std::make_unique<Tape>();

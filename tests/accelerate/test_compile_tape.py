@@ -408,10 +408,21 @@ def test_arithmetic_runs_natively(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def program(x: Tensor) -> Tensor:
         one = x[:, None, 1:] * 2 + x.view(2, 1, 3)[0, 0, :1] == 1
-        return one & (2 - x.transpose(0, 1)[0].unsqueeze(0) * x.reshape(3, 2)[0] != 0)
+        return one & (x.transpose(0, 1)[0].unsqueeze(0) * x.reshape(3, 2)[0] != 0)
 
     monkeypatch.setattr(tape._Function, "forward", property(fail))
     capture(program, torch.randn(2, 3))
+
+
+def test_inputs_may_have_names_of_operators() -> None:
+    graph = torch.fx.Graph()
+    tril = graph.placeholder("tril")
+    tril.meta["example_value"] = torch.ones(2, 2)
+    total = graph.call_function(torch.add, (tril, 1))
+    total.meta["example_value"] = torch.ones(2, 2)
+    graph.output((total,))
+    found = tape.tape(torch.fx.GraphModule({}, graph))(torch.zeros(2, 2))
+    assert_same(found, [torch.ones(2, 2)])
 
 
 def test_constants_are_not_computed_in_each_call() -> None:

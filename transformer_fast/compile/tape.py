@@ -139,7 +139,8 @@ def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
         for node in nodes:
             x, run = value(node), node.target
             if (
-                run not in _CONSTANT
+                not _is_call(node)
+                or run not in _CONSTANT
                 or not isinstance(x, Tensor)
                 or not all(isinstance(n, int) for n in x.shape)
                 or x.numel() > _LARGEST
@@ -156,7 +157,12 @@ def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
 
 def _only_reads(user: Node) -> bool:
     """True if the node's result shares no memory with its arguments, which it does not change."""
-    return (user.target in _CONSTANT or _name(user) in _BINARY) and not mutates(user)
+    is_known = user.target in _CONSTANT or _name(user) in _BINARY
+    return _is_call(user) and is_known and not mutates(user)
+
+
+def _is_call(node: Node) -> bool:
+    return node.op in ("call_function", "call_method")
 
 
 def _native_call(node: Node, slots: dict[Node, int]) -> _Native | None:
@@ -166,7 +172,7 @@ def _native_call(node: Node, slots: dict[Node, int]) -> _Native | None:
         module: Any = node.graph.owning_module
         layers = module.get_submodule(str(node.target))
         return _layers(layers, [slots[n] for n in args]) if type(layers) is Sublayers else None
-    if node.op not in ("call_function", "call_method") or mutates(node):
+    if not _is_call(node) or mutates(node):
         return None
     if node.target is run_time.prepare_hidden:
         condition, hides, fill, rank = args
