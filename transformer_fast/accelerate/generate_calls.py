@@ -282,6 +282,8 @@ def _is_pure(processor: Any) -> bool:
 def _head_of(model: Any, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns the function that computes these logits from the decoder's output, or None."""
     layer, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    if bias is not None and bias.dtype == logits.dtype and not bool(bias.any()):
+        bias = None
     factors: tuple[float, ...] = (1.0, hidden.shape[-1] ** -0.5)
 
     def head(factor: float, hidden: Tensor) -> Tensor:
