@@ -38,7 +38,6 @@ SUITES: dict[str, Suite] = {
     "released text encoder": text.released,
     "half precision": text.half_precision,
     "decode": models.decoding,
-    "decode, int8": models.int8_decoding,
     "overhead": ops.overhead,
 }
 #: Suites of the command ``scaling``, separate because they take long.

@@ -14,8 +14,6 @@ peer cannot run the call; or None if the peer is not for this kind of work.
                                      function with the arguments of the module, which are tensors;
                                      ``examples``: arguments of some calls; ``precision``: "float32",
                                      "bfloat16" or "int8" (products of 8 bits, results as in float32)
-    generate(adapt)                  ``adapt(**settings)``, a function of (prompt,) that returns the
-                                     tokens of transformers' ``generate`` with these settings
     search(model, inputs, beams, new, precision)
                                      function of (source,) that returns the tokens (B, new) of a
                                      model of `suites.generate`; its attribute ``label``, if it has
@@ -183,15 +181,6 @@ def beyond_attention(arguments: Arguments) -> str | None:
     return None
 
 
-def compiled_steps(**settings: Any) -> dict[str, Any]:
-    """Returns the settings with which ``generate`` compiles a step, as transformers does on GPUs."""
-    from transformers import CompileConfig
-
-    compiling = CompileConfig(**settings)
-    compiling._compile_all_devices = True  # type: ignore[assignment]
-    return {"cache_implementation": "static", "compile_config": compiling}
-
-
 class Compiler(Peer):
     """A backend of torch.compile, or inductor with other settings."""
 
@@ -225,10 +214,6 @@ class TorchCompile(Compiler):
     def op(self, op: str, arguments: Arguments) -> Offer:
         reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
         return self.compiled(OPS[op].pytorch) if reason is None else reason
-
-    def generate(self, adapt: Callable[..., Any]) -> Offer:
-        torch._dynamo.reset()
-        return adapt(**compiled_steps(mode="default"))
 
 
 #: Inference settings: weights become constants, which can be packed. The disk cache is off, because

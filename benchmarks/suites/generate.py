@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
-from transformer_fast.measure.cases import fast_path
-from transformer_fast.testing import OUTPUT_FACTOR, Parity
+from transformer_fast.testing import Parity
 
 from . import ACCELERATED, EAGER, Maker, Scope, accelerated, suite_of
+from .models import GreedyJudge, of_tokens
 
 NEW, SOURCE, START, END = 64, 32, 1, 2
 #: Whisper's tokens for the start, the language, the task and no timestamps.
@@ -95,14 +95,14 @@ def build(name: str) -> Any:
 class Generate(nn.Module):
     """Returns the new tokens (B, NEW) of a search."""
 
-    def __init__(self, model: Any, beams: int, **settings: Any) -> None:
+    def __init__(self, model: Any, beams: int) -> None:
         super().__init__()
-        self.model, self.beams, self.settings = model, beams, settings
+        self.model, self.beams = model, beams
 
     def forward(self, given: Tensor) -> Tensor:
         from transformers import GenerationMixin
 
-        more = {"num_beams": self.beams, **self.settings}
+        more: dict[str, Any] = {"num_beams": self.beams}
         if given.dim() > 2:
             more["decoder_input_ids"] = start_of(given)
             # Whisper's own `generate` splits recordings.
@@ -111,15 +111,16 @@ class Generate(nn.Module):
             found = self.model.generate(given, attention_mask=torch.ones_like(given), **more)
         return found[:, -NEW:]  # type: ignore[no-any-return]
 
-    def logits(self, given: Tensor, tokens: Tensor) -> Tensor:
-        """Returns logits (B, NEW, V) of these tokens (B, NEW) under teacher forcing."""
-        if not self.model.config.is_encoder_decoder:
-            whole = torch.cat((given, tokens[:, :-1]), 1)
-            return self.model(whole, use_cache=False).logits[:, -NEW:]  # type: ignore[no-any-return]
-        target = torch.cat((start_of(given), tokens[:, :-1]), 1)
-        given = given.to(self.model.dtype) if given.is_floating_point() else given
-        found = self.model(given, decoder_input_ids=target, use_cache=False).logits
-        return found[:, -NEW:]  # type: ignore[no-any-return]
+    def logits(self, given: Tensor, target: Tensor) -> Tensor:
+        """Returns logits (B, T, V) of the tokens after target[:, 1:] and before."""
+        tokens, more = target[:, 1:], {}
+        if self.model.config.is_encoder_decoder:
+            more["decoder_input_ids"] = torch.cat((start_of(given), tokens), 1)
+            given = given.to(self.model.dtype) if given.is_floating_point() else given
+        else:
+            given = torch.cat((given, tokens), 1)
+        found: Tensor = self.model(given, use_cache=False, **more).logits
+        return found[:, -target.shape[1] :].to(torch.float64)
 
 
 def start_of(given: Tensor) -> Tensor:
@@ -127,46 +128,26 @@ def start_of(given: Tensor) -> Tensor:
     return torch.tensor([_PROMPT if given.dim() > 2 else [START]]).expand(len(given), -1)
 
 
-class Judge:
-    """Checks tokens of a few sources by float64 logits, up to rounding errors.
+class Judge(GreedyJudge):
+    """Checks the tokens of two sources, of which beam search finds as probable ones as transformers."""
 
-    Greedy search: no logit is higher than that of the token. Beam search: the tokens are as probable as
-    those that transformers finds in float32. The unit of error is the reference's largest error in a
-    logit.
-    """
+    def __init__(self, eager: Generate, reference: Generate) -> None:
+        super().__init__(copy.deepcopy(eager).double(), reference.logits, NEW)
+        self.eager = eager
+        self.suppressed = eager.model.generation_config.suppress_tokens or []
 
-    def __init__(self, eager: Generate, reference: Generate, suppressed: Any) -> None:
-        self.eager, self.reference, self.suppressed = eager, reference, suppressed
-        self.oracle = copy.deepcopy(eager).double()
-        self.known: dict[int, Tensor] = {}
-
-    @torch.no_grad()
     def __call__(self, tokens: Tensor, arguments: Arguments) -> Parity:
-        given = arguments[0][:2]
-        if tokens.shape != (len(arguments[0]), NEW):
-            wrong = f"tokens are {list(tokens.shape)}"
-            return Parity(float("inf"), 0.0, float("inf"), 0.0, False, wrong)
-        tokens = tokens[:2]
-        with fast_path(False):
-            true, close = (x.logits(given, tokens).double() for x in (self.oracle, self.reference))
-            if self.eager.beams > 1 and id(arguments[0]) not in self.known:
-                self.known[id(arguments[0])] = self.eager(given)
-            unit = (close - true).abs().max().item()
-            eps, size = torch.finfo(torch.float32).eps, true.abs().max().item()
-            limit = 2 * (OUTPUT_FACTOR * max(unit, eps / 2 * size) + eps * size)
-            true[..., self.suppressed] = -torch.inf
-            if self.eager.beams == 1:
-                error = (true.amax(-1) - _of(tokens, true)).max().item()
-            else:
-                best = self.known[id(arguments[0])]
-                expected = self.oracle.logits(given, best).log_softmax(-1)
-                lost = _of(best, expected).sum(-1) - _of(tokens, true.log_softmax(-1)).sum(-1)
-                error = max(0.0, lost.max().item() / NEW)
-        return Parity(error, unit, error / unit, limit, error <= limit, f"{error:.3g} a token")
+        return super().__call__(tokens[:2], (arguments[0][:2],))
 
-
-def _of(tokens: Tensor, values: Tensor) -> Tensor:
-    return values.gather(-1, tokens[..., None])[..., 0]
+    def error(self, source: Tensor, tokens: Tensor, true: Tensor) -> float:
+        true[..., self.suppressed] = -torch.inf
+        if self.eager.beams == 1:
+            return super().error(source, tokens, true)
+        best = self.eager(source)
+        target = torch.cat((best[:, :1], best[:, :-1]), 1)
+        right = of_tokens(best, self.oracle.logits(source, target).log_softmax(-1)).sum(-1)
+        found = of_tokens(tokens, true.log_softmax(-1)).sum(-1)
+        return max(0.0, (right - found).max().item() / NEW)
 
 
 def _weights_of(model: Any) -> tuple[int, int]:
@@ -193,22 +174,15 @@ def _generate(scope: Scope, case: Search) -> BenchmarkCase:
     candidates = [Candidate(ACCELERATED, accelerated(same, **options))]
     if batch * beams <= 8:
         candidates.append(Candidate(EAGER, same, ours=False))
-    if batch * beams == 1 and precision == "float32" and not model.config.is_encoder_decoder:
-
-        def adapt(**settings: Any) -> Callable[..., Any]:  # compiling it takes a minute
-            return Generate(copy.deepcopy(model), beams, **settings)
-
-        candidates += scope.offered("generate", adapt)
     candidates += scope.offered("search", model, inputs, beams, NEW, precision)
-    judge = Judge(eager, eager if precision == "float32" else lower, model.config.suppress_tokens
-                  if name.startswith("Whisper") else [])  # fmt: skip
+    judge = Judge(eager, eager if precision == "float32" else lower)
     once, each = _weights_of(model)
     places = batch * (1500 if name.startswith("Whisper") else SOURCE)
     flops = 2.0 * (once * places + each * batch * beams * NEW)
     size = 1 if precision == "int8" else dtype.itemsize
     return BenchmarkCase(
         "generate", str(case), inputs, candidates, judge, flops, size * (once + NEW * each), flops,
-        dtype, chosen=ACCELERATED, reference=EAGER, torch=(EAGER, "torch.compile"),
+        dtype, chosen=ACCELERATED, reference=EAGER, torch=(EAGER,),
         items=batch * NEW, product="int8" if precision == "int8" else None,
     )  # fmt: skip
 

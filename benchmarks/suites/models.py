@@ -396,6 +396,10 @@ def recomputing(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor
     return decode
 
 
+def of_tokens(tokens: Tensor, values: Tensor) -> Tensor:
+    return values.gather(-1, tokens[..., None])[..., 0]
+
+
 class GreedyJudge:
     """Checks that the oracle's logit of every token is the highest one, up to rounding errors.
 
@@ -421,31 +425,22 @@ class GreedyJudge:
         eps = torch.finfo(close.dtype).eps
         size = true.clamp(min=-1e3).abs().max().item()
         unit = max((close - true).abs().max().item(), eps / 2 * size)
-        gaps = true.amax(-1) - true.gather(-1, tokens[..., None])[..., 0]
-        error = gaps.max().item()
+        error = self.error(source, tokens, true)
         # Twice the budget, because both logits of a near tie may have an error.
         limit = 2 * (OUTPUT_FACTOR * unit + eps * size)
-        place = f"token {int(gaps.argmax())} is {error:.3g} below the best"
-        return Parity(error, unit, error / unit, limit, error <= limit, place)
+        what = f"a token is {error:.3g} below the best"
+        return Parity(error, unit, error / unit, limit, error <= limit, what)
+
+    def error(self, source: Tensor, tokens: Tensor, true: Tensor) -> float:
+        return (true.amax(-1) - of_tokens(tokens, true)).max().item()
 
 
-def _decoding(scope: Scope, case: Decoding, int8: bool = False) -> BenchmarkCase:
-    """``int8``: 8-bit products; the unit of error is then that of bfloat16's logits."""
+def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
     batch, source, new, vocabulary, layers = case
     size, longest = Size(layers=layers, vocabulary=vocabulary), source + new + 2
-    dtype, device = (torch.float32, "cpu") if int8 else (scope.dtype, scope.device)
-    ours, theirs = twins(lambda nn: Translator(nn, size, longest), dtype, device)
+    ours, theirs = twins(lambda nn: Translator(nn, size, longest), scope.dtype, scope.device)
     inputs, name = scope.tokens(3, vocabulary, batch, source), f"{layers}+{layers}, {case}"
     oracle = copy.deepcopy(theirs).double()
-    if int8:
-        plain = "transformer_fast.nn, float32"
-        quantized = cached(accelerated(theirs, quantize="int8"), new)
-        checker = GreedyJudge(oracle, copy.deepcopy(theirs).bfloat16().logits, new)
-        return BenchmarkCase(
-            "greedy decoding", f"{name}, int8", inputs,
-            [Candidate(ACCELERATED, quantized), Candidate(plain, cached(ours, new))],
-            checker, chosen=ACCELERATED, reference=plain, torch=(), items=batch * new,
-        )  # fmt: skip
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])
     chosen = found.backends
@@ -485,11 +480,7 @@ training = suite_of(
     ("training step", _training, [_BASE, *TUTORIALS], _ONE),
     ("training step, fused loss,", functools.partial(_training, fuses=True), [_BASE], _ONE),
 )
-_DECODINGS = (
-    [Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))],
-    [Decoding(2, 8, 6, 1000, 2)],
-)
-decoding = suite_of(("greedy decoding", _decoding, *_DECODINGS))
-int8_decoding = suite_of(
-    ("greedy decoding, int8", functools.partial(_decoding, int8=True), *_DECODINGS)
-)
+_DECODINGS = [
+    Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))
+]
+decoding = suite_of(("greedy decoding", _decoding, _DECODINGS, [Decoding(2, 8, 6, 1000, 2)]))

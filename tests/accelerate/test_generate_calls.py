@@ -81,6 +81,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "function of users": {"prefix_allowed_tokens_fn": lambda batch, tokens: [*range(4, 40)]},
     "processor of users": {"logits_processor": LogitsProcessorList([Plain()])},
     "criterion": {"max_time": 1000.0},
+    "state of rows": {"encoder_no_repeat_ngram_size": 2},
     "no cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
 }

@@ -28,7 +28,7 @@ from ..models.generation.search import Rules, Task, beam_search, one_by_one
 from ..nn.drop_in import DropIn, subclass
 from .classes import code_of_others
 from .padded_places import is_hooked
-from .private_names import CACHES, OBJECTS, SEARCHING, load
+from .private_names import CACHES, OBJECTS, SEARCHING, STATELESS, load
 from .steps import Chain, keep_shared, noted_steps
 
 _PROCESSORS = "transformers.generation.logits_process"
@@ -154,7 +154,7 @@ class _Search(StepDecoder):
             or streamer is not None
             or not {*map(type, stopping_criteria)} <= {*kinds}
             or type(logits_processor) is not load(_PROCESSORS, "LogitsProcessorList")
-            or not all(map(_is_pure, logits_processor))
+            or not {*map(_kind_of, logits_processor)} <= {load(_PROCESSORS, x) for x in STATELESS}
             or [type(x) for x in parts] != [load("transformers.cache_utils", "DynamicCache")]
             or getattr(cache, "_is_user_defined", False)
             or cache.get_seq_length() > 0
@@ -272,16 +272,17 @@ class _Search(StepDecoder):
         return {name: selected(value) for name, value in self.given.items()}
 
 
-def _is_pure(processor: Any) -> bool:
-    """True for a processor of transformers that calls no model and no function of users."""
-    kind = next(kind for kind in type(processor).__mro__ if kind.__module__ != __name__)
-    values = vars(processor).values()
-    return kind.__module__ == _PROCESSORS and not any(callable(value) for value in values)
+def _kind_of(processor: Any) -> Any:
+    """Returns the class of transformers of a logits processor that `_searching_once` may have copied."""
+    kind: Any = type(processor)
+    return kind.__base__ if hasattr(kind, "_once") else kind
 
 
 def _head_of(model: Any, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns the function that computes these logits from the decoder's output, or None."""
     layer, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    if bias is not None and bias.dtype == logits.dtype and not bool(bias.any()):
+        bias = None
     factors: tuple[float, ...] = (1.0, hidden.shape[-1] ** -0.5)
 
     def head(factor: float, hidden: Tensor) -> Tensor:
@@ -290,7 +291,8 @@ def _head_of(model: Any, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], T
 
     for factor in factors:
         found = functools.partial(head, factor)
-        if torch.equal(found(hidden), logits):
+        y = found(hidden)
+        if y.dtype == logits.dtype and torch.equal(y, logits):
             return found
     return None
 

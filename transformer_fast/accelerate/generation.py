@@ -44,6 +44,8 @@ from .steps import DecoderCall, Step, StepDecoder, forward_of, settings, try_ste
 
 #: Beginning of the report's remark on a decoder.
 ONE_CALL = "generate: one call a step"
+#: What follows it if the searches of a model may run in our loops.
+LOOPS = ", and plain greedy and beam search in loops of transformer_fast"
 #: Classes that change nothing but how `generate` runs.
 KINDS = StepDecoder, generate_calls.GeneratingModel
 
@@ -80,6 +82,9 @@ def make_plan(
         if is_wanted(model, name) and not isinstance(made, str):
             earlier = None if original is kind else original
             changes.append(ClassChange(name, model, kind, made, original=earlier))
+    kinds = [*map(type, root.modules()), *(change.after for change in changes)]
+    if any(issubclass(kind, generate_calls.GeneratingModel) for kind in kinds):
+        notes = {name: note + LOOPS if note == ONE_CALL else note for name, note in notes.items()}
     return changes, notes
 
 

@@ -15,6 +15,12 @@ SEARCHING = (
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
 )  # fmt: skip
+#: Logits processors that read no other rows than their own, and run no code of users.
+STATELESS = (
+    *SEARCHING, "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+)  # fmt: skip
 #: Module -> names in it.
 OBJECTS: dict[str, tuple[str, ...]] = {
     "transformers.activations": (
@@ -23,7 +29,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers.cache_utils": ("DynamicCache", "DynamicLayer", "EncoderDecoderCache"),
     "transformers.generation": ("GenerationMixin",),
-    "transformers.generation.logits_process": ("LogitsProcessorList", *SEARCHING),
+    "transformers.generation.logits_process": ("LogitsProcessorList", *STATELESS),
     "transformers.generation.stopping_criteria": ("EosTokenCriteria", "MaxLengthCriteria"),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
     "transformers.masking_utils": (
