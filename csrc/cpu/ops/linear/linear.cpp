@@ -239,12 +239,7 @@ const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor
 }
 
 bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
-  if (packed || !weight.is_adjacent) return false;
-  // A weight without an owner is that of an entry, which has no packed copies: packing it for 8 rows
-  // takes as long as their product (AVX-512).
-  const bool is_never_packed = !weight.owner && m <= kMaxDirectRows && !batch_invariant() &&
-                               reads_strips(weight.type, m, weight.rows, weight.columns);
-  return is_never_packed || m <= direct_rows(weight.type, weight.numel());
+  return !packed && m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
 }
 
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {

@@ -174,9 +174,9 @@ void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end)
                      .ahead = true});
 }
 
-// Up to kUncopied rows, some rows of dW at a time are written from end to end, which takes the time.
-// Of more rows, a block of a strip of X is copied to adjacent memory, into the first-level cache, and
-// multiplied by all columns of dY: 1.1 times as fast for 256 rows, 512 -> 512.
+// Up to kUncopied rows, some rows of dW at a time are written from end to end, which takes the
+// time. Of more rows, a block of a strip of X is copied to adjacent memory, into the first-level
+// cache, and multiplied by all columns of dY: 1.1 times as fast for 256 rows, 512 -> 512.
 void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index end) {
   constexpr Index kUncopied = 64, kCopied = 128;
   const bool copies = args.m > kUncopied;
