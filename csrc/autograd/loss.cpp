@@ -33,22 +33,18 @@ bool read_loss(Loss& loss, PyObject* target, PyObject* reduction, PyObject* igno
          loss.target->scalar_type() == at::kLong && loss.target->is_contiguous();
 }
 
-// PyTorch's loss of logits (N, C). No tensor: the call must be dispatched, since PyTorch multiplies
-// the gradients of ignored rows by zero, which leaves NaN for infinite logits.
-Tensor run_loss(const Tensor& logits, const Loss& loss, bool grad) {
+// PyTorch's loss of logits (N, C). PyTorch multiplies the gradients of ignored rows by zero, which
+// leaves NaN for infinite logits.
+PyObject* run_loss(const Tensor& logits, const Loss& loss, bool grad) {
   const auto* begin = loss.target->const_data_ptr<int64_t>();
   const auto* end = begin + loss.target->numel();
   if (grad && std::find(begin, end, loss.ignored) != end &&
       !std::isfinite(logits.detach().sum().item<float>()))
-    return {};
+    return dispatch();
   // The sums are in float32.
-  return at::cross_entropy_loss(logits.to(at::kFloat), *loss.target, {}, loss.reduction,
-                                loss.ignored, loss.smoothing)
-      .to(logits.scalar_type());
-}
-
-PyObject* wrap_or_dispatch(Tensor result) {
-  return result.defined() ? wrap(std::move(result)) : dispatch();
+  return wrap(at::cross_entropy_loss(logits.to(at::kFloat), *loss.target, {}, loss.reduction,
+                                     loss.ignored, loss.smoothing)
+                  .to(logits.scalar_type()));
 }
 
 // Arguments: input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing.
@@ -67,7 +63,7 @@ PyObject* enter_cross_entropy(Op& op, Arguments given, Py_ssize_t count) {
   // As fast_path.logits_size counts elements.
   const int64_t elements = input->numel() + (is_float(*input) ? 0 : input->numel() / 4);
   if ((input->size(1) < 16 ? 32 : 1) * elements >= op.torch[grad]) return dispatch();
-  return wrap_or_dispatch(run_loss(*input, loss, grad));
+  return run_loss(*input, loss, grad);
 }
 
 // Arguments: input, weight, target, bias, reduction, ignore_index, label_smoothing.
@@ -88,8 +84,7 @@ PyObject* enter_linear_cross_entropy(Op& op, Arguments given, Py_ssize_t count) 
   if (size == 0 || logits >= op.torch[grad] || size >= linear.own[grad] ||
       (grad && !are_savable({x, weight, bias})))
     return dispatch();
-  return wrap_or_dispatch(
-      run_loss(multiply(linear, *x, *weight, bias, kIdentity, grad), loss, grad));
+  return run_loss(multiply(linear, *x, *weight, bias, kIdentity, grad), loss, grad);
 }
 
 }  // namespace
