@@ -239,13 +239,13 @@ def test_traced_programs_contain_no_copies(tracer: str, module: str) -> None:
 @torch.no_grad()
 def test_copies_are_not_used_under_dispatch_modes() -> None:
     weight = parameter(32, 32)
-    assert cpu_packing.packed_weight(weight, 8) is not None
+    assert cpu_packing.packed_weight(weight, 16) is not None
     remembered = cpu_packing.PackedWeights()
-    assert remembered([weight], 8) != [None]
+    assert remembered([weight], 16) != [None]
     for mode in (Operators(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode:
-            assert remembered([weight], 8) == [None]
-    assert cpu_packing.packed_weight(weight, 8) is not None
+            assert remembered([weight], 16) == [None]
+    assert cpu_packing.packed_weight(weight, 16) is not None
 
 
 class Viewed(torch.nn.Module):
@@ -315,7 +315,7 @@ def test_compiled_programs_detect_writes_to_shared_memory() -> None:
 @torch.no_grad()
 def test_copies_are_freed_with_their_weights() -> None:
     model = torch.nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    x = torch.randn(9, 64)
+    x = torch.randn(17, 64)
     model(x)
     storages = [torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage())
                 for p in model.parameters()]  # fmt: skip
@@ -403,7 +403,7 @@ def test_forking_while_a_thread_packs_does_not_deadlock(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cpu_packing, "_Entry", slow)
     weight, other = parameter(64, 64), parameter(64, 64)
-    x = torch.randn(9, 64)
+    x = torch.randn(17, 64)
     thread = threading.Thread(target=call, args=(weight, x))
     thread.start()
     assert inside.wait(60)

@@ -269,6 +269,7 @@ _ENTRIES: dict[str, tuple[tuple[int, int], Limit | None, Callable[..., Any] | No
     ),
     "attention": ((1 << 22, 1 << 22), None, attention.gradients_again),
     "cross_entropy": ((0, 0), CROSS_ENTROPY, None),
+    "linear_cross_entropy": ((0, 0), LINEAR_CROSS_ENTROPY, None),
 }
 #: Multiply-adds of a product below which whole layers run in their entry, without gradients and with.
 #: Larger ones read packed weights or are composed. Two layers in training took 0.66 to 0.97 of the time

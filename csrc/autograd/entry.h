@@ -54,8 +54,9 @@ struct Op {
   // The dispatcher's kernel as a function of the record; nullptr: all calls are dispatched.
   PyObject* direct = nullptr;
   PyObject* formula = nullptr;  // see Backward::by_formula
-  // Calls below own[needs gradients] run in the entry. Calls below torch[needs gradients] run on PyTorch's op if
-  // they have at most `weights` weights or are below any_weights. Layers: see are_small.
+  // Calls below own[needs gradients] run in the entry. Calls below torch[needs gradients] run on
+  // PyTorch's op if they have at most `weights` weights or are below any_weights. Layers: see
+  // are_small.
   int64_t own[2] = {0, 0}, torch[2] = {0, 0}, weights = 0, any_weights = 0;
   unsigned limited = 0;  // dtypes whose training calls are dispatched, as bits of Element
 

@@ -2,18 +2,18 @@
 #include "autograd/ops.h"
 
 namespace tf::autograd {
+
+bool fits(int64_t columns, const Tensor& weight, const Tensor* bias) {
+  return weight.dim() == 2 && weight.size(1) == columns &&
+         (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)));
+}
+
 namespace {
 
 void* room(Tensor& result, bool wanted, at::IntArrayRef sizes) {
   if (!wanted) return nullptr;
   result = empty(sizes);
   return result.mutable_data_ptr();
-}
-
-// True if weight and bias fit inputs with this many columns.
-bool fits(int64_t columns, const Tensor& weight, const Tensor* bias) {
-  return weight.dim() == 2 && weight.size(1) == columns &&
-         (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)));
 }
 
 // Inputs: input, weight, bias.
@@ -100,7 +100,8 @@ PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
   const bool grad = needs_grad(tensors);
   if (settings.falls_back && is_float(*x)) {
     const int64_t size = x->numel() * weight->size(0);
-    if (size > 0 && size < op.own[grad] && are_contiguous(tensors) && (!grad || are_savable(tensors)))
+    if (size > 0 && size < op.own[grad] && are_contiguous(tensors) &&
+        (!grad || are_savable(tensors)))
       return wrap(multiply(op, *x, *weight, bias, activation, grad));
     if (op.prefers_torch(size, weight->numel(), grad)) return dispatch();
   }

@@ -165,7 +165,8 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
   const auto tensors = {norm.input, norm.residual, norm.weight, norm.bias};
   const bool grad = needs_grad(tensors);
   const int64_t size = norm.input->numel();
-  if (size > 0 && size < op.own[grad] && are_contiguous(tensors) && (!grad || are_savable(tensors))) {
+  if (size > 0 && size < op.own[grad] && are_contiguous(tensors) &&
+      (!grad || are_savable(tensors))) {
     Normalized result = normalize(op, norm, kind, static_cast<float>(eps), Drop::draw(p), grad);
     if (!adds) return wrap(std::move(result.output));
     return wrap(std::move(result.output), std::move(result.sum));

@@ -10,7 +10,7 @@ namespace tf::autograd {
 // clang-format off
 #define TF_ENTRIES(X)                                                                   \
   X(layer_norm) X(add_layer_norm) X(rms_norm) X(add_rms_norm) X(linear) X(feed_forward) \
-  X(attention) X(hidden_mask) X(encoder_layer) X(cross_entropy)
+  X(attention) X(hidden_mask) X(encoder_layer) X(cross_entropy) X(linear_cross_entropy)
 // clang-format on
 
 #define TF_DECLARE_ENTRY(op) PyObject* op(PyObject* module, Arguments given, Py_ssize_t count);
@@ -31,6 +31,9 @@ PyObject* make_tape(PyObject* module, Arguments given, Py_ssize_t count);
     return function(own, given, count);                        \
     END_HANDLE_TH_ERRORS                                       \
   }
+
+// True if weight and bias fit inputs with this many columns.
+bool fits(int64_t columns, const Tensor& weight, const Tensor* bias);
 
 // The steps: each runs a kernel on plain contiguous float32 tensors (norms: of any element type)
 // and records its node if gradients are needed.

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fast_path
-from .._context import is_plain_eager, settings, values_are_known
 from ..dispatch import Call, make_call, run
 from ..ops.arguments import CrossEntropyArguments, LinearCrossEntropyArguments
 from ..ops.autograd import wants_grad
@@ -22,7 +21,7 @@ from ._check import (
     require_tensor,
     same_error_as,
 )
-from .linear import dtype_problem, linear, weight_problem
+from .linear import dtype_problem, weight_problem
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -36,6 +35,7 @@ _PYTORCHS_LINEAR = (
 )
 _REDUCTIONS = ("mean", "sum", "none")
 _enter = fast_path.entry("cross_entropy")
+_enter_linear = fast_path.entry("linear_cross_entropy")
 
 
 def _is_floating(target: Any) -> bool:
@@ -226,29 +226,6 @@ def check_cross_entropy(
     return make_call(CrossEntropyArguments(rows, flat, ignore_index, smoothing), wants_grad(rows))
 
 
-def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
-    """True if a linear layer and a loss, with all logits in memory, are faster."""
-    if not (
-        input.dtype is fast_path.FLOAT
-        and type(target) is Tensor
-        and target.is_cpu
-        and target.dtype is torch.int64
-        and weight is not None
-        and weight.dim() == 2
-        and (bias is None or bias.shape == weight.shape[:1])
-        and input.dim() in (1, 2)
-        and target.shape == input.shape[:-1]
-    ):
-        return False
-    logits, limit = target.numel() * weight.shape[0], fast_path.LINEAR_CROSS_ENTROPY
-    return (
-        0 < logits < limit.below[grad]
-        and settings.current.falls_back
-        and fast_path.direct_kernel("linear_cross_entropy", (input, weight, bias)) is not None
-        and values_are_known(target)
-    )
-
-
 def _losses(
     input: Tensor,
     weight: Tensor,
@@ -300,15 +277,12 @@ def linear_cross_entropy(
     Source: "Attention Is All You Need", sections 3.4 and 5.4.
     """
     ignored = -100 if ignore_index is None else ignore_index
-    if (
-        backend is None
-        and weight is None
-        and options is None
-        and (grad := is_plain_eager(input, linear_weight, linear_bias)) is not None
-        and _is_small(input, linear_weight, linear_bias, target, grad)
-    ):
-        logits = linear(input, linear_weight, linear_bias)
-        return cross_entropy(logits, target, None, None, ignored, None, reduction, label_smoothing)
+    if backend is None and weight is None and options is None:
+        loss = _enter_linear(
+            input, linear_weight, target, linear_bias, reduction, ignored, label_smoothing
+        )
+        if loss is not None:
+            return loss  # type: ignore[no-any-return]
     probable = _is_floating(target)
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:

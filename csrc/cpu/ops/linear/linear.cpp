@@ -239,12 +239,7 @@ const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor
 }
 
 bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
-  if (packed || !weight.is_adjacent) return false;
-  // A weight without an owner is that of an entry, which has no packed copies: packing it for 8 rows
-  // takes as long as their product (AVX-512).
-  const bool is_never_packed = !weight.owner && m <= kMaxDirectRows && !batch_invariant() &&
-                               reads_strips(weight.type, m, weight.rows, weight.columns);
-  return is_never_packed || m <= direct_rows(weight.type, weight.numel());
+  return !packed && m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
 }
 
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
@@ -324,10 +319,9 @@ void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t strips = (args.k + width - 1) / width;
   // Strips read by few threads are divided into blocks of rows.
   const int64_t threads = torch::stable::get_num_threads();
-  const int64_t blocks =
-      std::clamp<int64_t>(strips < 2 * threads ? 2 * threads / strips : 1, 1, (args.m + 47) / 48);
-  const int64_t grain = std::max<int64_t>(
-      1, 32768 * blocks / (width * std::max<int64_t>(1, std::min<int64_t>(args.n, 1 << 20))));
+  const int64_t blocks = std::clamp<int64_t>(2 * threads / strips, 1, (args.m + 47) / 48);
+  const int64_t grain =
+      std::max<int64_t>(1, 32768 * blocks / (width * std::max<int64_t>(1, args.n)));
   parallel_for(0, strips * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t column = item / blocks * width, block = item % blocks;

@@ -134,7 +134,8 @@ struct SmallMInputArgs {
   Index m, n, k, grad_stride, weight_stride;
 };
 TF_KERNEL(Index small_m_columns())
-// y, small_m_columns() columns from `column` on, of rows [row, row + rows), from the unpacked weight.
+// y, small_m_columns() columns from `column` on, of rows [row, row + rows), from the unpacked
+// weight.
 TF_KERNEL(void linear_strip(const LinearArgs& args, Index row, Index rows, Index column,
                             float* scratch))
 TF_KERNEL(Index linear_strip_floats(Index rows))  // of scratch

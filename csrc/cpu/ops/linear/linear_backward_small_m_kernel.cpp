@@ -37,8 +37,9 @@ struct Tile {
   const float *left, *right;
   float* sums;
   Index left_row, left_step, right_stride, sums_stride, depth, columns;
-  bool accumulate, ahead;  // add to sums; prefetch the rows of right
-  bool uncached = false;   // store the sums past the caches: aligned, of whole vectors
+  bool accumulate;        // add to sums
+  bool ahead = false;     // prefetch the rows of right
+  bool uncached = false;  // store the sums past the caches: aligned, of whole vectors
 };
 
 template <int kCount, bool kWhole>
@@ -126,28 +127,14 @@ void linear_strip(const LinearArgs& args, Index row, Index rows, Index column, f
     for (Index j = 0; j < kColumns; j += kLanes) {
       const float* from = weight + j * args.weight_stride + p;
       const Index have = max(0, min(kLanes, columns - j));
-      for (Index q = 0; q < whole; q += kLanes) {
-        float* to = scratch + q * kColumns + j;
-        if (have == kLanes)
-          transpose_block(from + q, args.weight_stride, to, kColumns);
-        else
-          transpose_rows(from + q, args.weight_stride, have, to, kColumns);
-      }
+      for (Index q = 0; q < whole; q += kLanes)
+        transpose_rows(from + q, args.weight_stride, have, scratch + q * kColumns + j, kColumns);
       for (Index q = whole; q < depth; ++q)
         for (Index i = 0; i < kLanes; ++i)
           scratch[q * kColumns + j + i] = i < have ? from[i * args.weight_stride + q] : 0.0f;
     }
-    strip(rows, {.left = static_cast<const float*>(args.x) + row * args.x_stride + p,
-                 .right = scratch,
-                 .sums = sums,
-                 .left_row = args.x_stride,
-                 .left_step = 1,
-                 .right_stride = kColumns,
-                 .sums_stride = kColumns,
-                 .depth = depth,
-                 .columns = kColumns,
-                 .accumulate = p > 0,
-                 .ahead = false});
+    const float* x = static_cast<const float*>(args.x) + row * args.x_stride + p;
+    strip(rows, {x, scratch, sums, args.x_stride, 1, kColumns, kColumns, depth, kColumns, p > 0});
   }
   const RowEpilogue<float, FloatProduct<float>> row_epilogue(args, row);
   for (Index panel = column / kPanel; panel * kPanel < column + columns; ++panel) {
@@ -174,13 +161,13 @@ void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end)
                      .ahead = true});
 }
 
-// Up to kUncopied rows, some rows of dW at a time are written from end to end, which takes the time.
-// Of more rows, a block of a strip of X is copied to adjacent memory, into the first-level cache, and
-// multiplied by all columns of dY: 1.1 times as fast for 256 rows, 512 -> 512.
+// Up to kUncopied rows, some rows of dW at a time are written from end to end, which takes the
+// time. Of more rows, a block of a strip of X is copied to adjacent memory, into the first-level
+// cache, and multiplied by all columns of dY: 1.1 times as fast for 256 rows, 512 -> 512.
 void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index end) {
   constexpr Index kUncopied = 64, kCopied = 128;
   const bool copies = args.m > kUncopied;
-  const Index rows = copies ? end - begin : args.m > 32 ? 4 * kRows : kRows;
+  const Index rows = copies ? end - begin : kVecs == 4 && args.m > 32 ? 4 * kRows : kRows;
   const auto* grad = static_cast<const float*>(args.grad);
   const auto* x = static_cast<const float*>(args.x);
   auto* to = static_cast<float*>(args.grad_weight);
@@ -201,7 +188,6 @@ void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index 
                .depth = min(kCopied, args.m - m),
                .columns = args.k - column,
                .accumulate = m > 0,
-               .ahead = false,
                .uncached = uncached};
         if (copies) {
           const Index count = min(kColumns, t.columns);
