@@ -213,10 +213,24 @@ def test_extensions_are_those_of_pytorch(kind: str) -> None:
         x[0, 11:] = -torch.inf if kind == "infinite" else x[0, 11:]
     every = (x.view(2, 3, -1) + scores[:, :, None]).flatten(1)
     for count in (1, 6, 9):
-        best, parents, tokens = generate_calls._Rules(False).extensions(x, scores, count)
+        best, parents, tokens = generate_calls._Rules(False, 3).extensions(x, scores, count)
         expected = every.topk(count)
         assert torch.equal(parents * x.shape[1] + tokens, expected.indices)
         torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("beams", [2, 3, 4])
+def test_equal_scores_are_taken_as_by_transformers(
+    beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    head = model.get_output_embeddings().weight.data
+    head[: len(head) // 2] = head[-(len(head) // 2) :]
+    given = {"num_beams": beams, "num_return_sequences": beams, "eos_token_id": [2, 7]}
+    accelerate(model)
+    found = tokens_of(model, 4, "llama", **given)
+    monkeypatch.setattr(generate_calls._Search, "of", lambda *args, **kwargs: None)
+    assert torch.equal(found, tokens_of(model, 4, "llama", **given))
 
 
 class Searches(TorchFunctionMode):

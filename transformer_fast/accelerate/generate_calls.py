@@ -82,8 +82,8 @@ def _search_of(name: str) -> Callable[..., Any]:
 class _Rules(Rules):
     """The scores of transformers' beam search. The decoder returns log-probabilities."""
 
-    def __init__(self, early_stopping: bool | str) -> None:
-        self.early_stopping = early_stopping
+    def __init__(self, early_stopping: bool | str, beams: int) -> None:
+        self.early_stopping, self.beams = early_stopping, beams
 
     def extensions(
         self, logits: Tensor, scores: Tensor, count: int
@@ -92,11 +92,13 @@ class _Rules(Rules):
         values, tokens = top(logits, count + 1)
         values = (values.view(sources, live, -1) + scores[:, :, None]).flatten(1)
         best, place = values.topk(count + 1, dim=1)
-        # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN.
+        # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN. It
+        # gets the values of transformers, whose first step has all beams.
         if bool(((best[:, :-1] > best[:, 1:]) | (scores[:, :1] == -math.inf)).all()):
             best, place = best[:, :count], place[:, :count]
             return best, place // (count + 1), tokens.view(sources, -1).gather(1, place)
-        every = logits.view(sources, live, -1) + scores[:, :, None]
+        others = scores.new_full((sources, self.beams - live), -1e9)
+        every = logits.view(sources, live, -1) + torch.cat((scores, others), 1)[:, :, None]
         best, place = every.flatten(1).topk(count, dim=1)
         return best, place // logits.shape[1], place % logits.shape[1]
 
@@ -191,7 +193,7 @@ class _Search(StepDecoder):
             return torch.cat((prompt, torch.stack([*columns], 1)), 1)
         wanted = config.num_return_sequences or 1
         method = BeamSearch(self.beams, config.length_penalty, n_best=wanted)
-        found = beam_search(self, self.task, method, _Rules(config.early_stopping))
+        found = beam_search(self, self.task, method, _Rules(config.early_stopping, self.beams))
         return torch.cat((prompt.repeat_interleave(wanted, 0), found.tokens.flatten(0, 1)), 1)
 
     def start(self, tokens: Tensor) -> Tensor:

@@ -287,12 +287,16 @@ def beam_search(
         # At least ``beams`` of them do not end: each live hypothesis has one of each end token.
         count = (2 + len(task.more_end_tokens)) * beams
         value, parents, tokens = rules.extensions(logits, scores, count)
-        ended = task.are_ends(tokens)
+        is_last = step + 1 == task.max_new_tokens
+        ended = task.are_ends(tokens) | is_last
         before = torch.full_like(parents, -1) if step == 0 else (step - 1) * beams + parents
-        # Finished: extensions that end, if they are among the best of all extensions.
-        ending = value.masked_fill(~ended, -math.inf)[:, :beams]
-        divisor = rules.penalty(step + 1, method.length_penalty)
-        finished.add(ending / divisor, before[:, :beams], tokens[:, :beams])
+        # Finished: extensions that end, if they are among the best of all extensions. The others stay
+        # in the tensor: which of equal scores topk takes depends on its size.
+        ending = value.masked_fill(~ended, -math.inf)
+        ending[:, beams:] = -math.inf
+        finished.add(ending / rules.penalty(step + 1, method.length_penalty), before, tokens)
+        if is_last:
+            break
         # Live: the best extensions that do not end. Only the first steps have fewer than ``beams``.
         going = value.masked_fill(ended, -math.inf)
         scores, order = going.topk(min(beams, going.shape[1]), dim=1)
@@ -302,10 +306,6 @@ def beam_search(
             scores = torch.nn.functional.pad(scores, missing, value=-math.inf)
             tokens, parents = (torch.nn.functional.pad(x, missing) for x in (tokens, parents))
         history.add(step, sources, tokens, parents)
-        if step + 1 == task.max_new_tokens:
-            places = step * beams + torch.arange(beams, device=device).expand_as(parents)
-            finished.add(scores / divisor, places, torch.full_like(places, -1))
-            break
 
         done = rules.is_done(finished, scores, step, task, method)
         scores = scores.masked_fill(done[:, None], -math.inf)
