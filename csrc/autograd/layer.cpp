@@ -117,18 +117,17 @@ Tensor attend(const Layers& layers, const Pair& pair, const Pair* queries_and_ke
   const Tensor& source = is_cross ? *layers.memory : inside;
   HeadParts parts{layers.heads, layers.batch_first, {}};
   auto& [first, second, third] = parts.tensors;
-  const auto rows = [&](const Tensor& input, int64_t begin, int64_t size) {
-    const Tensor weight = pair.weight1->narrow(0, begin, size);
-    const Tensor bias = pair.bias1 ? pair.bias1->narrow(0, begin, size) : Tensor();
-    return map(input, weight, pair.bias1 ? &bias : nullptr);
-  };
   if (queries_and_keys) {
     first = map(inside, *queries_and_keys->weight1, queries_and_keys->bias1);
     second = map(source, *queries_and_keys->weight2, queries_and_keys->bias2);
     third = map(source, *pair.weight1, pair.bias1);
   } else if (is_cross) {
-    first = rows(inside, 0, inside.size(2));
-    second = rows(source, inside.size(2), 2 * inside.size(2));
+    // One node, whose backward is one copy; a slice would cost zeros, a copy and a sum.
+    const int64_t width = inside.size(2), sizes[] = {width, 2 * width};
+    const auto weights = pair.weight1->split_with_sizes(sizes);
+    const auto biases = pair.bias1 ? pair.bias1->split_with_sizes(sizes) : std::vector<Tensor>();
+    first = map(inside, weights[0], pair.bias1 ? &biases[0] : nullptr);
+    second = map(source, weights[1], pair.bias1 ? &biases[1] : nullptr);
   } else {
     first = map(inside, *pair.weight1, pair.bias1);
   }
