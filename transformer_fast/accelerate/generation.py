@@ -44,7 +44,7 @@ from .steps import DecoderCall, Step, StepDecoder, forward_of, settings, try_ste
 
 #: Beginning of the report's remark on a decoder.
 ONE_CALL = "generate: one call a step"
-#: What follows it if the searches of a model may run in our loops.
+#: Appended to `ONE_CALL` if searches of the model may run in our loops.
 LOOPS = ", and plain greedy and beam search in loops of transformer_fast"
 #: Classes that change nothing but how `generate` runs.
 KINDS = StepDecoder, generate_calls.GeneratingModel
