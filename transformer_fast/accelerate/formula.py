@@ -233,8 +233,8 @@ class Formulas(NamedTuple):
     """A layer's formulas in inference and in training."""
 
     inference: Formula
-    #: None: its own forward runs, since training changes more of the graph than dropout of weights of
-    #: attention, of hidden units, and of outputs of sub-layers.
+    #: None: its own forward runs, since training adds more to the graph than dropout of attention
+    #: weights, of hidden units, and of outputs of sub-layers.
     training: Formula | None
 
 

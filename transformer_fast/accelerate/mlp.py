@@ -2,12 +2,13 @@
 
 The graph of one call shows what a module computes besides calls of its children.
 
-A fused network takes up to 22 % less time than two replaced linear layers and an activation (with 512
-features and 2048 hidden units 1 to 13 % in inference and 0 to 9 % in training). Gated networks
-(SwiGLU) keep their own forward, since fusing them gained at most 1 %. Fused activations and residual
-connections, without recipes of whole layers, take 0.90 to 0.92 of transformers' time in training of
-BERT, RoBERTa and ELECTRA, and 0.96 to 0.98 without this fusion. MPNet and DeBERTa take 0.93 and 0.94 of
-the time without it (2 layers, 384 features, batches (8, 64), one thread of an Emerald Rapids).
+A fused network takes up to 22 % less time than two replaced linear layers and an activation (1 to
+13 % in inference, 0 to 9 % in training with 512 features and 2048 hidden units). Gated networks
+keep their own forward, since fusing them gained at most 1 %. With fused activations and residual
+connections, but without recipes of whole layers, BERT, RoBERTa and ELECTRA trained in 0.90 to 0.92
+of transformers' time, and without this fusion in 0.96 to 0.98. MPNet and DeBERTa trained in 0.93
+and 0.94 of their time without it (2 layers, 384 features, batches (8, 64), one Emerald Rapids
+thread).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ Its layers may attend to an encoder's output. `StepDecoder.forward` runs a step 
 ``forward`` with a `Chain` in place of the layers: embeddings, positions, masks and the final norm
 remain the model's code. All other calls run as before.
 
-The cache remains transformers' `EncoderDecoderCache` or `DynamicCache`. Its keys and values are views
-of one buffer (`_Places`). If other code replaces these tensors, such as a call with several tokens,
-the next step copies the new ones into a new buffer. The parts of the cache get a subclass,
-whose method for beam search reorders the buffer, and copies no keys of the encoder's output, since
-the beams of a source share them.
+The cache remains one of transformers' classes `EncoderDecoderCache` and `DynamicCache`. Its keys
+and values are views of one buffer (`_Places`). If other code replaces these tensors, such as a call
+with several tokens, the next step copies the new ones into a new buffer. The parts of the cache get
+a subclass, whose method for beam search reorders the buffer, and copies no keys of the encoder's
+output, since the beams of a source share them.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ class _Places:
     """One buffer with keys and values of self-attention of all layers; the cache has its views."""
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> None:
-        """``beams``: adjacent sequences of a source; None: as many as have equal keys and values now."""
+        """``beams``: adjacent sequences of a source; None: those with equal keys and values."""
         self.beams = _beams(layers, None) if beams is None else beams
         self._bound: tuple[Any, ...] = ()
         self.length = layers[0].keys.shape[2]

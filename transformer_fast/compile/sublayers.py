@@ -324,7 +324,7 @@ class _Projection(NamedTuple):
     map: Map
     #: First column of the heads in the output of the linear map.
     start: Any
-    #: The heads are these columns, rotated or not, times this number.
+    #: The heads are the columns of the output times this factor, and rotated if ``is_rotated``.
     factor: float = 1.0
     is_rotated: bool = False
 

@@ -117,13 +117,13 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: (class, name, method) of the methods that calls of a class's modules run, as they were first. For
-#: classes of PyTorch and of this package only ``forward``. None if it had been replaced before.
+#: (class, name, method) of each method that a call of a class's modules may run, before anything
+#: replaced it; None: it was replaced before. Of PyTorch's classes and ours only ``forward``.
 _Methods = tuple[tuple[type, str, Any], ...]
 #: Methods of classes that are never deleted. Subclasses of `DropIn` hold their own, in `_NOTED`.
 _METHODS: dict[type, _Methods] = {}
 _NOTED = "_methods_at_first"
-#: Methods of other classes; functions that return class and method, or None if it was deleted.
+#: Methods of other classes, as weak references to classes and methods.
 _weak_methods: WeakKeyDictionary[type, tuple[tuple[Any, str, Any], ...]] = WeakKeyDictionary()
 
 
