@@ -604,7 +604,7 @@ class Mean(nn.Module):
 
 
 class Output(nn.Module):
-    """A projection, then dropout, residual connection and norm; ``first``: the order of arguments."""
+    """Projection, dropout, residual sum, norm; ``first``: the residual is the first argument."""
 
     def __init__(self, first: bool = False, p: float = 0.0, sign: int = 1) -> None:
         super().__init__()

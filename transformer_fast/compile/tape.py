@@ -129,10 +129,9 @@ def tape(module: GraphModule) -> Callable[..., Any]:
 
 
 def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
-    """Returns the values of constant nodes, such as causal masks, and the constant nodes that only
-    such nodes read.
+    """Returns the values of constant nodes, such as causal masks, and the nodes that only these read.
 
-    All users of such a value only read it, and return new memory.
+    No user of such a value changes it or returns a view of it.
     """
     known: dict[Node, Tensor] = {}
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
