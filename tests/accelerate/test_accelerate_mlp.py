@@ -445,7 +445,7 @@ def test_captures_have_no_side_effects() -> None:
 def test_calls_that_fail_in_a_capture_are_not_logged() -> None:
     class Turned(Modules):
         def forward(self, x: Tensor) -> Tensor:
-            return self.w_out(self.act(self.w_in(x.mT)))  # a trial's x is not square
+            return self.w_out(self.act(self.w_in(x.mT)))  # fails: the captured x is not square
 
     log, handler = (
         logging.getLogger("torch._subclasses.fake_tensor"),

@@ -97,7 +97,7 @@ class OneByOne(TorchFunctionMode):
 
 
 def one_by_one(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] = ()) -> Truth:
-    """Returns the `Truth` of results, or of gradients of ``names``. Its units include the error of the
+    """Returns the `Truth` of results, or of gradients of ``names``. Its units include errors of the
     reference in sums term by term, since its own order of summation is one of many.
     """
 

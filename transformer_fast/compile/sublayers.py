@@ -422,7 +422,7 @@ def _set_nodes(one: SublayerNodes) -> bool:
 
 
 def _has_kernel(editor: Editor, one: SublayerNodes) -> bool:
-    """True if the kernel for layers runs the sub-layer; with gradients or dropout their entry."""
+    """True if the kernel for layers supports the sub-layer, and, in training, if it is small."""
     modes = editor.modes.at(one.y)
     inputs = _inputs(one.nodes)
     if modes.has_autocast or editor.obstacle(one.y, inputs) is not None:

@@ -129,7 +129,7 @@ def tape(module: GraphModule) -> Callable[..., Any]:
 
 
 def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
-    """Returns the values of constant nodes, such as causal masks, and the nodes that only these read.
+    """Returns the values of constant nodes, such as causal masks, and nodes that only these read.
 
     No user of such a value changes it or returns a view of it.
     """

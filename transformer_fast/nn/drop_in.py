@@ -145,7 +145,7 @@ def _weak(value: Any) -> Callable[[], Any]:
 
 
 def note_methods(kind: type) -> _Methods:
-    """Returns the methods of the class and its bases, up to torch.nn's, as they were first."""
+    """Returns the methods of the class and its bases before any was replaced; see `_Methods`."""
     known: _Methods | None = _METHODS.get(kind) or kind.__dict__.get(_NOTED)
     if known is not None:
         return known
@@ -253,7 +253,7 @@ class DropIn(HoldsInt8):
         if freed:
             is_made = RECORD in kind.__dict__
             return _unpickled, (original, kind.__bases__ if is_made else (kind,)), state
-        # Not __newobj__, which pickle allows for the object's own class only.
+        # `copyreg.__newobj__` would fail: pickle requires that it gets the object's own class.
         return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
