@@ -236,8 +236,8 @@ def code_of_others(layer: torch.nn.Module) -> str | None:
     if not found:
         return None
     return (
-        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, and may need "
-        "padded batches"
+        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, "
+        "and may need padded batches"
     )
 
 

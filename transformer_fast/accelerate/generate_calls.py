@@ -198,7 +198,7 @@ class _Search(StepDecoder):
         cache, beams = _cache_of(self.given), self.beams
         if beams == 1 or not self.model.config.is_encoder_decoder:
             outputs = self.model._prefill(self.tokens, self.config, self.given)
-        else:  # at first the beams of a source are equal: compute one of each
+        else:  # the beams of a source are still equal: compute one of each
             first = torch.arange(0, len(self.tokens), beams)
             given = self._given(first)
             outputs = self.model._prefill(tokens, self.config, given)
