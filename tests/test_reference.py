@@ -172,7 +172,7 @@ def test_philox_matches_known_words(key, counter, words):
 
 @pytest.mark.parametrize("op", [op for op in OPS if "dropout_p" in OPS[op].arguments])
 def test_dropout_applies_to_one_tensor_of_each_op(op, generator):
-    """To the first term of the sum, the hidden units, and the normalised weights of attention."""
+    """Dropped: a sum's first term, the hidden units, or the normalised attention weights."""
     spec = OPS[op]
     call = spec.named(spec.case("dropout").build(DOUBLE, "cpu", generator))
     found = as_results(spec.reference(*call.values()))
