@@ -33,7 +33,7 @@ def named_isa() -> str | None:
     return name if name in _THEIRS else None
 
 
-if (_isa := named_isa()) is not None and "torch" not in sys.modules:  # not after their import
+if (_isa := named_isa()) is not None and "torch" not in sys.modules:  # read at their import
     for _name, _value in zip(_NAMES, _THEIRS[_isa], strict=True):
         os.environ.setdefault(_name, _value)
 

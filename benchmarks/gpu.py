@@ -4,7 +4,7 @@ Stages, always in this order, within ``--seconds`` in total:
 
     env      records GPU, driver, torch, Triton, nvcc
     warm     compiles the Triton kernels, in one process per CPU
-    bench    checks every `gpu_cases` of `specs` against fp64, forward and gradients, and times our
+    bench    checks all `gpu_cases` of `specs` against fp64, forward and gradients, and times our
              kernels, PyTorch's and others', on the device and on the host
     tune     times other tiles than those of `backends.triton.config`, case by case
 

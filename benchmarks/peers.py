@@ -685,7 +685,7 @@ class OpenVino(Converter):
 
 
 def _named(model: Any) -> list[str]:
-    """Returns names of a model's tokens, by which CTranslate2 finds some."""
+    """Returns names of a model's tokens; CTranslate2 looks special tokens up by name."""
     config = model.config
     names = [f"t{i}" for i in range(config.vocab_size)]
     if config.model_type == "whisper":
@@ -770,7 +770,7 @@ def _searcher(
 class CTranslate2(Peer):
     """CTranslate2: whole models, converted beforehand, in a process of their own.
 
-    Its settings are those that are the fastest of some here; they are a part of the row's name.
+    The fastest of `_settings_of_ctranslate2` are used, and are a part of the row's name.
     """
 
     name, packages = "CTranslate2", ("ctranslate2", "transformers")

@@ -111,8 +111,8 @@ def _load_autograd() -> tuple[ModuleType | None, str | None]:
 autograd, why_no_autograd = _load_autograd()
 
 
-#: True if a warning is due: kernels that run here by default (not on ARM) are missing, the build did not
-#: leave them out, and `warn_of_absence` has not warned.
+#: True if a warning is due: kernels are missing that run here by default (none on ARM), the build
+#: did not exclude them, and `warn_of_absence` has not warned.
 unannounced: bool = (
     module is None
     and (platform.system(), platform.machine()) == ("Linux", "x86_64")

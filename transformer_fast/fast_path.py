@@ -252,10 +252,11 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     )
 
 
-#: Op -> (size limits of its entry, without gradients and with; limit of PyTorch's op or None; formula of
-#: second derivatives). Below the size limit the entry runs the kernels itself, without cached packed
-#: weights, which training does not have, or memory kept for large results. Sizes are elements of norms,
-#: else multiply-adds. Training 512 rows, 512 -> 128, takes 0.9 of the time of a node in Python.
+#: Op -> (size limits of its entry, without gradients and with; limit of PyTorch's op or None;
+#: formula of second derivatives). Below the size limit the entry runs the kernels itself, without
+#: cached packed weights (training has none) and the memory pool for large results. Sizes are
+#: elements of norms, else multiply-adds. Training 512 rows, 512 -> 128, takes 0.9 of a Python
+#: node's time.
 _ENTRIES: dict[str, tuple[tuple[int, int], Limit | None, Callable[..., Any] | None]] = {
     "layer_norm": ((1 << 18, 1 << 18), None, layer_norm.gradients_again),
     "add_layer_norm": ((1 << 18, 1 << 18), None, layer_norm.gradients_again),

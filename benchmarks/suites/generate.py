@@ -1,7 +1,7 @@
 """Suite of transformers' ``generate``: greedy and beam search of models of released sizes.
 
-The weights are random. No end token ever has the highest score, so all candidates generate the same
-number of tokens, without a minimum length, which some of them implement by a slow step.
+The weights are random. End tokens never have the highest score, so all candidates generate the same
+number of tokens without a minimum length, whose implementation is slow in some of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def build(name: str) -> Any:
         )
         for key, x in model.named_parameters():
             if x.dim() == 2 and x is not embedding and "positions" not in key and prefix != "T5":
-                nn.init.xavier_normal_(x, 0.5)  # with larger ones all steps are alike
+                nn.init.xavier_normal_(x, 0.5)  # with a larger gain all steps are alike
         for x in (embedding, head):
             x.normal_(0, x.shape[1] ** -0.5)
         # Scores of 0, which are never the highest.
@@ -112,7 +112,7 @@ class Generate(nn.Module):
         return found[:, -NEW:]  # type: ignore[no-any-return]
 
     def logits(self, given: Tensor, target: Tensor) -> Tensor:
-        """Returns logits (B, T, V) of the tokens after target[:, 1:] and before."""
+        """Returns the logits (B, T, V) of T tokens, of which all but the last are target[:, 1:]."""
         tokens, more = target[:, 1:], {}
         if self.model.config.is_encoder_decoder:
             more["decoder_input_ids"] = torch.cat((start_of(given), tokens), 1)
@@ -129,7 +129,7 @@ def start_of(given: Tensor) -> Tensor:
 
 
 class Judge(GreedyJudge):
-    """Checks the tokens of two sources, of which beam search finds as probable ones as transformers."""
+    """Checks the tokens of two sources; in beam search, if they are as probable as eager ones."""
 
     def __init__(self, eager: Generate, reference: Generate) -> None:
         super().__init__(copy.deepcopy(eager).double(), reference.logits, NEW)
@@ -151,7 +151,7 @@ class Judge(GreedyJudge):
 
 
 def _weights_of(model: Any) -> tuple[int, int]:
-    """Returns the numbers of weights that are read once, and for each token."""
+    """Returns the numbers of weights that a search reads once, and in each step."""
     every = {*model.parameters()} - {model.get_input_embeddings().weight}
     once = {*model.get_encoder().parameters()} if model.config.is_encoder_decoder else set()
     once -= {model.get_input_embeddings().weight}

@@ -54,9 +54,9 @@ struct Op {
   // The dispatcher's kernel as a function of the record; nullptr: all calls are dispatched.
   PyObject* direct = nullptr;
   PyObject* formula = nullptr;  // see Backward::by_formula
-  // Calls below own[needs gradients] run in the entry. Calls below torch[needs gradients] run on
-  // PyTorch's op if they have at most `weights` weights or are below any_weights. Layers: see
-  // are_small.
+  // Limits of a call's size, without gradients and with. Below `own` the entry runs the call. Below
+  // `torch` PyTorch's op runs it, if it has at most `weights` weights or is smaller than
+  // any_weights. Layers: see are_small.
   int64_t own[2] = {0, 0}, torch[2] = {0, 0}, weights = 0, any_weights = 0;
   unsigned limited = 0;  // dtypes whose training calls are dispatched, as bits of Element
 
@@ -86,7 +86,7 @@ c10::DispatchKeySet and_named(c10::DispatchKeySet keys) {
 }
 
 // True if no mode, transform, tracer or autocast is active on this thread. All of them change the
-// dispatch keys that the thread includes or excludes, as does inference mode.
+// dispatch keys that the thread includes or excludes. So does inference mode, which is allowed.
 inline bool is_plain_state() {
   using c10::DispatchKey;
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
@@ -174,8 +174,8 @@ inline const void* data(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-// While it exists, its thread reuses the memory of intermediate results that nothing refers to any
-// more: an allocation takes as long as a small kernel.
+// A scope in which the thread reuses the memory of intermediate results without references: an
+// allocation takes as long as a small kernel.
 class Pool {
  public:
   Pool() : outer_(std::exchange(current, this)) {}
@@ -242,7 +242,7 @@ struct Drop {
   }
 };
 
-// Releases the GIL, if held, for work of at least as much time as that takes.
+// Releases the GIL, if held, for work on `size` elements, unless it takes less time than releasing.
 struct WithoutGil {
   explicit WithoutGil(int64_t size)
       : state_(size < 1 << 14 || !PyGILState_Check() ? nullptr : PyEval_SaveThread()) {}

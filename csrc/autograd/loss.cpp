@@ -1,4 +1,4 @@
-// cross_entropy and linear_cross_entropy: small calls, on PyTorch's loss.
+// cross_entropy and linear_cross_entropy: small calls, which run PyTorch's loss.
 #include "autograd/ops.h"
 
 namespace tf::autograd {
@@ -21,7 +21,7 @@ struct Loss {
   double smoothing;
 };
 
-// False if an argument is wrong, or of calls that must be dispatched.
+// Returns false if the call must be dispatched, as with a wrong argument.
 bool read_loss(Loss& loss, PyObject* target, PyObject* reduction, PyObject* ignored,
                PyObject* smoothing) {
   if (!PyLong_CheckExact(ignored) || !PyFloat_CheckExact(smoothing)) return false;
@@ -33,8 +33,8 @@ bool read_loss(Loss& loss, PyObject* target, PyObject* reduction, PyObject* igno
          loss.target->scalar_type() == at::kLong && loss.target->is_contiguous();
 }
 
-// PyTorch's loss of logits (N, C). PyTorch multiplies the gradients of ignored rows by zero, which
-// leaves NaN for infinite logits.
+// PyTorch's loss of logits (N, C). It multiplies the gradients of ignored rows by zero, which gives
+// NaN for infinite logits: such calls are dispatched.
 PyObject* run_loss(const Tensor& logits, const Loss& loss, bool grad) {
   const auto* begin = loss.target->const_data_ptr<int64_t>();
   const auto* end = begin + loss.target->numel();

@@ -1,5 +1,5 @@
 // tape: a captured graph as a list of instructions that one call runs. An instruction calls an
-// entry, or an operator of PyTorch without its Python binding; all others are functions of Python.
+// entry, an operator of PyTorch without its Python binding, or a Python function.
 #include <ATen/Functions.h>
 
 #include <memory>
@@ -19,8 +19,8 @@ c10::SmallVector<int64_t, 5> integers(Numbers numbers) {
   return found;
 }
 
-// Basic indexing. Numbers: three for each index, which are its kind (see `IndexKind`) and its
-// values.
+// Basic indexing. Three numbers for each index: its kind; the position (kSelect) or the start
+// (kSlice); the end (kSlice).
 enum IndexKind { kNewDimension, kAll, kSelect, kSlice };
 Tensor index(Tensor x, Numbers n) {
   int64_t dim = 0;
@@ -80,7 +80,7 @@ struct Operand {
 struct Instruction {
   const Operator* op = nullptr;
   PyObject* entry = nullptr;   // nullptr: there is none
-  PyObject* finish = nullptr;  // receives the entry's result, or its items; nullptr: no function
+  PyObject* finish = nullptr;  // called with the entry's result or its items; nullptr: none
   std::vector<Operand> operands;
   PyObject* function = nullptr;  // the same in Python, as a function of the values of `inputs`
   std::vector<int> inputs, results, released;
@@ -157,7 +157,7 @@ PyObject* run_operator(const Instruction& one, const Values& values) {
   return wrap(std::move(found));
 }
 
-// Returns a new reference; nullptr: the entry declines, or has set an error.
+// Returns a new reference; nullptr: the call must run in Python, or an error is set.
 PyObject* run_entry(const Instruction& one, const Values& values) {
   c10::SmallVector<PyObject*, 16> arguments;
   const Reference lists(PyList_New(0));
@@ -252,8 +252,8 @@ std::vector<int> slots_of(PyObject* list) {
   return pybind11::reinterpret_borrow<pybind11::object>(list).cast<std::vector<int>>();
 }
 
-// An operand as compile.tape writes it: a slot, [slots], (constant,), or of a mask
-// (slot, None) for its tensor, (slot, None, is_causal) for whether it is causal.
+// An operand as compile.tape writes it: slot, [slots] or (constant,). Of a mask: (slot, None) is
+// its tensor, (slot, None, is_causal) is true if it is causal.
 Operand read_operand(PyObject* given) {
   if (PyList_Check(given)) return {Operand::kList, -1, nullptr, slots_of(given)};
   if (!PyTuple_Check(given))
@@ -275,8 +275,8 @@ const Operator* find_operator(PyObject* name) {
 
 // Arguments: the graph as a function of Python, the number of its inputs, a list of constants, the
 // number of slots, a list of instructions, and the slots of the outputs. An instruction: (the name
-// of an operator, an entry or None; its operands; a function of the entry's items or None; the same
-// as a function of Python, of the slots; these slots; the slots of its results; the slots to
+// of an operator, an entry or None; its operands; a function of the entry's items or None; a Python
+// function of the same results; the slots of its arguments; the slots of the results; the slots to
 // release).
 PyObject* make_tape(PyObject*, Arguments given, Py_ssize_t) {
   HANDLE_TH_ERRORS

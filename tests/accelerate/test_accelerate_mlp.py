@@ -445,7 +445,7 @@ def test_captures_have_no_side_effects() -> None:
 def test_calls_that_fail_in_a_capture_are_not_logged() -> None:
     class Turned(Modules):
         def forward(self, x: Tensor) -> Tensor:
-            return self.w_out(self.act(self.w_in(x.mT)))  # a trial's x is not square
+            return self.w_out(self.act(self.w_in(x.mT)))  # fails: the captured x is not square
 
     log, handler = (
         logging.getLogger("torch._subclasses.fake_tensor"),
@@ -604,7 +604,7 @@ class Mean(nn.Module):
 
 
 class Output(nn.Module):
-    """A projection, then dropout, residual connection and norm; ``first``: the order of arguments."""
+    """Projection, dropout, residual sum, norm; ``first``: the residual is the first argument."""
 
     def __init__(self, first: bool = False, p: float = 0.0, sign: int = 1) -> None:
         super().__init__()

@@ -259,7 +259,7 @@ def test_small_layers_are_trained_in_one_call(p: float, monkeypatch: pytest.Monk
             return entered[-1]
 
         monkeypatch.setattr(fused_layers, "_enter", spy)
-        monkeypatch.setattr(_native.autograd, "encoder_layer", spy)  # of the tape
+        monkeypatch.setattr(_native.autograd, "encoder_layer", spy)  # the entry that tapes call
         ours, reports = compiled(copy.deepcopy(model).to(dtype))
         given = [one.detach().to(dtype).requires_grad_() for one in (x, memory)]
         torch.manual_seed(0)

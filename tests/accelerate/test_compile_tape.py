@@ -1,6 +1,6 @@
 """torch.compile(model, backend="transformer_fast") runs rewritten graphs as tapes.
 
-A tape must do what its graph does in Python, bit for bit, and in every mode.
+In every mode, a tape must have the effects and results of its graph in Python, bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def capture(model: Any, *args: Any, **options: Any) -> Captured:
 
 @pytest.fixture
 def declined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of native instructions that ran in Python."""
+    """Returns the names of the native instructions that ran in Python."""
     found: list[str] = []
     call = tape._Function.__call__
 
@@ -259,7 +259,7 @@ def test_transforms() -> None:
 
 
 class Subclass(torch.Tensor):
-    """Its results are of its class."""
+    """A tensor subclass whose operators return the subclass."""
 
 
 def test_subclasses_run_in_python(declined: list[str]) -> None:
@@ -391,7 +391,7 @@ def test_programs(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(2, 3).to(dtype)
     program = PROGRAMS[name]
     if name == "shapes" and dtype is not torch.float32:
-        pytest.skip("it reads the bits of float32")
+        pytest.skip("the program views the bits of float32")
     native, forward, (given, *rest) = capture(lambda x: (x.sum() + 1, program(x)), x)
     for _ in range(2):
         one, other = given.clone(), given.clone()

@@ -533,7 +533,7 @@ def test_copies_and_other_dtypes() -> None:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns how each layer ran whose formula was used: "run" in one call, or "compose"."""
+    """Returns how each layer with a formula ran: "run" (in one call) or "compose" (of ops)."""
     found: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
@@ -552,7 +552,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_training(name: str, dropped: str = "") -> tuple[Real, Real]:
-    """Returns an accelerated model and a copy as it was; ``dropped``: a probability that is 1."""
+    """Returns an accelerated model and the original; ``dropped``: a probability to set to 1."""
     model = build(name)
     if dropped:
         assert hasattr(model.config, dropped)
@@ -601,7 +601,7 @@ def test_all_is_dropped_where_transformers_drops_it(
     ours, theirs = in_training(name, key)
     done.clear()
     assert_same_numbers(ours, theirs, (), inputs_of(*BATCHES[batch]), grad=True)
-    assert done == ["compose"] * LAYERS  # no kernel takes p = 1
+    assert done == ["compose"] * LAYERS  # no kernel supports p = 1
 
 
 @pytest.mark.parametrize("name", ["BertModel", "DistilBertModel"])

@@ -113,7 +113,7 @@ def test_searches_in_our_loops(name: str, beams: int, monkeypatch: pytest.Monkey
         assert torch.equal(*found), each
         assert len(searches) == int(each in ours), each
         count = found[0].shape[1] - (7 if name in DECODERS else 1)
-        # Steps after the first are repeated, and the first after sequences have left the batch is not.
+        # All steps but the first, and the first after sequences left the batch, are repeated.
         assert each not in ours or count - 6 <= len(repeated) < count, each
         if each == "several end tokens" and beams == 1:
             assert left, "ended sequences leave the batch"

@@ -78,7 +78,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _ENCODER),
     "llama": ("LlamaForCausalLM", _DECODER),
 }  # fmt: skip
-#: Names of classes that have no class of ours, and are replaced because of their graphs.
+#: Classes of transformers that `mlp` replaces by their graphs, without a class of ours.
 BY_GRAPH = {
     "BertIntermediate", "BertOutput", "BertPredictionHeadTransform", "BertSelfOutput", "LlamaRMSNorm",
     "T5DenseActDense", "T5LayerNorm",

@@ -90,7 +90,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], str]] = {
     "RobertaPreLayerNormModel": (_ENCODER, ""),
     "SiglipTextModel": (_ENCODER, ""),
     "T5EncoderModel": (_T5, ""),
-    # With larger weights rounding errors of its gradients grow to 5e-4 of the result.
+    # With larger weights, rounding errors of the model's gradients grow to 5e-4 of the result.
     "UMT5EncoderModel": ({**_T5, "initializer_factor": 1.0}, "computes a bias from the number of tokens"),
     "XLMRobertaForSequenceClassification": (_ENCODER, ""),
 }  # fmt: skip

@@ -75,9 +75,9 @@ def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
 
 
 class OneByOne(TorchFunctionMode):
-    """Computes fp32 products and row sums term by term, with up to four times the error of a
-    library's, and exponentials times a factor, which cancels in a softmax: equal scores would give
-    exact sums.
+    """Computes fp32 products and row sums term by term, with up to four times a library's error.
+
+    Exponentials get a factor, which cancels in a softmax: sums of equal scores would be exact.
     """
 
     def __torch_function__(
@@ -97,8 +97,8 @@ class OneByOne(TorchFunctionMode):
 
 
 def one_by_one(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] = ()) -> Truth:
-    """Returns the truth of results, or of the gradients of ``names``, with the reference's largest
-    error in sums term by term. The order of sums in the reference is one of many.
+    """Returns the `Truth` of results, or of gradients of ``names``. Its units include errors of the
+    reference in sums term by term, since its own order of summation is one of many.
     """
 
     def called(given: tuple[Any, ...], dtype: torch.dtype | None = None) -> dict[str, Any]:

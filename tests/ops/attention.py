@@ -130,7 +130,7 @@ SCORES = {
     "normal": 5, "equal keys": 1, "zero queries": 1, "small": 1, "std 30": 1, "std 100": 1,
     "std 300": 1, "rising keys": 1, "denormal": 1, "one far key": 1,
 }  # fmt: skip
-#: Scores and masks whose weights are not nearly all 0 or 1, and masks that make them so.
+#: Kinds of scores whose weights are not nearly all 0 or 1, and of masks that make them so.
 PLAIN_SCORES, STEEP = ("normal", "zero queries", "small", "denormal"), ("large", "steep")
 
 
@@ -210,7 +210,7 @@ def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
         if not bool(torch.isfinite(k).all() and torch.isfinite(v).all()):
             k, v = numbers.normal(*k.shape), numbers.normal(*v.shape)
     names: tuple[str, ...] = ()
-    # If one key has almost all of a row, or values are equal, dP - delta is a difference of equal
+    # If one key has almost all the weight, or values are equal, dP - delta is a difference of equal
     # terms, and rounding is all that remains of it: test_attention.py has limits for these calls.
     plain = kind in PLAIN_SCORES and values in ("normal", "small") and forms not in STEEP and s > 1
     if draw(st.booleans()) and plain and min(q.numel(), k.numel(), v.numel()) > 0:

@@ -30,7 +30,7 @@ SPILLED_100 = {"attention_backward_key_kernel": 512}
 UNIT = {90: "HGMMA", 80: "HMMA", 86: "HMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
-#: Prints a line of JSON per kernel. Columns (N): of the result of Hopper's matrix instructions.
+#: Prints a line of JSON per kernel. ``columns``: N of Hopper's matrix instructions.
 COMPILE = r"""
 import json, re, sys, triton
 from transformer_fast.backends.triton import compile_ahead

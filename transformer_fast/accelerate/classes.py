@@ -236,8 +236,8 @@ def code_of_others(layer: torch.nn.Module) -> str | None:
     if not found:
         return None
     return (
-        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, and may need "
-        "padded batches"
+        f"{found[0][0].__name__}.{found[0][1]} is not code of torch, transformers or peft, "
+        "and may need padded batches"
     )
 
 
@@ -248,7 +248,7 @@ def _name_of_others(kind: type) -> str | None:
         others = (n for n, x in vars(kind).items() if n != "__init__" and is_of_others(x))
         kept = values, next(others, None)
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
-            _names_of_others[kind] = kept  # other classes may be freed
+            _names_of_others[kind] = kept  # no local classes: the cache would keep them alive
     return kept[1]
 
 

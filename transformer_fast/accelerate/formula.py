@@ -86,7 +86,7 @@ class Formula:
         that the layer has no hooks.
 
         Args:
-            args: those of `fused_layers.try_run_bound` from x on, without the last two.
+            args: those of `fused_layers.try_run_bound` from x to ``cross``.
             key: identifies the formula among those of the layer.
 
         Raises:
@@ -102,13 +102,13 @@ class Formula:
         self, layer: torch.nn.Module, x: Tensor, attention: Callable[..., Any], mask: Any,
         rotation: tuple[Tensor, ...], key: Any = None,
     ) -> Any:  # fmt: skip
-        """Returns the result of an encoder layer, composed of ops; None if the layer must be called.
+        """Returns an encoder layer's result, composed of ops; None: its own forward must run.
 
         For calls with gradients or dropout. Arguments and exceptions as in `run`.
 
         Args:
-            attention: the function in the registry of transformers.
-            mask: its argument.
+            attention: the attention function in the registry of transformers.
+            mask: its argument ``attention_mask``.
         """
         bound = self._bound(layer, key)
         if bound is None or not self._composes(bound, x):
@@ -128,7 +128,7 @@ class Formula:
         if not are_plain_on_cpu(tensors):
             return False
         if torch.is_autocast_enabled("cpu"):
-            # Autocast was not active in the capture. These ops and modules treat it alike.
+            # Captured without autocast; under it, these ops have the dtypes of the modules.
             return (
                 not self.rotates
                 and torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -230,11 +230,11 @@ class Trial(NamedTuple):
 
 
 class Formulas(NamedTuple):
-    """A layer's formulas."""
+    """A layer's formulas in inference and in training."""
 
     inference: Formula
-    #: None: the layer is called, because it drops more than weights of attention, hidden units and
-    #: outputs of sub-layers.
+    #: None: its own forward runs, since training adds more to the graph than dropout of attention
+    #: weights, of hidden units, and of outputs of sub-layers.
     training: Formula | None
 
 
@@ -299,7 +299,7 @@ def _in_training(
     layer: torch.nn.Module, call: Callable[..., Trial], x: Tensor, rotation: tuple[Tensor, ...],
     one: Formula,
 ) -> Formula | None:  # fmt: skip
-    """Returns the formula of a layer in training; one: its formula in inference."""
+    """Returns the formula of a layer in training, or None; one: its formula in inference."""
     try:
         found, _ = _captured(layer, call, x, {}, rotation, True)
     except NotCapturedError:
@@ -364,9 +364,9 @@ def compute(
     layer: Layer[Tensor], x: Tensor, rotation: tuple[Tensor, ...] = (), memory: Tensor | None = None,
     own: Masks = NO_MASKS, cross: Masks = NO_MASKS,
 ) -> Tensor:  # fmt: skip
-    """Returns what a recipe computes of x (B, T, M) and memory (B, S, M), in float64.
+    """Returns the output of a recipe for x (B, T, M) and memory (B, S, M), in float64.
 
-    own, cross: masks of self-attention and of attention to the memory, with tensors for nodes.
+    own, cross: masks of self-attention and of attention to the memory, as tensors, not nodes.
     """
 
     def attend(x: Tensor, one: Sublayer[Any], _: float) -> Tensor:

@@ -1,10 +1,10 @@
 """Calls of transformers' `generate` by a model whose decoder has native steps (`generation`).
 
-Greedy and beam search run in the loops of `models.generation.search` if nothing but transformers' code
-would see the difference (`_Search`): a step then skips the model's Python around its decoder.
+Greedy and beam search run in the loops of `models.generation.search`, unless an option or code of
+users needs transformers' own loop (`_Search.of`). A step then skips the Python around the decoder.
 
-In all searches untracked writes to weights are looked for once (`memory.compared_once`), and logits
-processors that search the vocabulary for their tokens in each step do so once.
+Every search looks once, not in each step, for untracked writes to weights (`memory.compared_once`)
+and for the tokens of logits processors in the vocabulary (`_searching_once`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _processors_of(kind: Any) -> Any:
 
 
 def _search_of(name: str) -> Callable[..., Any]:
-    """Returns a function of a class that returns its search of this name."""
+    """Returns a function: class of models -> replacement of its method of this name."""
 
     @functools.cache
     def method_of(kind: Any) -> Any:
@@ -80,7 +80,7 @@ def _search_of(name: str) -> Callable[..., Any]:
 
 
 class _Rules(Rules):
-    """The scores of transformers' beam search. The decoder returns log-probabilities."""
+    """The scores of transformers' beam search; ``logits`` are log-probabilities."""
 
     def __init__(self, early_stopping: bool | str, beams: int) -> None:
         self.early_stopping, self.beams = early_stopping, beams
@@ -92,8 +92,8 @@ class _Rules(Rules):
         values, tokens = top(logits, count + 1)
         values = (values.view(sources, live, -1) + scores[:, :, None]).flatten(1)
         best, place = values.topk(count + 1, dim=1)
-        # Which of equal values PyTorch takes first is unspecified, so it decides, also about NaN. It
-        # gets the values of transformers, whose first step has all beams.
+        # The order of equal values, and of NaN, is unspecified: there, use PyTorch's topk of the
+        # values that transformers passes to it, whose first step has all beams.
         if bool(((best[:, :-1] > best[:, 1:]) | (scores[:, :1] == -math.inf)).all()):
             best, place = best[:, :count], place[:, :count]
             return best, place // (count + 1), tokens.view(sources, -1).gather(1, place)
@@ -118,10 +118,10 @@ class _Rules(Rules):
 
 
 class _Search(StepDecoder):
-    """A greedy or beam search of a model by our loops, with transformers' tokens.
+    """A greedy or beam search of a model in our loops, with transformers' tokens.
 
-    The first step is a call of the model. Later ones run only its decoder (`Chain.repeat`) and the linear
-    layer after it, if that gives the logits of the first step; otherwise all call the model.
+    The first step after the prompt calls the model. Later steps call only its decoder
+    (`Chain.repeat`) and output layer, if these reproduce the logits of the first; else the model.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Search(StepDecoder):
         self.beams: int = config.num_beams or 1
         self.repeated: Chain | None = None
         self.head: Any = None
-        #: Steps of ``repeated`` that ``given`` does not include yet.
+        #: Number of steps that ``repeated`` has run since the last update of ``given``.
         self.count = 0
 
     @staticmethod
@@ -200,7 +200,7 @@ class _Search(StepDecoder):
         cache, beams = _cache_of(self.given), self.beams
         if beams == 1 or not self.model.config.is_encoder_decoder:
             outputs = self.model._prefill(self.tokens, self.config, self.given)
-        else:  # at first the beams of a source are alike
+        else:  # the beams of a source are still equal: compute one of each
             first = torch.arange(0, len(self.tokens), beams)
             given = self._given(first)
             outputs = self.model._prefill(tokens, self.config, given)
@@ -275,7 +275,7 @@ class _Search(StepDecoder):
 
 
 def _kind_of(processor: Any) -> Any:
-    """Returns the class of transformers of a logits processor that `_searching_once` may have copied."""
+    """Returns transformers' class of a logits processor, also of a copy by `_searching_once`."""
     kind: Any = type(processor)
     return kind.__base__ if hasattr(kind, "_once") else kind
 
@@ -342,7 +342,7 @@ def _searching_once(processor: Any) -> Any:
     kind: Any = type(processor)
     if kind not in [load(_PROCESSORS, name) for name in SEARCHING]:
         return processor
-    # The same attributes, since users may change them amid a call.
+    # The attributes are shared, because users may change them during a call.
     copied = _processor(_class_of_processors(kind), processor.__dict__)
     object.__setattr__(copied, "_once", _Once())
     return copied
@@ -362,7 +362,7 @@ def _class_of_processors(kind: Any) -> Any:
             return kind.__call__(self, input_ids, scores)
 
     made: Any = call
-    made.__signature__ = inspect.signature(kind.__call__)  # transformers asks for it in each step
+    made.__signature__ = inspect.signature(kind.__call__)  # transformers reads it in each step
 
     def reduced(self: Any, protocol: Any) -> Any:
         return _processor, (kind, self.__dict__)

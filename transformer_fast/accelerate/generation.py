@@ -44,7 +44,7 @@ from .steps import DecoderCall, Step, StepDecoder, forward_of, settings, try_ste
 
 #: Beginning of the report's remark on a decoder.
 ONE_CALL = "generate: one call a step"
-#: What follows it if the searches of a model may run in our loops.
+#: Appended to `ONE_CALL` if searches of the model may run in our loops.
 LOOPS = ", and plain greedy and beam search in loops of transformer_fast"
 #: Classes that change nothing but how `generate` runs.
 KINDS = StepDecoder, generate_calls.GeneratingModel
@@ -94,7 +94,7 @@ def is_generating(model: Any) -> bool:
 
 
 def next_step(model: Any, inputs: Any, outputs: Any) -> dict[str, Any] | None:
-    """Returns arguments of a step that continues a call of a model, or None without a cache.
+    """Returns the arguments of a step after a call of a model, or None if it has no cache.
 
     inputs: (args, kwargs) of the call.
     """
@@ -209,7 +209,7 @@ class _Attention(packing.Rows):
 def _recognise_all(
     decoder: Any, layers: Any, call: DecoderCall
 ) -> tuple[DecoderCall, list[Step]] | str:
-    """Returns how the layers are called and their recipes, or the reason why there are none."""
+    """Returns the call of the layers and their recipes, or the reason why they have none."""
     steps: list[Step] = []
     judged: dict[tuple[Any, ...], Layer[Place]] = {}
     width, length = decoder.config.hidden_size, formula.TOKENS

@@ -114,9 +114,9 @@ def _mask(
 
 # Layer classes.
 
-#: Class of transformers, with the name of its family or module: "bart.BartDecoderLayer" -> our class.
-#: An encoder layer with a `formula.Formula` needs no class here, nor does a module that `mlp` finds.
-#: These are for what neither describes: caches, scores with a bias.
+#: Class of transformers, with its family or module, as in "bart.BartDecoderLayer" -> our class.
+#: Encoder layers with a `formula.Formula` and modules that `mlp` finds need no class here. Modules
+#: with caches or biased scores do, because neither describes these.
 CLASSES: dict[str, type[FusedLayer]] = {}
 
 

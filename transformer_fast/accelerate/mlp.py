@@ -1,13 +1,14 @@
 """Finds norms, feed-forward networks and residual connections with a norm in modules of any class.
 
-A graph of one call shows what a module computes besides calls of its children.
+The graph of one call shows what a module computes besides calls of its children.
 
-One fused call of a network takes up to 22 % less time than two replaced linear layers and an activation
-(1 to 13 % in inference and 0 to 9 % in training at 512 features and 2048 hidden). Gated networks (SwiGLU)
-keep their own forward; the gain there was at most 1 %. With fused activations and residual connections,
-but without recipes of whole layers, BERT, RoBERTa and ELECTRA trained in 0.90 to 0.92 of the time of
-transformers, without them in 0.96 to 0.98 (2 layers, 384 features, batches (8, 64), one thread of an
-Emerald Rapids); MPNet and DeBERTa trained in 0.93 and 0.94 of the time without them.
+A fused network takes up to 22 % less time than two replaced linear layers and an activation (1 to
+13 % in inference, 0 to 9 % in training with 512 features and 2048 hidden units). Gated networks
+keep their own forward, since fusing them gained at most 1 %. With fused activations and residual
+connections, but without recipes of whole layers, BERT, RoBERTa and ELECTRA trained in 0.90 to 0.92
+of transformers' time, and without this fusion in 0.96 to 0.98. MPNet and DeBERTa trained in 0.93
+and 0.94 of their time without it (2 layers, 384 features, batches (8, 64), one Emerald Rapids
+thread).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)
 
 
 class Network(NamedTuple):
-    """Names of children: ``ends(second(dropouts(activation(first(starts(input))))))``.
+    """Names of the children in ``ends(second(dropouts(activation(first(starts(input))))))``.
 
     ``second`` and ``dropouts`` may be missing.
     """
@@ -62,10 +63,10 @@ class Network(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Names of children: ``norm(dropout(starts(input)) + residual)``."""
+    """Names of the children in ``norm(dropout(starts(input)) + residual)``."""
 
     starts: tuple[str, ...]
-    #: "": none.
+    #: "": no dropout.
     dropout: str
     norm: str
     #: Index of ``residual`` among the two arguments.
@@ -85,7 +86,7 @@ class ByGraph(FusedLayer):
     _state: State
 
     def _has_graph(self, x: Any, *names: str) -> bool:
-        """True if a call on x computes what the graph does, and if children of these names exist."""
+        """True if the graph is that of a call on x, and if children of these names exist."""
         modules = self._modules
         return (
             isinstance(x, Tensor)
@@ -98,7 +99,7 @@ class ByGraph(FusedLayer):
 
 
 class Norm(ByGraph):
-    #: With names of parameters.
+    #: The norm, with names of parameters in place of tensors.
     _found: recipe.Norm[str]
 
     def _run(self, input: Any) -> Any:
@@ -211,7 +212,7 @@ class FeedForward(ByGraph):
 
 @functools.cache
 def _forward(names: str) -> Callable[..., Any]:
-    """Returns a forward whose arguments have these names, as keyword callers and torch.fx require."""
+    """Returns a forward with these argument names, which torch.fx and keyword callers need."""
     found: dict[str, Any] = {"__name__": __name__}  # for `is_of_others`
     exec(f"def forward(self, {names}):\n    return self._run({names})", found)
     return found["forward"]  # type: ignore[no-any-return]
@@ -237,12 +238,12 @@ def _activation(module: Any, net: Network) -> tuple[Any, str | None]:
     return own, activation_name(own)
 
 
-#: What was found, keyed by what the capture depends on.
+#: Code and state on which a capture depends -> what its graph computes, or None.
 Cache = dict[Any, "tuple[Any, State] | None"]
 
 
 def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str | None:
-    """Returns the change of a module, the reason not to, or None if its graph is none of these."""
+    """Returns the change of a module, the reason against it, or None: its graph is not known."""
     kind = type(module)
     count = sum(map(_is_linear, module.children()))
     own = [p for p in module._parameters.values() if p is not None]
@@ -300,7 +301,7 @@ def _is_linear(module: Any) -> bool:
 def _read(
     module: torch.nn.Module, state: State, names: tuple[str, ...]
 ) -> tuple[Any, State] | None:
-    """Returns what forward computes if it is one of these and nothing else, else None."""
+    """Returns the norm, network or residual connection that is all of forward, else None."""
     if state.why_not is not None:
         return None
     if len(names) == 2:
@@ -370,7 +371,7 @@ def _same_in_both_modes(
     module: torch.nn.Module, names: tuple[str, ...], read: Callable[[Any, Captured], Any],
     attributes: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Returns the result of ``read`` for graphs in inference and in training; None if they differ."""
+    """Returns what ``read`` finds in the graphs of both modes; None if the results differ."""
     linear: Any = next(filter(_is_linear, module.children()), None)
     weight = next(module.parameters()) if linear is None else linear.weight
     if is_conv1d(linear):

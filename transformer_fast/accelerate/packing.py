@@ -334,7 +334,7 @@ class _Loop:
         self, layer: torch.nn.Module, found: Any, is_last: bool, args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Calls the layer, if possible on rows; ``found``: its formulas, or why it has none."""
+        """Calls the layer, on rows if possible; ``found``: its formulas, or why it has none."""
         values = (*args, *kwargs.values())
         mask = next((x for x in values if isinstance(x, Tensor) and x in _paddings), None)
         names = self.stack._parameters_of_layers
@@ -375,9 +375,9 @@ class _Loop:
         self, layer: torch.nn.Module, found: Any, given: dict[str, Any],
         mask: Tensor | Rows | None = None,
     ) -> Any:  # fmt: skip
-        """Returns the layer's result by its formula; None if the layer must be called.
+        """Returns the layer's result by its formula; None: its own forward must run.
 
-        mask: the argument if it was made from padding.
+        mask: the rows, or the mask argument if it was made from padding.
         """
         if not (isinstance(found, formula.Formulas) and self._is_plain()):
             return None
@@ -412,9 +412,9 @@ class _Loop:
         self, layer: torch.nn.Module, one: formula.Formula, given: Any, mask: Tensor | Rows | None,
         rotation: tuple[Tensor, ...], x: Tensor,
     ) -> Any:  # fmt: skip
-        """Returns the layer's result, computed in one call or composed of ops; None: neither.
+        """Returns the layer's result, in one call or composed of ops; None: neither supports it.
 
-        given: the layer's mask; ``mask``: the same if it was made from padding.
+        given: the layer's argument for the mask; ``mask``: as in `_fused`.
         """
         padding = band = starts = None
         is_plain = given is None
@@ -605,7 +605,7 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
         # its output. The padding is noted on the mask for a similar reason: the mask is the only
         # object that reaches the layers from our mask function.
         code = sys._getframe(1).f_code
-        if code is not self._code and code != self._code:  # copies of a class have equal codes
+        if code is not self._code and code != self._code:  # code of a copied class is equal
             return layers
         return iter(_Loop(self, list(layers)))
 

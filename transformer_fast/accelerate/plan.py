@@ -280,7 +280,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be replaced.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
-    # The report already gives these reasons, and the advice would not help.
+    # `_ADVICE` would not help with these reasons, which the report gives already.
     is_explained = report.verified is False or any(
         classes.quantised(model.get_submodule(entry.name)) for entry in report.left
     )

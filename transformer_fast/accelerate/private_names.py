@@ -15,7 +15,7 @@ SEARCHING = (
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
 )  # fmt: skip
-#: Logits processors that read no other rows than their own, and run no code of users.
+#: Logits processors that treat rows independently, and run no code of users.
 STATELESS = (
     *SEARCHING, "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "InfNanRemoveLogitsProcessor", "LogitNormalization", "NoBadWordsLogitsProcessor",
@@ -47,7 +47,7 @@ OF_MODELS = ("_can_set_attn_implementation", "base_model", "main_input_name")
 #: Attribute of a config that names the attention function.
 NAME_OF_ATTENTION = "_attn_implementation_internal"
 
-#: Attributes of layers: whether calls with gradients are checkpoints, and the function that runs them.
+#: Attributes of layers: if calls with gradients are checkpointed, and the function that does it.
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 # Arguments of layers.

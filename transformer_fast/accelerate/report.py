@@ -35,7 +35,7 @@ class Int8Report:
     bytes_after: int = 0
     #: False: the float weights were freed.
     keeps_weights: bool = True
-    #: Bytes of the other weights of two or more dimensions, by class.
+    #: Class -> bytes of its weights of two or more dimensions that stay in float.
     float_bytes: Counter[str] = field(default_factory=Counter)
     #: Names of the modules whose inputs are multiplied by factors, see ``calibration``.
     smoothed: list[str] = field(default_factory=list)

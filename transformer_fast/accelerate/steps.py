@@ -1,15 +1,15 @@
 """Native steps of decoders of transformers, and their caches.
 
-A step is a call of the decoder with one new token for each sequence and a cache that holds the
-earlier ones; its layers may attend to an encoder's output. `StepDecoder.forward` runs a step as
-transformers' own ``forward`` with a `Chain` in place of the layers: embeddings, positions, masks and
-the final norm stay the model's code. All other calls run as they did.
+A step is a call of the decoder with one new token of each sequence and a cache of the earlier ones.
+Its layers may attend to an encoder's output. `StepDecoder.forward` runs a step as transformers' own
+``forward`` with a `Chain` in place of the layers: embeddings, positions, masks and the final norm
+remain the model's code. All other calls run as before.
 
-The cache stays transformers' `EncoderDecoderCache` or `DynamicCache`, with keys and values that are
-views of one buffer (`_Places`). Whatever else replaces them, such as a call with several tokens, is
-found at the next step, which then copies them into a new buffer. The class of its parts is replaced so
-that beam search reorders the buffer, and copies no keys of the encoder's output: those are shared by a
-source's beams.
+The cache remains one of transformers' classes `EncoderDecoderCache` and `DynamicCache`. Its keys
+and values are views of one buffer (`_Places`). If other code replaces these tensors, such as a call
+with several tokens, the next step copies the new ones into a new buffer. The parts of the cache get
+a subclass, whose method for beam search reorders the buffer, and copies no keys of the encoder's
+output, since the beams of a source share them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DecoderCall(NamedTuple):
     has_bias: bool = False
 
 
-#: A mask (B, H, T, S), which transformers passes on to the layers as it is. `Chain` ignores it.
+#: transformers creates no mask if it gets one of four dimensions. `Chain` ignores this one.
 _ANY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -109,7 +109,7 @@ def try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     given.pop("return_dict", None)
     if given.get("use_cache") is None and "use_cache" in decoder._names:
         given["use_cache"] = decoder.config.use_cache
-    # The copy has the decoder's parts and attributes; only its layers differ.
+    # The copy shares all parts and attributes with the decoder, except the layers.
     chain.copied = copied = object.__new__(decoder._theirs)
     copied.__dict__.update(decoder.__dict__)
     copied.__dict__["_modules"] = {**decoder._modules, decoder._stack: (chain,)}
@@ -128,20 +128,20 @@ def try_step(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @functools.cache
 def _inner_forward(kind: Any) -> Callable[..., Any]:
-    """Returns a decoder's forward without transformers' decorators, which collect outputs of layers.
+    """Returns a decoder's forward without transformers' decorators, which collect layers' outputs.
 
-    They take a tenth of an int8 step. The trial of two steps compares its results, too.
+    The decorators take a tenth of an int8 step. The trial of two steps validates this forward, too.
     """
     return inspect.unwrap(kind.forward)
 
 
-#: Steps of the current call; None: they are not recorded.
+#: Native steps of the current call; None: they are not recorded.
 _noted: ContextVar[list[Chain] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
 def noted_steps() -> Iterator[list[Chain]]:
-    """Within the block, the steps that run natively are added to the list."""
+    """Context manager that yields a list, to which native steps within the block are added."""
     found: list[Chain] = []
     token = _noted.set(found)
     try:
@@ -154,9 +154,9 @@ class _NotAStepError(Exception):
     """Raised if no kernel supports the arguments that the decoder passes to its layers."""
 
 
-#: Arguments that `_chain` reads, and those that do not change what layers compute.
+#: Arguments of a decoder that `_chain` reads.
 _READ = frozenset({"input_ids", "inputs_embeds", MASK, MEMORY, MEMORY_MASK, *CACHES})
-#: The decoder computes embeddings and rotations from positions, before its layers.
+#: Arguments that layers do not read: embeddings and rotations of positions are computed before.
 _FREE = frozenset({"use_cache", "return_dict", "position_ids", "cache_position"})
 
 
@@ -187,7 +187,7 @@ def _chain(decoder: Any, given: dict[str, Any]) -> Chain | None:
         or torch.is_autocast_enabled("cpu")
     ):  # fmt: skip
         return None
-    # Some models run fewer layers than they have. In BART the attribute counts the encoder's layers.
+    # Some models do not run all their layers. BART's attribute counts the layers of the encoder.
     if not is_crossed and vars(config).get("num_hidden_layers") not in (None, len(decoder._steps)):
         return None
     parts = _layers_of(cache, len(decoder._steps), is_crossed)
@@ -232,9 +232,9 @@ def _read(layers: Any, steps: Sequence[Step], guard: Guard) -> list[Layer[Place]
 
 
 def settings(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns the plain values in the config of a layer's modules: their code may read them in each call.
+    """Returns the plain values in the configs of a layer's modules, since calls may read them.
 
-    Private ones and the numbers of special tokens are not among them.
+    Excludes private values and the ids of special tokens.
     """
     configs = (vars(module).get("config") for module in layer.modules())
     found = {
@@ -248,13 +248,13 @@ def settings(layer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 class Chain:
-    """Stands in for all layers of a decoder in one step.
+    """Replaces all layers of a decoder in one step.
 
-    `repeat` runs the steps after it without their checks, for searches within which only transformers'
-    code and ours runs. Until `finish` the cache then shows nothing but its length.
+    `repeat` runs the following steps without checks, for searches that run no code of users. Then,
+    until `finish`, only the length of the cache is up to date.
     """
 
-    #: The decoder with this chain, the arguments of its call, and the result (R, 1, M).
+    #: The copy of the decoder with this chain, the arguments of its call, and the result (R, 1, M).
     copied: Any
     given: dict[str, Any]
     hidden: Tensor
@@ -425,15 +425,15 @@ def _cache_class() -> Any:
 
 
 def _are_within_sources(rows: Tensor, beams: int) -> bool:
-    """True if each sequence continues one of the same source; ``beams`` adjacent ones have one."""
+    """True if each sequence continues one of its source, which has ``beams`` adjacent ones."""
     return torch.equal(rows // beams, torch.arange(len(rows)) // beams)
 
 
 class _Places:
-    """Keys and values of self-attention: of all layers in one buffer, of which the cache shows views."""
+    """One buffer with keys and values of self-attention of all layers; the cache has its views."""
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> None:
-        """``beams``: see `_Memory.beams`; None: adjacent sequences that are equal now are beams."""
+        """``beams``: adjacent sequences of a source; None: those with equal keys and values."""
         self.beams = _beams(layers, None) if beams is None else beams
         self._bound: tuple[Any, ...] = ()
         self.length = layers[0].keys.shape[2]
@@ -478,7 +478,7 @@ class _Places:
     def bind(
         self, steps: Bound, sample: Tensor, memory: _Memory | None
     ) -> Callable[..., Tensor] | None:
-        """Returns the function that runs steps like (R, M) with a cache like this one."""
+        """Returns the function that runs steps on inputs like ``sample`` (R, M), or None."""
         # Not the buffer itself, which changes: kernels depend on its dtype only.
         key = steps, memory, sample.shape, sample.dtype, current_settings().backend
         if self._bound[:-1] != key:
@@ -491,8 +491,8 @@ class _Places:
     def bias(self, decoder: Any, is_known: bool) -> Tensor:
         """Returns the bias of relative positions (1, H, 1, length + 1) of the next step.
 
-        It depends on differences of positions only, so the last place's row serves all places.
-        is_known: its parameters have not changed since the last step.
+        It depends on differences of positions only, so it is a part of the row of the last place.
+        is_known: True if its parameters have not changed since the last step.
         """
         most = self.buffer.shape[4]
         if is_known and self._bias is not None:
@@ -524,12 +524,12 @@ class _Places:
         self.length += 1
 
     def show_length(self) -> None:
-        """Assigns keys of the current length to the first layer, which others ask for the length."""
+        """Gives the first layer keys of the current length, where `get_seq_length` reads it."""
         self.layers[0].keys = self.buffer[0, 0].narrow(2, 0, self.length)
         self.version = self.buffer._version
 
     def reorder(self, layers: Sequence[Any], rows: Tensor) -> bool:
-        """Makes sequence r continue sequence ``rows[r]``; False if the layers have other tensors."""
+        """Makes sequence r continue sequence ``rows[r]``; False if a layer has another tensor."""
         if len(rows) != self.buffer.shape[2]:
             return False
         if not self.holds(layers, self.buffer.dtype, self.beams):
@@ -543,7 +543,7 @@ class _Places:
 
 
 class _Shared:
-    """Keys and values of the encoder's output that adjacent ``beams`` have in common."""
+    """Keys and values of the encoder's output, equal in groups of ``beams`` adjacent sequences."""
 
     def __init__(self, layers: Sequence[Any], beams: int) -> None:
         self.beams = beams
@@ -557,7 +557,7 @@ class _Shared:
         )
 
     def reorder(self, layers: Sequence[Any], rows: Tensor) -> bool:
-        """True if the reordering changes nothing, because beams of one source have equal tensors."""
+        """True if reordering changes nothing, since the beams of a source have equal tensors."""
         return (
             len(rows) == len(self.shown[0][0])
             and self.are_shown(layers)
@@ -566,7 +566,7 @@ class _Shared:
 
 
 class _Memory(_Shared):
-    """Copies of such keys and values: one tensor (2, B, H, S, D) for each layer."""
+    """Copies of the keys and values of each source: a tensor (2, B, H, S, D) for each layer."""
 
     def __init__(
         self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None, kept: Any
@@ -591,7 +591,7 @@ class _Memory(_Shared):
         super().__init__(layers, beams)
 
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> bool:
-        """True if the layers and the mask (R, S) have the values that the tensors were made from."""
+        """True if layers and mask (R, S) have the values from which the tensors were made."""
         if dtype != self.dtype or not self.are_shown(layers):
             return False
         if mask is None or self.real is None:
@@ -604,9 +604,9 @@ def _version(x: Tensor) -> int | None:
 
 
 def _beams(layers: Sequence[Any], real: Tensor | None, known: int | None = None) -> int:
-    """Returns how many adjacent sequences have equal keys and values of the encoder's output.
+    """Returns how many adjacent sequences have equal keys and values, and equal rows of ``real``.
 
-    known: the result without the mask, or None.
+    real: (R, S), True at unpadded places, or None. known: the result without it, or None.
     """
     rows = len(layers[0].keys)
     differ = torch.zeros(max(0, rows - 1), dtype=torch.bool)

@@ -32,7 +32,7 @@ class Run(NamedTuple):
     grads: dict[str, Tensor] | None
 
 
-#: Padding mask of a layer -> argument of the layer that supplies the masked keys.
+#: Name of a padding mask -> name of the argument whose positions it masks.
 _PADDING = {
     "key_padding_mask": "key",
     "src_key_padding_mask": "src",

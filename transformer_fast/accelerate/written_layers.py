@@ -69,8 +69,8 @@ class _Masks:
 
 #: Layer -> kind of its arguments -> formula, the reason why it has none, or the number of calls so far.
 _forms: WeakKeyDictionary[torch.nn.Module, dict[Any, Formula | str | int]] = WeakKeyDictionary()
-#: Content of a layer and kind of its arguments -> its formula, as long as a layer uses it: both contain
-#: the user's classes.
+#: Content of a layer and kind of its arguments -> its formula. Weak, because both refer to users'
+#: classes: an entry lives as long as a layer uses the formula.
 _judged: WeakValueDictionary[Any, Formula] = WeakValueDictionary()
 
 

@@ -42,7 +42,7 @@ from ..ops.int8_linear import LINEAR_PACKED as INT8_LINEAR_PACKED
 from ..ops.linear import INFERENCE as LINEAR
 from ..ops.linear import PACKED as LINEAR_PACKED
 
-#: Nothing here runs without it.
+#: The native module. Without it, nothing in this module is called.
 _module: Any = _native.module
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
@@ -207,7 +207,7 @@ def implement_packed() -> None:
 
 def _with_copies(operator: Any, packed: Any) -> Callable[..., Tensor]:
     names = [argument.name for argument in packed._schema.arguments]
-    #: Positions of a weight and of its copy.
+    #: For each weight: the positions of the weight and of its packed copy among the arguments.
     places = [
         (names.index(name.replace("packed", "weight")), place)
         for place, name in enumerate(names)

@@ -256,8 +256,8 @@ _DROPOUT = frozenset({torch.dropout, torch.nn.functional.dropout})
 
 
 def _operator(name: str) -> tuple[Callable[..., Any] | None, int]:
-    """Returns the function of `operator` that Dynamo writes for a method, if any, and the order of its
-    operands: -1 if they are reversed."""
+    """Returns the function of `operator` that Dynamo writes for a special method, or None, and the
+    order of its operands: -1 if they are reversed, else 1."""
     if not name.startswith("__"):
         return None, 1
     if name in ("__div__", "__rdiv__", "__idiv__"):  # PyTorch's names of true division

@@ -38,7 +38,7 @@ class _Weight(NamedTuple):
     """A weight that a product can read from its packed copy."""
 
     node: Node
-    #: Index of the program input that is the weight, or the base of this view.
+    #: Index of the program input that is the weight, or of which the weight is a view.
     owner: int
     rows: int
 

@@ -324,7 +324,7 @@ class _Projection(NamedTuple):
     map: Map
     #: First column of the heads in the output of the linear map.
     start: Any
-    #: The heads are these columns, rotated or not, times this number.
+    #: The heads are the columns of the output times this factor, and rotated if ``is_rotated``.
     factor: float = 1.0
     is_rotated: bool = False
 
@@ -422,7 +422,7 @@ def _set_nodes(one: SublayerNodes) -> bool:
 
 
 def _has_kernel(editor: Editor, one: SublayerNodes) -> bool:
-    """True if the kernel for layers runs the sub-layer; with gradients or dropout their entry."""
+    """True if the kernel for layers supports the sub-layer, and, in training, if it is small."""
     modes = editor.modes.at(one.y)
     inputs = _inputs(one.nodes)
     if modes.has_autocast or editor.obstacle(one.y, inputs) is not None:

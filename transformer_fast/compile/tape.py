@@ -1,8 +1,8 @@
 """Runs a rewritten graph as a tape: a list of instructions, in one call of C++ (``csrc/autograd``).
 
-An instruction calls an entry for small calls or an operator of PyTorch, without the time that Python
-needs to call them. Other nodes, and calls that an entry declines, run as functions of Python. While a
-mode, autocast or a transform is active, the whole graph runs in Python.
+An instruction calls an entry for small calls or a PyTorch operator, without the overhead of Python.
+Nodes without one, and calls that the entry does not support, run as Python functions. While a mode,
+autocast or a transform is active, the whole graph runs in Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .ops import mutates, read
 from .sublayers import Sublayers
 
 _ENTRIES = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "linear", "feed_forward")
-#: Function -> the name of its entry, which takes the same arguments without `_UNSUPPORTED`.
+#: Function -> the name of its entry, which has the same arguments except `_UNSUPPORTED`.
 _FUNCTIONS = {getattr(functional, name): name for name in _ENTRIES}
 _UNSUPPORTED = {"linear": ("residual", "backend")}
 #: Operators of two operands; those of `_SYMMETRIC` may swap them.
@@ -47,12 +47,12 @@ _LARGEST = 1 << 16
 #: Values of ``IndexKind`` in csrc/autograd/tape.cpp.
 _NEW_DIMENSION, _ALL, _SELECT, _SLICE = range(4)
 
-#: An entry, or the name of an operator in tape.cpp; its operands; a function of the items of its result.
+#: An entry, or an operator's name in tape.cpp; its operands; a function of its result, or None.
 _Native = tuple[Any, Sequence[Any], Any]
 
 
 class _Function:
-    """Nodes of a graph as a function, which the first call creates."""
+    """A function that runs some nodes of a graph; the first call generates its code."""
 
     def __init__(
         self, module: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], results: Any
@@ -74,7 +74,7 @@ class _Function:
 
 
 def tape(module: GraphModule) -> Callable[..., Any]:
-    """Returns the graph as a function; its ``forward`` if there is nothing that runs natively."""
+    """Returns the graph as a function; its ``forward`` if no node runs natively."""
     nodes = list(module.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     outputs: Any = nodes[-1].args[0]
@@ -87,7 +87,7 @@ def tape(module: GraphModule) -> Callable[..., Any]:
         return module.forward
     known, unused = _known(nodes)
     slots = {node: slot for slot, node in enumerate([*given, *known])}
-    #: Nodes that are one instruction: a native one, or all in a row that are not.
+    #: Nodes of each instruction: one that runs natively, or consecutive ones that do not.
     parts: list[tuple[list[Node], _Native | None]] = []
     for node in nodes[len(given) : -1]:
         if node in known or node in unused:
@@ -129,10 +129,9 @@ def tape(module: GraphModule) -> Callable[..., Any]:
 
 
 def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
-    """Returns the values of nodes that depend on constants only, such as causal masks, and the nodes
-    that only they read.
+    """Returns the values of constant nodes, such as causal masks, and nodes that only these read.
 
-    The users of such a value read it and return new memory.
+    No user of such a value changes it or returns a view of it.
     """
     known: dict[Node, Tensor] = {}
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -156,7 +155,7 @@ def _known(nodes: Sequence[Node]) -> tuple[dict[Node, Tensor], set[Node]]:
 
 
 def _only_reads(user: Node) -> bool:
-    """True if the node's result shares no memory with its arguments, which it does not change."""
+    """True if the node does not change its arguments, and its result shares no memory with them."""
     is_known = user.target in _CONSTANT or _name(user) in _BINARY
     return _is_call(user) and is_known and not mutates(user)
 

@@ -46,8 +46,8 @@ def evaluate(node: Node, known: dict[Node, Any], within: Collection[Node] | None
 def inputs_by_value(
     node: Node, formula: Collection[Node], numbers: Tensor
 ) -> Iterator[tuple[Node, Tensor]]:
-    """Yields nodes of the formula with the shape and dtype of its result, nearest first, each with the
-    result if the node's value is ``numbers``."""
+    """Yields (input, result): a node of the formula with the shape and dtype of its output, nearest
+    first, and the output if the value of this node is ``numbers``."""
     for x in formula:
         if x is not node and (shape(x), dtype(x)) == (shape(node), dtype(node)):
             with contextlib.suppress(UnknownValueError, RuntimeError, TypeError):

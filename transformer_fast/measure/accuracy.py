@@ -182,7 +182,7 @@ class SampledAttentionChecker(OpChecker):
     def __init__(self, queries: int = 64) -> None:
         super().__init__("attention")
         self.queries = queries
-        #: By id of a call's arguments: these, to keep the id, the sampled rows, and their arguments.
+        #: id of a call's arguments -> these (so that the id stays valid), sampled rows, their call.
         self._samples: dict[int, tuple[Arguments, Tensor, Arguments]] = {}
 
     def _sample(self, arguments: Arguments) -> tuple[Arguments, Tensor, Arguments]:

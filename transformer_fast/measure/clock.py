@@ -150,8 +150,8 @@ class Times(NamedTuple):
     host: float
 
 
-#: ``clock(call, inputs, repeats, host)`` returns the mean times of one of several consecutive calls;
-#: ``host``: an estimate of the host's time in seconds.
+#: ``clock(call, inputs, repeats, host)`` returns the mean times of a call, over ``repeats``
+#: consecutive ones; ``host``: an estimate of the host's time in seconds.
 Clock = Callable[..., Times]
 
 

@@ -33,7 +33,7 @@ _GENERATIONS: tuple[tuple[str, int, range | None, str], ...] = (
     ("Intel", 6, range(207, 208), "Emerald Rapids"),
     ("Intel", 6, range(173, 175), "Granite Rapids"),
 )
-#: fp32 Gflop/s per thread that only 512-bit units reach; Zen 4 would need a clock of 5 GHz.
+#: fp32 Gflop/s per thread that only 512-bit units reach: with 256-bit ones, Zen 4 needs 5 GHz.
 _WIDE_UNITS = 160.0
 
 

@@ -36,7 +36,7 @@ class Parameters:
     """The tensors of one module's recipes, and the data by which `are_current` checks them."""
 
     def __init__(self, owner: torch.nn.Module, guard: Guard) -> None:
-        #: None after the tensors are looked up, because the owner refers to this object.
+        #: Set to None once the tensors are looked up: it would be a cycle of references.
         self.owner: Any = owner
         self.guard = guard
         #: All tensors that are parameters of the modules.

@@ -117,13 +117,13 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-#: (class, name, method) of the methods that calls of a class's modules run, as they were first. For
-#: classes of PyTorch and of this package only ``forward``. None if it had been replaced before.
+#: (class, name, method) of each method that a call of a class's modules may run, before anything
+#: replaced it; None: it was replaced before. Of PyTorch's classes and ours only ``forward``.
 _Methods = tuple[tuple[type, str, Any], ...]
 #: Methods of classes that are never deleted. Subclasses of `DropIn` hold their own, in `_NOTED`.
 _METHODS: dict[type, _Methods] = {}
 _NOTED = "_methods_at_first"
-#: Methods of other classes; functions that return class and method, or None if it was deleted.
+#: Methods of other classes, as weak references to classes and methods.
 _weak_methods: WeakKeyDictionary[type, tuple[tuple[Any, str, Any], ...]] = WeakKeyDictionary()
 
 
@@ -145,7 +145,7 @@ def _weak(value: Any) -> Callable[[], Any]:
 
 
 def note_methods(kind: type) -> _Methods:
-    """Returns the methods of the class and its bases, up to torch.nn's, as they were first."""
+    """Returns the methods of the class and its bases before any was replaced; see `_Methods`."""
     known: _Methods | None = _METHODS.get(kind) or kind.__dict__.get(_NOTED)
     if known is not None:
         return known
@@ -253,7 +253,7 @@ class DropIn(HoldsInt8):
         if freed:
             is_made = RECORD in kind.__dict__
             return _unpickled, (original, kind.__bases__ if is_made else (kind,)), state
-        # Not __newobj__, which pickle allows for the object's own class only.
+        # `copyreg.__newobj__` would fail: pickle requires that it gets the object's own class.
         return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:

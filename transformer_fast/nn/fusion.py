@@ -274,7 +274,7 @@ def compose_bound(
 
     Args:
         layer: with the tensors of its parameters.
-        dropouts: probabilities of each sub-layer: within it, and of its output; empty: none is active.
+        dropouts: two probabilities for each sub-layer: within it, and of its output; empty: zeros.
         attend: maps the input of the projections (..., M), the sub-layer, and the probability of dropout
             to the joined heads of attention (..., M).
     """
@@ -314,7 +314,7 @@ def _network(one: Sublayer[Any], activation: Any, x: Tensor, dropout_p: float) -
 
 
 def projections(one: Sublayer[Any], x: Tensor, memory: Tensor | None = None) -> list[Tensor]:
-    """Returns queries of x (B, T, M) and keys and values of the memory, or of x: (B, heads, T, D)."""
+    """Returns queries of x (B, T, M), keys and values of memory or x, all (B, heads, T, D)."""
     size = one.head_size or x.shape[-1] // one.heads
     counts = [one.heads, *[one.key_heads or one.heads] * 2]
     rows = [size * count for count in counts]

@@ -119,7 +119,7 @@ class Guard:
         self.values: list[tuple[Mapping[str, Any], str, Any]] = []
         #: (mapping, key), whose value is empty
         self.empty: list[tuple[Mapping[str, Any], str]] = []
-        #: (mapping, a copy that it is equal to)
+        #: (mapping, a copy; both must remain equal)
         self.equal: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         #: (class, name of a method, the method)
         self.methods: list[tuple[type, str, Any]] = []

@@ -53,7 +53,7 @@ class Int8Weight:
     scale: Tensor | None
     #: Dtype of the float weight.
     dtype: torch.dtype
-    #: float32 (in_features,), what inputs are multiplied by before they are rounded; None: ones.
+    #: Factors by which inputs are multiplied before rounding, float32 (in_features,); None: ones.
     factors: Tensor | None = None
 
     @property

@@ -61,7 +61,7 @@ class OpSpec:
     tiny: Case
     #: Cases of `compare`: (name, function that returns the arguments of one call per batch of text).
     text_cases: tuple[tuple[str, Callable[[Text], list[tuple[Any, ...]]]], ...]
-    #: Calls in GPU-sized shapes, which `prove` and ``python -m benchmarks.gpu`` check and time. Each
+    #: Calls in GPU-sized shapes that `prove` and ``python -m benchmarks.gpu`` check and time. Each
     #: represents its class of `proof.shape_class`; calls of classes without a case run PyTorch's
     #: kernels. The checked call is the timed one, so its fp64 reference has to fit into memory. The
     #: reference of attention runs head by head, unless the case has dropout.
@@ -177,7 +177,7 @@ class Text(Draw):
 
 
 def case(name: str, build: Callable[[Draw], tuple[Any, ...]], *rest: Any) -> Case:
-    """Returns a case whose arguments are built from a `Draw`; ``rest``: further fields of `Case`."""
+    """Returns a case; ``build`` makes arguments from a `Draw`; ``rest``: more fields of `Case`."""
     return Case(name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), *rest)
 
 

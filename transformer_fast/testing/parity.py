@@ -232,7 +232,7 @@ def truth_of(
     arguments: tuple[Any, ...],
     oracle: Callable[[str, tuple[Any, ...]], tuple[Tensor | None, ...]] = reference_in_fp64,
 ) -> Truth:
-    """Returns the truth of a call's results, for `measure`. ``oracle``: returns those in fp64."""
+    """Returns the `Truth` of a call, for `measure`. ``oracle`` computes the results in fp64."""
 
     def both(called: tuple[Any, ...]) -> tuple[Named, Named]:
         return named(op, OPS[op].reference(*called)), named(op, oracle(op, called))

@@ -248,8 +248,8 @@ class Position:
         order = getattr(sampler, "config", None)
         if self.batch and order != self.order:
             raise CheckpointError(
-                f"cannot resume in the middle of an epoch: the checkpoint used batches of {self.order}, "
-                f"this run uses {order}"
+                "cannot resume in the middle of an epoch: the checkpoint used batches of "
+                f"{self.order}, this run uses {order}"
             )
         self.order = order
         after = self._random_after

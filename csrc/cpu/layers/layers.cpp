@@ -590,7 +590,7 @@ class LayerRunner {
       char* hidden = hidden_ + (blocks_ > 0 ? begin * f * element_bytes(type) : 0);
       LinearArgs gate = gates.arguments(offset_ptr(x, type_, place), rows, nullptr, hidden, f);
       LinearArgs up = gate;
-      // As in the network without gates.
+      // In int8 a coarse activation suffices, as in the network without gates.
       gate.activation = layer.first.scale ? coarse(activation_) : activation_;
       up.multiplies = true;
       const LinearArgs down = second.arguments(hidden, rows, offset_ptr(residual, type_, place),
@@ -665,7 +665,7 @@ class Layers : LayerRunner {
     if (memory_) set_shape(cross_, heads, starts, memory_starts, *memory_);
   }
 
-  // The heads have the input's columns.
+  // All heads of a row together have as many columns as the input.
   static AttentionWidths widths_of(const Tensor& input) {
     const int64_t width = input.size(input.dim() - 1);
     return {width, width};

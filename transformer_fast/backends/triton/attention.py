@@ -234,17 +234,17 @@ def attention_weights_kernel(
     store(at, weights, inside)
 
 
-# One query per sequence (decoding): split over the keys. Each head has one row of scores, and keys and
-# values are read once. So memory bandwidth is the limit, and B x H rows are too few to occupy the GPU.
-# Therefore the keys of each (batch, key head) are split over several programs, the query heads that share
-# them are in one tile, and a second kernel merges the partial results. If there is one split, the program
-# writes the result itself.
+# One query per sequence (decoding): split over the keys. Each head has one row of scores, and keys
+# and values are read once. So memory bandwidth is the limit, and B x H rows do not occupy the GPU.
+# Therefore the keys of each (batch, key head) are split over several programs, the query heads that
+# share them are in one tile, and a second kernel merges the partial results. If there is one split,
+# the program writes the result itself.
 #
-# The unpadded keys (``key_lengths``) are split evenly. The number of splits depends on shapes only, so a
-# CUDA graph can be replayed as the cache grows.
+# The unpadded keys (``key_lengths``) are split evenly. The number of splits depends on shapes only,
+# so a CUDA graph can be replayed as the cache grows.
 #
-# These kernels require that the mask is the same for all heads of a tile. Then a masked-out value is
-# masked out for all of them, and it is read as 0, even if it is NaN or inf.
+# These kernels require that the mask is the same for all heads of a tile. Then a masked-out value
+# is masked out for all of them, and it is read as 0, even if it is NaN or inf.
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_decode_kernel(
     q_heads, k_heads, v_heads, out_heads, mask,

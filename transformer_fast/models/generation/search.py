@@ -185,7 +185,7 @@ class _History:
         self.parents[step].index_copy_(0, sources, parents)
 
     def read(self, places: Tensor, ends: Tensor, pad_token: int) -> Generated:
-        """Returns the hypotheses (B, n) with these indices, and then their end tokens; -1: none."""
+        """Returns the hypotheses (B, n) with these indices, each with its end token; -1: none."""
         ended = ends >= 0
         steps = torch.div(places, self.beams, rounding_mode="floor")
         beam = places.remainder(self.beams)
@@ -203,7 +203,7 @@ class _History:
 
 
 class _Finished:
-    """The best finished hypotheses of each source: scores, indices and end tokens, all (b, beams)."""
+    """The best finished hypotheses of each source: scores, indices, end tokens: (b, beams)."""
 
     def __init__(self, like: Tensor, sources: int, beams: int) -> None:
         shape = (sources, beams)
@@ -231,7 +231,7 @@ class _Finished:
 
 
 class Rules:
-    """The scores of beam search; subclasses have those of other libraries."""
+    """Scores of hypotheses and the end of a beam search; subclasses follow other libraries."""
 
     def extensions(
         self, logits: Tensor, scores: Tensor, count: int
@@ -252,10 +252,10 @@ class Rules:
     def is_done(
         self, finished: _Finished, scores: Tensor, step: int, task: Task, method: BeamSearch
     ) -> Tensor:
-        """Returns True for each source (b,) that cannot, or need not, improve."""
+        """Returns True for each source (b,) whose hypotheses cannot, or need not, improve."""
         if method.early_stop:
             return finished.scores[:, -1] > -math.inf
-        # Scores are negative and only fall, so the largest possible divisor bounds a live hypothesis.
+        # Scores are negative and only fall: the largest possible divisor gives their upper bound.
         power = method.length_penalty
         divisor = self.penalty(task.max_new_tokens if power > 0 else step + 2, power)
         return finished.scores[:, (method.n_best or 1) - 1] >= scores[:, 0] / divisor
@@ -284,7 +284,7 @@ def beam_search(
         )
     scores = torch.zeros((count, 1), device=device)
     for step in range(task.max_new_tokens):
-        # At least ``beams`` of them do not end: each live hypothesis has one of each end token.
+        # At least ``beams`` extensions do not end: of a hypothesis, one ends with each end token.
         count = (2 + len(task.more_end_tokens)) * beams
         value, parents, tokens = rules.extensions(logits, scores, count)
         is_last = step + 1 == task.max_new_tokens

@@ -324,7 +324,7 @@ bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace
       wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
   const Index keys = min(end, key_count(args, b)), limit = key_limit(args, b);
   const Cut cut(args, b, Kind::kQueryRows, Kind::kQueryUnit);
-  // Once even without keys, for dQ.
+  // Runs at least once, because dQ must be written even if there are no keys.
   for (Index start = begin; start == begin || start < keys; start += step) {
     const Index rows = max(0, min(step, keys - start));
     const KeyRange range{b, key_head, start, max(0, min(rows, limit - start)), rows};

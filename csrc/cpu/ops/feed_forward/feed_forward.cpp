@@ -213,7 +213,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
 struct Gradients : FeedForwardBackwardArgs {
   Matrix first_weight() const { return {type, weight1, f, k, weight1_stride}; }
   Matrix second_weight() const { return {type, weight2, n, f, weight2_stride}; }
-  // Whether any gradient requires that of x W1^T + b1.
+  // Whether any wanted gradient depends on the gradient of z = x W1^T + b1.
   bool needs_grad_z() const { return results[0] || results[1] || results[2]; }
   WeightGradientArgs first() const {
     return {.type = type,
@@ -239,7 +239,7 @@ struct Gradients : FeedForwardBackwardArgs {
   }
 };
 
-// Unfused, in fp32 from unpacked operands.
+// Computes the gradients without fusion, in fp32, from unpacked operands.
 void backward_unpacked(const Gradients& call) {
   const int64_t m = call.m, f = call.f;
   float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z

@@ -19,7 +19,7 @@ struct Statistics {
   float mean, offset, rstd;
 };
 
-// In standard deviations: from here, the rounding error of a row's mean would show in its results.
+// |mean| / standard deviation of a row above which the rounding error of its mean is corrected.
 constexpr float kFar = 256.0f;
 
 // Returns the statistics of a row with the sum `total`; at(offset, count) loads a vector of it.

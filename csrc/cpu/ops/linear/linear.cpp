@@ -121,8 +121,8 @@ bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
 // The strategy of a product, and the sizes of its items.
 struct LinearPlan {
   enum Strategy {
-    direct,    // from the unpacked weight, which few rows read once
-    strips,    // the same, packing a strip of the weight at a time, for more rows
+    direct,    // reads the unpacked weight once, for few rows
+    strips,    // packs one strip of the weight at a time, for more rows
     by_panel,  // each thread multiplies all rows by one panel after the other
     blocks,    // each item is a block of rows times some panels
     parts,     // packs the weight, a part of its rows at a time; each part has a plan of its own
@@ -317,7 +317,7 @@ namespace {
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
   const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t strips = (args.k + width - 1) / width;
-  // Strips read by few threads are divided into blocks of rows.
+  // If there are no more strips than threads, they are divided into blocks of rows.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t blocks = std::clamp<int64_t>(2 * threads / strips, 1, (args.m + 47) / 48);
   const int64_t grain =

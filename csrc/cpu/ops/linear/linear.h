@@ -134,11 +134,11 @@ struct SmallMInputArgs {
   Index m, n, k, grad_stride, weight_stride;
 };
 TF_KERNEL(Index small_m_columns())
-// y, small_m_columns() columns from `column` on, of rows [row, row + rows), from the unpacked
-// weight.
+// Computes rows [row, row + rows) and small_m_columns() columns from `column` on of y, from the
+// unpacked weight.
 TF_KERNEL(void linear_strip(const LinearArgs& args, Index row, Index rows, Index column,
                             float* scratch))
-TF_KERNEL(Index linear_strip_floats(Index rows))  // of scratch
+TF_KERNEL(Index linear_strip_floats(Index rows))  // size of scratch
 TF_KERNEL(void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end))
 
 // Rows [begin, end) of dW, from unpacked X.

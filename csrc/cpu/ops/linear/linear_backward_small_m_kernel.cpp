@@ -1,5 +1,5 @@
-// Gradients of linear layers from unpacked operands, by register tiles of sums. Not on the GEMM
-// engine, where packing makes the gradient of the input take 1.25 times as long for 64 rows,
+// Products and gradients of linear layers from unpacked operands, by register tiles of sums. On the
+// GEMM engine, packing makes the gradient of the input take 1.25 times as long for 64 rows,
 // 256 -> 1024, and that of the weight 1.3 times (AVX-512).
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear_product.h"
@@ -102,7 +102,7 @@ void tile_of(Index rows, const Tile& t) {
 // All rows of a strip of columns.
 TF_INLINE void strip(Index rows, Tile t) {
   while (rows > 0) {
-    // The last two tiles are of like height: a tile of few rows waits for its sums.
+    // The last two tiles have about the same height: in a tile of few rows, each sum waits.
     const Index count = rows <= kRows ? rows : rows < 2 * kRows ? (rows + 1) / 2 : kRows;
     (t.columns >= kColumns ? tile_of<true> : tile_of<false>)(count, t);
     rows -= count;
@@ -161,8 +161,8 @@ void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end)
                      .ahead = true});
 }
 
-// Up to kUncopied rows, some rows of dW at a time are written from end to end, which takes the
-// time. Of more rows, a block of a strip of X is copied to adjacent memory, into the first-level
+// For up to kUncopied rows of X, writing dW takes most of the time: some rows of dW at a time are
+// written from end to end. For more, a block of a strip of X is copied to adjacent memory in the L1
 // cache, and multiplied by all columns of dY: 1.1 times as fast for 256 rows, 512 -> 512.
 void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index end) {
   constexpr Index kUncopied = 64, kCopied = 128;
