@@ -18,9 +18,9 @@ from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Ca
 from transformer_fast.testing import Parity
 
 from . import ACCELERATED, EAGER, Maker, Scope, accelerated, suite_of
-from .models import GreedyJudge, of_tokens
+from .models import END, START, GreedyJudge, of_tokens
 
-NEW, SOURCE, START, END = 64, 32, 1, 2
+NEW, SOURCE = 64, 32
 #: Whisper's tokens for the start, the language, the task and no timestamps.
 _PROMPT = [50258, 50259, 50359, 50363]
 _IDS = {"pad_token_id": 0, "bos_token_id": START, "eos_token_id": END}
@@ -72,11 +72,8 @@ def build(name: str) -> Any:
         torch.manual_seed(0)
         config = getattr(transformers, f"{prefix}Config")(**settings)
         model = getattr(transformers, f"{prefix}{suffix}")(config).eval().requires_grad_(False)
-        embedding, head = (
-            (x.weight for x in (model.get_input_embeddings(), model.lm_head))
-            if (hasattr(model, "lm_head"))
-            else (model.get_input_embeddings().weight, model.proj_out.weight)
-        )
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
         for key, x in model.named_parameters():
             if x.dim() == 2 and x is not embedding and "positions" not in key and prefix != "T5":
                 nn.init.xavier_normal_(x, 0.5)  # with a larger gain all steps are alike
@@ -84,7 +81,7 @@ def build(name: str) -> Any:
             x.normal_(0, x.shape[1] ** -0.5)
         # Scores of 0, which are never the highest.
         head[[i for i in (config.pad_token_id, config.eos_token_id) if i is not None]] = 0
-    settings = {"max_new_tokens": NEW, "num_beams": 1, "do_sample": False, "suppress_tokens": None}
+    settings = {"max_new_tokens": NEW, "num_beams": 1, "do_sample": False}
     ids = (f"{kind}_token_id" for kind in ("pad", "bos", "eos", "decoder_start"))
     settings |= {name: getattr(config, name) for name in ids if hasattr(config, name)}
     settings["suppress_tokens"] = getattr(config, "suppress_tokens", None)
