@@ -65,6 +65,11 @@ Bias = Tensor | Callable[[slice, slice], Tensor]
 _paddings: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def version(x: Tensor) -> int | None:
+    """Returns the version counter of x; None for inference tensors, which have none."""
+    return None if x.is_inference() else x._version
+
+
 class Padding(Places):
     """The padding from which a mask was made."""
 
@@ -72,8 +77,7 @@ class Padding(Places):
         super().__init__(real)
         #: A token attends to all real tokens of its sequence (is_full), or up to itself (is_causal).
         self.is_full, self.is_causal, self._windows = scope
-        # Inference tensors have no version counter.
-        self._version = None if mask.is_inference() else mask._version
+        self._version = version(mask)
 
     def is_stale(self, mask: Tensor) -> bool:
         """True if the mask was changed after this object was made."""

@@ -547,12 +547,14 @@ class _Shared:
 
     def __init__(self, layers: Sequence[Any], beams: int) -> None:
         self.beams = beams
-        self.shown = [(x, _version(x)) for layer in layers for x in (layer.keys, layer.values)]
+        self.shown = [
+            (x, packing.version(x)) for layer in layers for x in (layer.keys, layer.values)
+        ]
 
     def are_shown(self, layers: Sequence[Any]) -> bool:
         tensors = [x for layer in layers for x in (layer.keys, layer.values)]
         return len(tensors) == len(self.shown) and all(
-            x is y and _version(x) == version
+            x is y and packing.version(x) == version
             for x, (y, version) in zip(tensors, self.shown, strict=True)
         )
 
@@ -597,10 +599,6 @@ class _Memory(_Shared):
         if mask is None or self.real is None:
             return mask is self.real
         return torch.equal(mask != 0, self.real)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _beams(layers: Sequence[Any], real: Tensor | None, known: int | None = None) -> int:

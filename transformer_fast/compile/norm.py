@@ -166,13 +166,13 @@ def _norm_of(
         ),
         ("rms_norm", True, False),
     ]
-    found = [*known][1:]
+    parameters = [*known][1:]
     for (op, inside, unbiased), eps in itertools.product(forms, epsilons):
         top = centred if op == "layer_norm" else rows
         square = top.square().sum(-1, keepdim=True) / (width - unbiased)
         wanted = top / ((square + eps).sqrt() if inside else square.sqrt() + eps)
         limit = _ROUNDING * wanted.abs().amax(-1)
-        for weight, bias in itertools.permutations([*found, None, None][:2]):
+        for weight, bias in itertools.permutations([*parameters, None, None][:2]):
             if bias is not None and not NORMS[op].has_bias:
                 continue
             plain = y if bias is None else y - known[bias]
