@@ -110,6 +110,13 @@ def test_five_labels_are_no_places(rows: list[int]) -> None:
     assert rows
 
 
+def test_special_tokens_outside_the_vocabulary_are_not_used(rows: list[int]) -> None:
+    """ModernBERT's config has such defaults if only ``vocab_size`` is given."""
+    model = head("ModernBertForSequenceClassification", eos_token_id=50282)
+    check(model, inputs_of(*RIGHT), "logits")
+    assert rows
+
+
 def labels_of(inputs: dict[str, Tensor], padding: int, labels: int = 3) -> dict[str, Tensor]:
     mask = inputs["attention_mask"]
     found = torch.randint(0, labels, mask.shape, generator=torch.Generator().manual_seed(5))
