@@ -256,17 +256,40 @@ void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
 
 namespace {
 
+// The multiply-adds of m rows with one weight, in units of the time of one in a large product: for
+// fewer than 8 rows, reading the weight takes the time.
+int64_t cost_of_weight(int64_t m) { return std::max<int64_t>(8, m); }
+
+constexpr int64_t kLeastCost = 1 << 19;  // of a thread: less takes less time than starting it
+
+// Strips of columns of a product (m, k) x (k, n), each divided into blocks of rows.
+struct StripPlan {
+  int64_t width, strips, blocks, grain;
+};
+
+StripPlan choose_strips(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kMostRows = 512, kFewRows = 48;
+  const int64_t width = TF_DISPATCH(small_m_columns, );
+  const int64_t strips = (n + width - 1) / width;
+  // Two items for each thread at least, unless the blocks would be low.
+  const int64_t wanted = (2 * torch::stable::get_num_threads() - 1) / std::max<int64_t>(1, strips);
+  const int64_t blocks = std::max<int64_t>({1, (m + kMostRows - 1) / kMostRows,
+                                            std::min(wanted + 1, (m + kFewRows - 1) / kFewRows)});
+  const int64_t cost = width * std::max<int64_t>(1, k) * cost_of_weight(m / blocks);
+  return {width, strips, blocks, std::max<int64_t>(1, kLeastCost / cost)};
+}
+
 void run_strips(LinearArgs args, const Matrix& weight) {
-  constexpr int64_t kRows = 512;
   args.weight = weight.data;
   args.weight_stride = weight.stride;
-  const int64_t width = TF_DISPATCH(small_m_columns, );
-  const int64_t strips = (args.n + width - 1) / width, blocks = (args.m + kRows - 1) / kRows;
-  for_each_item(strips * blocks, [&](int64_t item) {
-    const int64_t block = item / strips, row = args.m * block / blocks;
-    const int64_t rows = args.m * (block + 1) / blocks - row;
-    TF_DISPATCH(linear_strip, args, row, rows, item % strips * width,
-                kernel_scratch().floats(TF_DISPATCH(linear_strip_floats, rows)));
+  const StripPlan plan = choose_strips(args.m, args.n, args.k);
+  parallel_for(0, plan.strips * plan.blocks, plan.grain, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item / plan.strips, row = args.m * block / plan.blocks;
+      const int64_t rows = args.m * (block + 1) / plan.blocks - row;
+      TF_DISPATCH(linear_strip, args, row, rows, item % plan.strips * plan.width,
+                  kernel_scratch().floats(TF_DISPATCH(linear_strip_floats, rows)));
+    }
   });
 }
 
@@ -315,22 +338,17 @@ bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
 namespace {
 
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
-  const int64_t width = TF_DISPATCH(small_m_columns, );
-  const int64_t strips = (args.k + width - 1) / width;
-  // If there are no more strips than threads, they are divided into blocks of rows.
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t blocks = std::clamp<int64_t>(2 * threads / strips, 1, (args.m + 47) / 48);
-  const int64_t grain =
-      std::max<int64_t>(1, 32768 * blocks / (width * std::max<int64_t>(1, args.n)));
-  parallel_for(0, strips * blocks, grain, [&](int64_t begin, int64_t end) {
+  const StripPlan plan = choose_strips(args.m, args.k, args.n);
+  parallel_for(0, plan.strips * plan.blocks, plan.grain, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t column = item / blocks * width, block = item % blocks;
-      const int64_t row = args.m * block / blocks;
+      const int64_t column = item / plan.blocks * plan.width, block = item % plan.blocks;
+      const int64_t row = args.m * block / plan.blocks;
       SmallMInputArgs part = args;
       part.grad += row * args.grad_stride;
       part.grad_input += row * args.k;
-      part.m = args.m * (block + 1) / blocks - row;
-      TF_DISPATCH(small_m_input_gradient, part, column, std::min<int64_t>(args.k, column + width));
+      part.m = args.m * (block + 1) / plan.blocks - row;
+      TF_DISPATCH(small_m_input_gradient, part, column,
+                  std::min<int64_t>(args.k, column + plan.width));
     }
   });
 }
@@ -416,7 +434,7 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
   if (is_direct_backward(args.type, args.m, args.n, args.k) && args.first && reads_x(args)) {
-    const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
+    const int64_t grain = std::max<int64_t>(6, kLeastCost / (args.k * cost_of_weight(args.m)));
     parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);
     });
