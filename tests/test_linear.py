@@ -353,6 +353,18 @@ def test_large_gradients_of_few_rows(target: Target, columns: int) -> None:
     torch.testing.assert_close(found, grad.t() @ x)
 
 
+@pytest.mark.parametrize("target", [p for p in FLOAT32 if p.values[0].op == "linear"])
+def test_long_sums_are_added_up_in_parts(target: Target) -> None:
+    """Summed over 32,000 words from end to end, the error would be 2 to 3 times as large."""
+    weight, grad = torch.rand(32000, 64), torch.full((192, 32000), 1 / 32000)
+    x = torch.zeros(192, 64, requires_grad=True)
+    with in_use(target.isa):
+        (found,) = torch.autograd.grad(functional.linear(x, weight, backend="cpu"), x, grad)
+    exact = grad.double() @ weight.double()
+    parts = sum(a @ b for a, b in zip(grad.split(4096, 1), weight.split(4096), strict=True))
+    assert (found - exact).norm() <= 2 * (parts - exact).norm()
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("target", [p for p in PRODUCTS if p.values[0].op == "feed_forward"])
 def test_infinity_and_nan_reach_gradients_as_in_pytorch(target: Target, value: float) -> None:
