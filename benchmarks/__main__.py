@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from transformer_fast.cli import compare as shared
 from transformer_fast.cli import form
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 
 from . import compare, findings, peers, report
@@ -98,6 +100,14 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
     )
 
 
+def _write(
+    path: Path | None, name: str, suite: dict[str, Any], rows: list[Row], some: bool = True
+) -> None:
+    """Writes rows of a suite to the file, if any; ``some``: they are not all of its rows."""
+    if path is not None:
+        findings.write(path, {name: suite | {"rows": rows}}, partial=some)
+
+
 def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a result of ours is outside its error budget, else 0."""
     shared.require_folder(parser, options)
@@ -129,7 +139,11 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         )
     for name, work in cases.items():
         full = not scope.quick
-        rows, remarks = shared.run(work, scope.plan, probe_before=full, memory=full)
+        suite = {"machine": about, "plan": asdict(scope.plan), "dtype": options.dtype}
+        suite |= {"quick": not full}
+        keep = partial(_write, path, name + suffix, suite)
+        # Cases are written one by one, so that an interrupted run keeps its results.
+        rows, remarks = shared.run(work, scope.plan, keep, probe_before=full, memory=full)
         if not rows:
             continue
         console.rule(name)
@@ -138,11 +152,7 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if (busy := form.busy(rows)) is not None:
             console.print(f"\n{busy}", style="yellow")
         failed += sum(row.failed for row in rows)
-        if path is not None:
-            suite = {"machine": about, "plan": asdict(scope.plan), "dtype": options.dtype}
-            suite |= {"quick": options.quick, "rows": rows}
-            # Written after each suite, so that an interrupted run keeps its results.
-            findings.write(path, {name + suffix: suite}, partial=bool(options.words))
+        keep(rows, some=bool(options.words))
     if path is not None:
         console.print(f"\nwritten to {path}")
     if failed:

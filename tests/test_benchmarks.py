@@ -154,6 +154,18 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
     assert "Not run by a kernel of ours - why layer_norm runs" in shown
 
 
+def test_an_interrupted_run_keeps_its_cases(tmp_path, monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "QUICK", FAST)
+    first = next(iter(SUITES["overhead"](Scope(quick=True))))
+    monkeypatch.setitem(SUITES, "overhead", lambda scope: [first, ("stopped", stop)])
+    path = tmp_path / "m.json"
+    assert main(["--quick", "--suite", "overhead", "--peer", "--json", str(path)]) != 0
+    assert {row.case for row in findings.read(path)["overhead"]["rows"]} == {first[0].split()[-1]}
+
+
 class _Stopwatch:
     """Replaces pytest-benchmark's fixture: calls the function once."""
 

@@ -170,11 +170,13 @@ def text_cases(
 
 
 def run(
-    work: Sequence[tuple[str, Callable[[], BenchmarkCase]]], plan: Plan, **options: bool
-) -> tuple[list[Row], list[str]]:
+    work: Sequence[tuple[str, Callable[[], BenchmarkCase]]], plan: Plan,
+    keep: Callable[[list[Row]], None] | None = None, **options: bool,
+) -> tuple[list[Row], list[str]]:  # fmt: skip
     """Builds and runs benchmark cases; returns their rows, and notes on ops without a kernel of ours.
 
-    ``options``: those of `run_case`. A case may set the number of threads; it is restored after it.
+    ``keep``: called with the rows of each case; ``options``: those of `run_case`. A case may set the
+    number of threads; it is restored after it.
     """
     rows: list[Row] = []
     remarks: list[str] = []
@@ -184,7 +186,10 @@ def run(
         for label, make in work:
             bar.update(task, description=label)
             case = make()
-            rows += run_case(case, plan, **options)
+            found = run_case(case, plan, **options)
+            rows += found
+            if keep is not None:
+                keep(found)
             remarks += form.fallbacks(case)
             torch.set_num_threads(threads)
             bar.advance(task)
