@@ -230,6 +230,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     held = [x for x in found if machine.forced_isa(x.about) == "avx2"]
     narrow = [geometric_mean(x.over_torch()) for x in held]
     layers = [ratio for x in found if x not in held for ratio in x.over_torch("layers")]
+    steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100" in r.case]
     dates = sorted({one.suites[suite]["machine"]["date"][:10] for _, suite, _ in LINES})
     lost = worst(one)
     values = {
@@ -243,6 +244,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
         "plot": plot(one)[1],
         "layers": _range(layers),
         "avx2": _range(narrow),
+        "small": _range([row.vs_torch.value for row in steps if row.vs_torch]),
         "worst": f"{lost[0].against.value:.2g} times the speed of {named(lost[0].rival)}",  # type: ignore[union-attr, arg-type]
         "losses": listed(lost),
         "count": str(len(lost)),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..ops.arguments import LinearCrossEntropyArguments
+from ..ops.arguments import CrossEntropyArguments, LinearArguments, LinearCrossEntropyArguments
 from ..ops.attention import attention_on
-from ..ops.chunked_loss import chunked_loss, register_losses
+from ..ops.chunked_loss import chunked_loss, keeps_logits, register_losses
 from ..ops.cross_entropy import cross_entropy_on, linear_cross_entropy_on
 from ..ops.feed_forward import feed_forward_on
 from ..ops.int8_linear import DEEPEST, int8_feed_forward_on, int8_linear_on
@@ -33,6 +33,9 @@ _linear_cross_entropy_of_floats = linear_cross_entropy_on("cpu")
 def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
     if arguments.input.dtype != torch.float32:
         return chunked_loss("cpu", arguments)
+    if keeps_logits(arguments):
+        logits = linear(LinearArguments(*arguments[:3]))
+        return cross_entropy(CrossEntropyArguments(logits, *arguments[3:6]))
     return _linear_cross_entropy_of_floats(arguments)
 
 

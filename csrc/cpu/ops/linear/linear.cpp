@@ -26,7 +26,7 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
 bool reads_strips(Element type, int64_t m, int64_t n, int64_t k) {
   const Isa isa = current_isa();
   return type == Element::float32 && isa != Isa::amx && isa_extends(isa, Isa::avx512) &&
-         (m <= 128 || m * n * k <= 1 << 27);
+         (m <= 128 || m * n * k <= (m <= 256 ? 1 << 28 : 1 << 27));
 }
 
 namespace {
