@@ -230,7 +230,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     held = [x for x in found if machine.forced_isa(x.about) == "avx2"]
     narrow = [geometric_mean(x.over_torch()) for x in held]
     layers = [ratio for x in found if x not in held for ratio in x.over_torch("layers")]
-    steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100" in r.case]
+    steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100," in r.case]
     dates = sorted({one.suites[suite]["machine"]["date"][:10] for _, suite, _ in LINES})
     lost = worst(one)
     values = {
