@@ -59,8 +59,8 @@ _HALF = "BERT-base, 3 layers, unsorted, bfloat16, 1 thread"
 #: Cases whose names README spells out.
 _SPELLED = {
     "feed_forward call": "one call of `feed_forward`, one row of 8 features",
-    "hand-written transformer 2+2, (1,20), V = 100, d = 64": (
-        "tutorial model, 2+2 layers, d_model 64, 20 tokens"
+    "hand-written transformer 2+2, (1,1), V = 100, d = 64": (
+        "hand-written model, 2+2 layers, d_model 64, one token, compiled"
     ),
     "encoder_layer (1,32), int8": "one encoder layer, 32 tokens, int8",
     "layer_norm 32x512 with gradients, bfloat16": (
