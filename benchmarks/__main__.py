@@ -103,7 +103,7 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
 def _write(
     path: Path | None, name: str, suite: dict[str, Any], rows: list[Row], some: bool = True
 ) -> None:
-    """Writes rows of a suite to the file, if any; ``some``: they are not all of its rows."""
+    """Writes rows of a suite to the file, if any; ``some``: the suite's other rows stay in the file."""
     if path is not None:
         findings.write(path, {name: suite | {"rows": rows}}, partial=some)
 

@@ -103,7 +103,9 @@ def write(path: Path, suites: dict[str, Any], partial: bool = False) -> None:
         ]
         suites = suites | {name: suites[name] | {"rows": [*kept, *suites[name]["rows"]]}}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_text(before | suites), encoding="utf-8")
+    whole = path.with_suffix(".tmp")  # an interrupted write leaves the file as it was
+    whole.write_text(_text(before | suites), encoding="utf-8")
+    whole.replace(path)
 
 
 class Finding(NamedTuple):

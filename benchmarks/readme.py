@@ -59,8 +59,8 @@ _HALF = "BERT-base, 3 layers, unsorted, bfloat16, 1 thread"
 #: Cases whose names README spells out.
 _SPELLED = {
     "feed_forward call": "one call of `feed_forward`, one row of 8 features",
-    "hand-written transformer 2+2, (1,20), V = 100, d = 64": (
-        "tutorial model, 2+2 layers, d_model 64, 20 tokens"
+    "hand-written transformer 2+2, (1,1), V = 100, d = 64": (
+        "hand-written model, 2+2 layers, d_model 64, one token, compiled"
     ),
     "encoder_layer (1,32), int8": "one encoder layer, 32 tokens, int8",
     "layer_norm 32x512 with gradients, bfloat16": (
@@ -230,7 +230,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     held = [x for x in found if machine.forced_isa(x.about) == "avx2"]
     narrow = [geometric_mean(x.over_torch()) for x in held]
     layers = [ratio for x in found if x not in held for ratio in x.over_torch("layers")]
-    steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100" in r.case]
+    steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100," in r.case]
     dates = sorted({one.suites[suite]["machine"]["date"][:10] for _, suite, _ in LINES})
     lost = worst(one)
     values = {

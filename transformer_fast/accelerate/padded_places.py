@@ -373,11 +373,11 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     ids = torch.tensor([tokens])
     text = config.get_text_config()
     # A default of the config may be no token of this model: ModernBERT's with a small vocabulary.
-    tokens_of_model = range(getattr(text, "vocab_size", None) or 1 << 31)
+    size = getattr(text, "vocab_size", None) or 1 << 31
     end, pad = getattr(text, "eos_token_id", None), _pad_token(model)
-    if end in tokens_of_model:
+    if isinstance(end, int) and 0 <= end < size:
         ids[0, 2] = end
-    ids[mask == 0] = pad if pad in tokens_of_model else 0
+    ids[mask == 0] = pad if pad is not None and 0 <= pad < size else 0
     given = {"input_ids": ids, MASK: mask}
     vision = getattr(config, "vision_config", None)
     if "pixel_values" in names and vision is not None:

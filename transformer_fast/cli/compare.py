@@ -188,7 +188,7 @@ def run(
             case = make()
             found = run_case(case, plan, **options)
             rows += found
-            if keep is not None:
+            if keep is not None and found:
                 keep(found)
             remarks += form.fallbacks(case)
             torch.set_num_threads(threads)

@@ -257,12 +257,12 @@ def linear_cross_entropy(
 
     Computes `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13). Calls with class weights,
     probabilities as target, weights of more than two dimensions or ``options`` run on PyTorch's. The
-    logits are computed in chunks of at most 2^24 logits, or of 64 rows. In
-    eager training the CPU's fp32 kernel keeps up to 2^22 logits (16 MiB). It computes more of them
-    again in the backward, and so do all kernels with reduction "none". Otherwise the forward
-    computes the gradients with the losses, which takes fp32 sums of the weight's size. All logits are
-    computed at once in programs of torch.compile under transforms of torch.func, and in programs of
-    torch.export on backends other than `cpu`.
+    logits are computed in chunks of at most 2^24 logits, or of 64 rows. In eager training the CPU's fp32
+    kernel keeps the logits if there are at most 2^22 (16 MiB); else its backward computes them again.
+    That of other kernels does so with reduction "none". Otherwise the forward computes the gradients
+    with the losses, which takes fp32 sums of the weight's size. All logits are computed at once in
+    programs of torch.compile under transforms of torch.func, and in programs of torch.export on
+    backends other than `cpu`.
 
     Args:
         input: (in_features,) or (N, in_features).

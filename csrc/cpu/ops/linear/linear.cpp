@@ -132,10 +132,6 @@ struct LinearPlan {
   int64_t part = 0;                         // for `parts`: rows of the weight in each
 };
 
-// Large weights that are packed for this call only are packed in parts: a part is used while it is
-// in cache.
-constexpr int64_t kPartRows = 4096;
-
 // With panels in the layout of `kernels`: divides among threads the rows if there are many, else
 // the panels. The thresholds were measured.
 LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
@@ -193,8 +189,7 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
           .part = bf16x3 && args.preactivation == nullptr ? kPartRows : args.n};
 }
 
-// The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W,
-// and their sums are added up: for a vocabulary of 32,000 words the error is half as large.
+// The plan for products with unpacked W instead of W^T. `parts` divide the sum over the rows of W.
 LinearPlan choose_input_gradient(const LinearArgs& args, const Matrix& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (weight.is_adjacent && is_direct_backward(weight.type, args.m, weight.rows, weight.columns))
@@ -258,11 +253,11 @@ void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {
 
 namespace {
 
-// The multiply-adds of m rows with one weight, in units of the time of one in a large product: for
-// fewer than 8 rows, reading the weight takes the time.
+// The time to multiply m rows by one weight, in multiply-adds of a large product. Below 8 rows the
+// time to read the weight dominates.
 int64_t cost_of_weight(int64_t m) { return std::max<int64_t>(8, m); }
 
-constexpr int64_t kLeastCost = 1 << 19;  // of a thread: less takes less time than starting it
+constexpr int64_t kLeastCost = 1 << 19;  // least work of a thread: starting one takes as long
 
 // Strips of columns of a product (m, k) x (k, n), each divided into blocks of rows.
 struct StripPlan {
@@ -273,7 +268,7 @@ StripPlan choose_strips(int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kMostRows = 512, kFewRows = 48;
   const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t strips = (n + width - 1) / width;
-  // Two items for each thread at least, unless the blocks would be low.
+  // At least two items for each thread, but blocks have some 48 rows or more.
   const int64_t wanted = (2 * torch::stable::get_num_threads() - 1) / std::max<int64_t>(1, strips);
   const int64_t blocks = std::max<int64_t>(
       {1, (m + kMostRows - 1) / kMostRows, std::min(wanted + 1, (m + kFewRows - 1) / kFewRows)});
@@ -350,7 +345,8 @@ void run_small_m_input_gradient(const SmallMInputArgs& args) {
       part.grad_input += row * args.k;
       part.m = args.m * (block + 1) / plan.blocks - row;
       TF_DISPATCH(small_m_input_gradient, part, column,
-                  std::min<int64_t>(args.k, column + plan.width));
+                  std::min<int64_t>(args.k, column + plan.width),
+                  kernel_scratch().floats(part.m, plan.width));
     }
   });
 }

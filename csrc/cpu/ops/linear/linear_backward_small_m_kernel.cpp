@@ -145,20 +145,29 @@ void linear_strip(const LinearArgs& args, Index row, Index rows, Index column, f
   }
 }
 
-void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end) {
-  for (Index column = begin; column < end; column += kColumns)
-    for (Index n = 0; n < args.n; n += kKBlock)  // a block of W stays in cache for all rows
+void small_m_input_gradient(const SmallMInputArgs& args, Index begin, Index end, float* scratch) {
+  constexpr Index kPart = kPartRows / kKBlock * kKBlock;
+  for (Index column = begin; column < end; column += kColumns) {
+    float* result = args.grad_input + column;
+    for (Index n = 0; n < args.n; n += kKBlock) {  // a block of W stays in cache for all rows
+      const bool apart = n >= kPart;  // the sum of a part, which is added to the result
       strip(args.m, {.left = args.grad + n,
                      .right = args.weight + n * args.weight_stride + column,
-                     .sums = args.grad_input + column,
+                     .sums = apart ? scratch : result,
                      .left_row = args.grad_stride,
                      .left_step = 1,
                      .right_stride = args.weight_stride,
-                     .sums_stride = args.k,
+                     .sums_stride = apart ? kColumns : args.k,
                      .depth = min(kKBlock, args.n - n),
                      .columns = end - column,
-                     .accumulate = n > 0,
+                     .accumulate = n % kPart > 0,
                      .ahead = true});
+      if (!apart || ((n + kKBlock) % kPart > 0 && n + kKBlock < args.n)) continue;
+      for (Index i = 0; i < args.m; ++i)
+        for (Index j = 0; j < min(kColumns, end - column); ++j)
+          result[i * args.k + j] += scratch[i * kColumns + j];
+    }
+  }
 }
 
 // For up to kUncopied rows of X, writing dW takes most of the time: some rows of dW at a time are
