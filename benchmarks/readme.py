@@ -248,7 +248,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
         "worst": f"{lost[0].against.value:.2g} times the speed of {named(lost[0].rival)}",  # type: ignore[union-attr, arg-type]
         "losses": listed(lost),
         "count": str(len(lost)),
-        "quality": quality(found),
+        "quality": quality([one] if RELEASED in one.suites else found),
     }
     return {name: value for name, value in values.items() if value}
 
