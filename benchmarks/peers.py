@@ -658,6 +658,7 @@ class OpenVino(Converter):
     """OpenVINO by its own conversion, which fuses attention; int8 is calibrated by NNCF."""
 
     name, packages = "OpenVINO", ("openvino",)
+    limitable = False  # its float32 products exceed the peak of AVX2 if limited to it
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         """For int8, both precision hints are tried, and the faster is returned."""
