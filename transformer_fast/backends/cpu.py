@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..ops.arguments import CrossEntropyArguments, LinearArguments, LinearCrossEntropyArguments
+from ..ops.arguments import LinearCrossEntropyArguments
 from ..ops.attention import attention_on
 from ..ops.chunked_loss import chunked_loss, keeps_logits, register_losses
 from ..ops.cross_entropy import cross_entropy_on, linear_cross_entropy_on
@@ -31,11 +31,8 @@ _linear_cross_entropy_of_floats = linear_cross_entropy_on("cpu")
 
 
 def linear_cross_entropy(arguments: LinearCrossEntropyArguments) -> Tensor:
-    if arguments.input.dtype != torch.float32:
+    if arguments.input.dtype != torch.float32 or keeps_logits(arguments):
         return chunked_loss("cpu", arguments)
-    if keeps_logits(arguments):
-        logits = linear(LinearArguments(*arguments[:3]))
-        return cross_entropy(CrossEntropyArguments(logits, *arguments[3:6]))
     return _linear_cross_entropy_of_floats(arguments)
 
 

@@ -88,7 +88,7 @@ def chunked_loss(backend: str, arguments: LinearCrossEntropyArguments) -> Tensor
 def keeps_logits(arguments: LinearCrossEntropyArguments) -> bool:
     """True if the forward should keep the logits for the backward: in eager calls, 16 MiB in fp32.
 
-    Computing them again is one of four products of a training step.
+    They are one chunk then. Computing them again is one of four products of a training step.
     """
     logits = arguments.input.shape[0] * arguments.weight.shape[0]
     eager = not (torch.compiler.is_compiling() or has_transforms())
