@@ -259,12 +259,10 @@ int64_t cost_of_weight(int64_t m) { return std::max<int64_t>(8, m); }
 
 constexpr int64_t kLeastCost = 1 << 19;  // least work of a thread: starting one takes as long
 
-// Strips of columns of a product (m, k) x (k, n), each divided into blocks of rows.
-struct StripPlan {
-  int64_t width, strips, blocks, grain;
-};
-
-StripPlan choose_strips(int64_t m, int64_t n, int64_t k) {
+// Calls f(row, rows, column) for blocks of rows of each strip of small_m_columns() columns of a
+// product (m, k) x (k, n).
+template <class F>
+void for_each_strip(int64_t m, int64_t n, int64_t k, const F& f) {
   constexpr int64_t kMostRows = 512, kFewRows = 48;
   const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t strips = (n + width - 1) / width;
@@ -273,20 +271,21 @@ StripPlan choose_strips(int64_t m, int64_t n, int64_t k) {
   const int64_t blocks = std::max<int64_t>(
       {1, (m + kMostRows - 1) / kMostRows, std::min(wanted + 1, (m + kFewRows - 1) / kFewRows)});
   const int64_t cost = width * std::max<int64_t>(1, k) * cost_of_weight(m / blocks);
-  return {width, strips, blocks, std::max<int64_t>(1, kLeastCost / cost)};
+  parallel_for(0, strips * blocks, std::max<int64_t>(1, kLeastCost / cost),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t item = begin; item < end; ++item) {
+                   const int64_t block = item / strips, row = m * block / blocks;
+                   f(row, m * (block + 1) / blocks - row, item % strips * width);
+                 }
+               });
 }
 
 void run_strips(LinearArgs args, const Matrix& weight) {
   args.weight = weight.data;
   args.weight_stride = weight.stride;
-  const StripPlan plan = choose_strips(args.m, args.n, args.k);
-  parallel_for(0, plan.strips * plan.blocks, plan.grain, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t block = item / plan.strips, row = args.m * block / plan.blocks;
-      const int64_t rows = args.m * (block + 1) / plan.blocks - row;
-      TF_DISPATCH(linear_strip, args, row, rows, item % plan.strips * plan.width,
-                  kernel_scratch().floats(TF_DISPATCH(linear_strip_floats, rows)));
-    }
+  for_each_strip(args.m, args.n, args.k, [&](int64_t row, int64_t rows, int64_t column) {
+    TF_DISPATCH(linear_strip, args, row, rows, column,
+                kernel_scratch().floats(TF_DISPATCH(linear_strip_floats, rows)));
   });
 }
 
@@ -335,19 +334,14 @@ bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
 namespace {
 
 void run_small_m_input_gradient(const SmallMInputArgs& args) {
-  const StripPlan plan = choose_strips(args.m, args.k, args.n);
-  parallel_for(0, plan.strips * plan.blocks, plan.grain, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t column = item / plan.blocks * plan.width, block = item % plan.blocks;
-      const int64_t row = args.m * block / plan.blocks;
-      SmallMInputArgs part = args;
-      part.grad += row * args.grad_stride;
-      part.grad_input += row * args.k;
-      part.m = args.m * (block + 1) / plan.blocks - row;
-      TF_DISPATCH(small_m_input_gradient, part, column,
-                  std::min<int64_t>(args.k, column + plan.width),
-                  kernel_scratch().floats(part.m, plan.width));
-    }
+  for_each_strip(args.m, args.k, args.n, [&](int64_t row, int64_t rows, int64_t column) {
+    SmallMInputArgs part = args;
+    part.grad += row * args.grad_stride;
+    part.grad_input += row * args.k;
+    part.m = rows;
+    const int64_t width = TF_DISPATCH(small_m_columns, );
+    TF_DISPATCH(small_m_input_gradient, part, column, std::min<int64_t>(args.k, column + width),
+                kernel_scratch().floats(rows, width));
   });
 }
 
