@@ -378,7 +378,7 @@ class TorchAo(Peer):
 class QuantizeDynamic(Peer):
     """PyTorch's own dynamic int8, not compiled."""
 
-    name = "quantize_dynamic"
+    name, limitable = "quantize_dynamic", False  # FBGEMM
 
     def module(self, module: nn.Module, examples: Examples, precision: str) -> Offer:
         if precision != "int8":

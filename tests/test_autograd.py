@@ -291,14 +291,18 @@ def test_gradients_of_matrices_left_out_of_a_call_are_not_computed(op, monkeypat
     if not matrices:
         pytest.skip("no gradient of a matrix")
     loss = first(run_of(op)(*arguments)).sin().sum()
-    node, computed = loss.grad_fn, {}
-    while "Function" not in node.name():
-        node = node.next_functions[0][0]
-    tensors = [n for n, value in named.items() if isinstance(value, Tensor)]
-    positions = {n: tensors.index(n) for n in names}
-    node.register_hook(
-        lambda grads, _: computed.update({n: grads[i] is not None for n, i in positions.items()})
-    )
+    leaves = {id(named[n]): n for n in names}
+    computed: dict[str, bool] = {}
+    nodes = [loss.grad_fn]
+    for node in nodes:  # the op's own node, or the nodes of the ops that it calls
+        inputs = [following for following, _ in node.next_functions]
+        nodes += filter(None, inputs)
+        of = [leaves.get(id(getattr(following, "variable", None))) for following in inputs]
+        node.register_hook(
+            lambda grads, _, of=of: computed.update(
+                {n: g is not None for n, g in zip(of, grads, strict=True) if n is not None}
+            )
+        )
 
     every = torch.autograd.grad(loss, [named[n] for n in names], retain_graph=True)
     assert all(computed.values())
