@@ -89,11 +89,8 @@ template <class T>
 void direct(const LinearArgs& args, Index column_begin, Index column_end) {
   const Index begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
   if constexpr (TF_VECTOR_REGISTERS < 32) return direct_panels<T, 2>(args, begin, end);
-  // One row of x leaves little to compute: reading W takes the time. The hardware prefetches
-  // short rows of fp32 best one after the other; longer ones (than a page) need more software
-  // prefetches in flight, for which the registers of one or two rows of x have room.
-  constexpr Index kShortRow = std::is_same_v<T, float> ? 1024 : 0;
-  if (args.m == 1 && args.k <= kShortRow) return direct_panels<T, 1>(args, begin, end);
+  // One or two rows of x leave little to compute: reading W takes the time. Their registers have
+  // room for more prefetches in flight.
   (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
 }
 
