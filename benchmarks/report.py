@@ -119,7 +119,7 @@ def table(found: Iterable[Finding], start: int = 0) -> str:
 
 
 def _of_text(row: Row | None) -> str:
-    """Formats sentences a second, and the cosine of the worst to fp64's: '231 (0.99993)'."""
+    """Formats sentences a second and their lowest cosine to fp64: '231 (0.99993)'."""
     if row is None or row.time is None or row.items is None or row.error is None:
         return ""
     # The error is the distance of unit vectors.

@@ -98,7 +98,7 @@ UNTIMED = {"time": None, "torch_time": None}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Sets an empty cache folder, and a machine with a name."""
+    """Sets an empty cache folder and a fixed `Machine`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(proof, "machine_of", lambda device: MACHINE)
     proof._record.cache_clear()

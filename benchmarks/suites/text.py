@@ -102,7 +102,7 @@ TEXTS = {
         Model("XLMRoberta", {**_SMALL, "vocab_size": _VOCABULARY, "max_position_embeddings": 514}),
         32, 16,
     ),
-    # As wide as its base model, with a quarter of its layers.
+    # ModernBERT-base's width, with 6 of its 22 layers.
     "ModernBERT": Text(
         Model("ModernBert", {"num_hidden_layers": 6, "vocab_size": _VOCABULARY, "pad_token_id": 0}),
         16, 8,

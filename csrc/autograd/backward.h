@@ -20,7 +20,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // Base class of the functions of nodes: run(Given) returns the gradients of `inputs` tensors from
-// those of the results and `saved` tensors, and numbers() returns all else that it depends on. A
+// the gradients of the results and `saved` tensors; numbers() returns its other parameters. A
 // function is independent of its node, since compiled autograd runs it without one.
 template <int input_count, int saved_count>
 struct Function {

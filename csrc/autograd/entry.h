@@ -1,5 +1,5 @@
-// What the entries of all ops share: the guard, the Python functions that they may call, and
-// results.
+// Shared by the entries of all ops: the guard, the Python functions that they may call, and
+// results. An entry runs small calls without the dispatcher.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -53,7 +53,7 @@ struct Op {
   PyObject* record = nullptr;  // class of the op's arguments
   // The dispatcher's kernel as a function of the record; nullptr: all calls are dispatched.
   PyObject* direct = nullptr;
-  PyObject* formula = nullptr;  // see Backward::by_formula
+  PyObject* formula = nullptr;  // see Function::by_formula
   // Limits of a call's size, without gradients and with. Below `own` the entry runs the call. Below
   // `torch` PyTorch's op runs it, if it has at most `weights` weights or is smaller than
   // any_weights. Layers: see are_small.
@@ -74,7 +74,7 @@ struct Settings {
 };
 Settings current_settings();
 
-// True if a `TorchFunctionMode` of a user is active, which must see PyTorch's functions.
+// True if a user's `TorchFunctionMode` is active: it must receive the calls of torch.nn.
 bool is_observed();
 
 // `keys`, and the key `Named`, which PyTorch 2.10 excludes in backward passes. Later versions do

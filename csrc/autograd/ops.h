@@ -1,4 +1,4 @@
-// The entries, and their steps.
+// The entries of ops, and the steps of their nodes.
 #pragma once
 
 #include "autograd/backward.h"

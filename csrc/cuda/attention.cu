@@ -123,8 +123,8 @@ AttentionArgs describe(const Tensor& query, const Tensor& key, const Tensor& val
   constexpr double kLog2E = 1.4426950408889634;
   args.causal = causal;
   const bool adds = mask && args.mask_type != MaskType::boolean;
-  // Unscaled scores need a scale of at least 2^-64; below that, differences of scores times the
-  // scale would be near the smallest fp32 numbers.
+  // Unscaled scores need a positive scale, since their maximum is subtracted, of at least 2^-64;
+  // below that, differences of scores times the scale would be near the smallest fp32 numbers.
   args.scaled = adds || !(scale >= 0x1p-64);
   args.scale = static_cast<float>(scale);
   args.exponent = static_cast<float>(args.scaled ? kLog2E : scale * kLog2E);

@@ -213,7 +213,7 @@ def test_layers_that_differ_are_several_calls(what: str, stacks: list[int]) -> N
 
 
 class Odd(nn.Module):
-    """A network, and attention that reads its result in another way than a layer would."""
+    """A network, then attention; ``what``: how they differ from a stack of sub-layers."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -293,7 +293,7 @@ def test_the_log_has_each_reason_once(calls: list[Any], messages: list[str]) -> 
 def test_a_named_backend_takes_precedence_over_the_dispatcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kernel that waits for validation runs only if it is named."""
+    """An unvalidated kernel runs only if its backend is named."""
     kernel = kernel_of("attention")
     waiting = dataclasses.replace(kernel, proven=frozenset())
     kernels = tuple(waiting if one is kernel else one for one in dispatch.kernels("attention"))

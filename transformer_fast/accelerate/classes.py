@@ -382,7 +382,7 @@ def _overrides(
 
 
 def weights(module: torch.nn.Module) -> str | None:
-    """Returns the reason if kernels cannot read a parameter: lazy, or a DTensor, for example."""
+    """Returns why kernels cannot read a parameter (such as a lazy one or a DTensor), or None."""
     inner: list[tuple[str, Any]] = [("", module)]
     inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]
     for prefix, one in inner:

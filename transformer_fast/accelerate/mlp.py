@@ -213,7 +213,7 @@ class FeedForward(ByGraph):
 @functools.cache
 def _forward(names: str) -> Callable[..., Any]:
     """Returns a forward with these argument names, which torch.fx and keyword callers need."""
-    found: dict[str, Any] = {"__name__": __name__}  # for `is_of_others`
+    found: dict[str, Any] = {"__name__": __name__}  # so that `is_of_others` is false
     exec(f"def forward(self, {names}):\n    return self._run({names})", found)
     return found["forward"]  # type: ignore[no-any-return]
 

@@ -76,7 +76,7 @@ class Call:
         if isinstance(last, int) and last > 0 and not real[:, -last:].all():
             return True
         return not _is_seq2seq(self.model) and any(
-            _count_at_padding(value, real, is_decoder)
+            _has_labels_at_padding(value, real, is_decoder)
             for name, value in self.arguments.items()
             if name not in NO_LABELS
         )
@@ -93,8 +93,8 @@ class Call:
 _EDGES = {"left": 0, "right": -1}
 
 
-def _count_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
-    """True if an argument may be labels (B, T, ...) or (..., T), one of them at a padded place."""
+def _has_labels_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
+    """True if an argument may be labels (B, T, ...) or (..., T), one of which counts at padding."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return False
     if labels.numel() == real.numel() and labels.shape[-1] == real.shape[1]:

@@ -161,7 +161,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
 
 
 def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
-    """Returns the changes of models whose layers skip padding, after all other changes.
+    """Returns the changes for skipping padding in a model that has all other changes.
 
     Adds to the report what happens at padded places.
     """

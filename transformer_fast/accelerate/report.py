@@ -137,7 +137,7 @@ class Entry:
 
 
 def _uses(found: dict[str, Explanation]) -> list[str]:
-    """Returns one clause per backend that names the ops running on it."""
+    """Returns one clause per backend, with its ops, and one per op that has none."""
     ops: dict[str, list[str]] = {}
     for op, explanation in found.items():
         if explanation.backend is not None:

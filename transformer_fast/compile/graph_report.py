@@ -40,7 +40,7 @@ class GraphReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of times each op was inserted; "int8_" and the op: how many of these run in 8 bits."""
+        """Insertions of each op; the key "int8_" + op: how many of these run in 8 bits."""
         return dict(Counter(match.op for match in self.rewritten))
 
     def __str__(self) -> str:

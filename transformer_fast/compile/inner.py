@@ -85,8 +85,8 @@ def why_not(
     if len(stacked) > _STACKED * others:
         return "most ops run in calls of several sub-layers, which inductor would divide"
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
-    # Inductor's attention patterns ignore the softmax's dimension. Before a product, a softmax over
-    # another than the last one gets wrong results (pytorch issue 196468, in 2.13.0 and 2.14.1).
+    # Inductor's attention patterns ignore the softmax's dimension. Before a product, a softmax not
+    # over the last dimension gets wrong results (pytorch issue 196468, in 2.13.0 and 2.14.1).
     reductions = (op for graph in graphs for name in _SOFTMAX for _, op in calls(graph, name))
     if not all(map(_is_over_last, reductions)):
         return "inductor may take a softmax over another dimension than the last for attention"
@@ -167,7 +167,7 @@ class _Compiled:
         ]
 
     def __call__(self, *inputs: Any) -> Any:
-        if dispatch_modes():  # inductor's programs access memory directly
+        if dispatch_modes():  # inductor's kernels bypass dispatch modes
             return self.module.forward(*inputs)
         found = () if self.constants is None else self.constants(inputs)
         if found is None:  # each product packs its own weight

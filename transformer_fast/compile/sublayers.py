@@ -601,7 +601,7 @@ class Sublayers(torch.nn.Module):
 def mask_of(
     x: Tensor, hidden: Any, added: Any, is_causal: bool
 ) -> tuple[Tensor | None, bool] | None:
-    """Returns a mask as kernels for layers take it; None: it must be applied to the scores.
+    """Returns (mask, is_causal) for layer kernels; None if they cannot apply the mask.
 
     x: the input of the layers. The other arguments are values of `attention.Masks`.
     """

@@ -191,7 +191,7 @@ def _native_call(node: Node, slots: dict[Node, int]) -> _Native | None:
 
 
 def _entry_call(node: Node) -> tuple[str, Sequence[Any]] | None:
-    """Returns the name of an entry and its arguments, or None."""
+    """Returns the node as (name of the entry, arguments), or None."""
     target: Any = node.target
     name, given = _FUNCTIONS[target], _arguments(target, node)
     for unsupported in _UNSUPPORTED.get(name, ("backend",)):

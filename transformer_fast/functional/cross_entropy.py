@@ -253,7 +253,7 @@ def linear_cross_entropy(
     options: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Cross entropy of ``input W^T + b``, without all logits in memory.
+    """Cross entropy of ``input W^T + b``; many logits are computed in chunks.
 
     Computes `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13). Calls with class weights,
     probabilities as target, weights of more than two dimensions or ``options`` run on PyTorch's. The

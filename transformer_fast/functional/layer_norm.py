@@ -112,7 +112,7 @@ def _check_norm(given: Any, position: int) -> tuple[tuple[int, ...], float]:
 
 
 def _check_sum(given: Any, backend: str | None) -> tuple[Tensor, Tensor, float]:
-    """Checks the operands of the residual sum; returns both in one dtype, and dropout_p."""
+    """Returns the sum's checked operands, cast unless the op casts itself, and dropout_p."""
     op, input, residual = type(given).op, given.input, given.residual
     if residual.shape != input.shape:
         raise ValueError(

@@ -158,7 +158,7 @@ def op_case(
     candidates = [_op_on(op, name, first) for name in BACKENDS if name in wanted]
     explanation = dispatch.explain_call(call_of(op, first))
     choice = explanation.backend
-    # PyTorch's op in any case. As the dispatcher's choice it has to meet our error budget.
+    # PyTorch's op is always listed; as the dispatcher's choice it must meet our error budget.
     why = unchecked(spec.named(first).get("dropout_p", 0.0))
     theirs = Candidate("torch", None if why else spec.pytorch, why, ours=False)
     candidates.append(_op_on(op, "torch", first) if choice == "torch" else theirs)

@@ -11,7 +11,7 @@ from .._context import values_are_known
 
 
 def check_ids(name: str, tokens: Any) -> None:
-    """Raise unless ``tokens`` is a Tensor with a dtype of token ids."""
+    """Raises an error unless ``tokens`` is a Tensor with a dtype of token ids."""
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{name} must be a Tensor of token ids, not {type(tokens).__name__}")
     if tokens.dtype not in (torch.int64, torch.int32):
@@ -19,7 +19,7 @@ def check_ids(name: str, tokens: Any) -> None:
 
 
 def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
-    """Raise unless ``tokens`` is (B, L), L >= 1, of ids in [0, vocab_size).
+    """Raises an error unless ``tokens`` is (B, L), L >= 1, of ids in [0, vocab_size).
 
     On a GPU the device checks the ids, without making the host wait: a wrong id raises at the next
     operation that waits for the device.

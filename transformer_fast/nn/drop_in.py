@@ -120,7 +120,7 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
 #: (class, name, method) of each method that a call of a class's modules may run, before anything
 #: replaced it; None: it was replaced before. Of PyTorch's classes and ours only ``forward``.
 _Methods = tuple[tuple[type, str, Any], ...]
-#: Methods of classes that are never deleted. Subclasses of `DropIn` hold their own, in `_NOTED`.
+#: Methods of module-level classes, which stay. Subclasses of `DropIn` hold theirs in `_NOTED`.
 _METHODS: dict[type, _Methods] = {}
 _NOTED = "_methods_at_first"
 #: Methods of other classes, as weak references to classes and methods.

@@ -156,7 +156,7 @@ _enter = fast_path.entry("encoder_layer")
 
 
 def is_small(shape: Sequence[int], grad: bool) -> bool:
-    """True if layers on x of this shape may run in their entry, which limits the size of products."""
+    """True if the q, k, v projections of x have fewer multiply-adds than the layers' limit."""
     return 3 * math.prod(shape) * shape[-1] < fast_path.LAYER_LIMITS[grad]
 
 

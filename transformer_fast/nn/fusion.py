@@ -36,7 +36,7 @@ _DROPOUT = (*DROPOUT, torch.nn.Identity)
 _ACTIVATIONS = (torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU)
 for _kind in (*LINEAR[1:], *LAYER_NORM[1:], *_DROPOUT, *_ACTIVATIONS):
     note_methods(_kind)
-#: Names of an encoder layer's attentions, norms, dropouts and overridable methods, and a decoder's.
+#: Class of a layer, and the names of its attentions, norms, dropouts and overridable methods.
 _ENCODER = (
     torch.nn.TransformerEncoderLayer, ("self_attn",), ("norm1", "norm2"), ("dropout1", "dropout2"),
     ("_sa_block",),

@@ -257,7 +257,7 @@ class FreedWeight(Tensor):
     #: True if the shape is (in_features, out_features).
     transposed: bool
     _is_param = True
-    #: Operations decompose as those of plain tensors; `__torch_dispatch__` receives what is left.
+    #: Operations decompose as for plain tensors; `__torch_dispatch__` gets the resulting ones.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod

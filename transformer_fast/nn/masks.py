@@ -169,7 +169,7 @@ def _is_causal_on_gpu(mask: Tensor) -> bool:
 
 def _is_causal(mask: Tensor) -> bool:
     size, hidden = len(mask), True if mask.dtype == torch.bool else -math.inf
-    # Two corners rule out most other masks before all of it is read.
+    # Reading two corners rules out most other masks cheaply.
     if mask.is_cpu and size > 1 and (mask[0, -1].item() != hidden or mask[-1, 0].item() != 0):
         return False
     causal = torch.full((size, size), hidden, dtype=mask.dtype, device=mask.device).triu(1)

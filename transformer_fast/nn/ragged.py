@@ -82,7 +82,7 @@ def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
 def _bound_for_ops(
     kind: type[torch.nn.Module], layers: torch.nn.ModuleList, x: Tensor
 ) -> Bound | None:
-    """Returns encoder layers that may be composed on rows; None if their modules must be called."""
+    """Returns the layers as ops on rows (N, M) can run them; None if modules must be called."""
     if is_traced() or not are_plain_on_cpu((x,)):
         return None
     try:

@@ -185,7 +185,7 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
                 fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
                 or type(self.self_attn) is not MultiheadAttention
             ):
-                # torch.nn's layer passes float masks to its attention; replaced ones may rely on it.
+                # torch.nn passes float masks to attention; a user's own attention may rely on it.
                 src_mask = masks.additive(src_mask, src.dtype)
                 src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
             own = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)

@@ -66,7 +66,7 @@ def _part_rows(weight: Tensor) -> int:
 
 
 def chunked_loss(backend: str, arguments: LinearCrossEntropyArguments) -> Tensor:
-    """Returns the backend's losses (N,), computed in chunks of at most `MOST_LOGITS` logits."""
+    """Returns the backend's losses (N,), in chunks of `_part_rows` rows; in some traces at once."""
     losses, has_gradients = _backends[backend]
     compiling = torch.compiler.is_compiling()
     if has_transforms():

@@ -61,8 +61,8 @@ BACKWARD = Operator(
         despite_dropout="o",
     ),
 )
-#: Backends that save the preactivation for backward. The others save relu's output, which determines
-#: its derivative.
+#: Backends that save relu's preactivation, too. The others save its output, which determines the
+#: derivative.
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 

@@ -365,7 +365,7 @@ def _register_sharding(module: ModuleType) -> None:
     schemas = module.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for operator, rule in _all():
         register_sharding(operator)(_strategy(operator, rule))
-        # Sharding decisions are cached for calls with the same numbers and flags only.
+        # The key of a cached sharding decision includes numbers and flags, too.
         schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
 
 

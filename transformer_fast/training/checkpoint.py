@@ -74,7 +74,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 def _lock(descriptor: int) -> bool:
-    """Returns True if no other process writes this file. Raises OSError if files cannot be locked."""
+    """Locks the file; False if another process has locked it. Raises OSError if locking fails."""
     if fcntl is None:
         return True
     try:

@@ -155,7 +155,7 @@ class PackedLinear {
   Panels panels_;
 };
 
-// Instead of a NormKind: a sub-layer has no norm.
+// The `kind` of a sub-layer without a norm.
 constexpr int64_t kNoNorm = -1;
 
 // Norm over rows of `columns`.

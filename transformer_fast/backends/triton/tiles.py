@@ -262,7 +262,7 @@ def store_statistics(
 
 @triton.jit
 def load_statistics(row_max_ptr, row_sum_ptr, row, inside, NATURAL: tl.constexpr):
-    """Returns (base, share): weights are `power` of scores and ``base``, times share if natural.
+    """Returns (base, share): a weight is power(score, base), times share if NATURAL.
 
     For other scores ``base`` includes the sum, which saves a value and a multiplication.
     """

@@ -204,7 +204,7 @@ def caches_in_bf16(layers: Sequence[Layer[Any]]) -> bool:
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns uninitialised memory for keys and values, on the CPU from the pool for large tensors.
+    """Returns uninitialised memory for keys and values; large CPU tensors come from our pool.
 
     Every step touches all of it, a little at thousands of addresses.
     """
@@ -350,7 +350,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 def bind_project(project: Any, like: Tensor) -> Map:
-    """Returns ``project`` for (R, M), on this package's kernels if it is a plain Linear."""
+    """Returns ``project`` for (R, M), on our kernels if a plain Linear or OutputProjection."""
     if is_unhooked(project, LINEAR):
         return bind_linear(*affine(project), like)
     if is_unhooked(project, (OutputProjection,)):
@@ -441,7 +441,7 @@ class StepDecoder:
         raise NotImplementedError
 
     def _select(self, rows: Tensor) -> None:
-        """Continues with a subset of the rows."""
+        """Continues with these rows; rows may repeat."""
         raise NotImplementedError
 
     def spread(self, beams: int) -> None:

@@ -143,7 +143,7 @@ def _pick(values: Tensor, draws: Tensor) -> Tensor:
     # Limited below the total: rounding could otherwise select a trailing value of 0.
     place = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(sums, place[:, None], right=True).squeeze(1)
-    return found.clamp_(max=values.shape[1] - 1)  # comparisons with NaN are false
+    return found.clamp_(max=values.shape[1] - 1)  # with NaN, searchsorted finds n
 
 
 def _pick_nucleus(values: Tensor, total: Tensor, top_p: float, draws: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class _History:
         self.parents[step].index_copy_(0, sources, parents)
 
     def read(self, places: Tensor, ends: Tensor, pad_token: int) -> Generated:
-        """Returns the hypotheses (B, n) with these indices, each with its end token; -1: none."""
+        """Returns the hypotheses at ``places`` (B, n) with their tokens of ``ends``; -1: none."""
         ended = ends >= 0
         steps = torch.div(places, self.beams, rounding_mode="floor")
         beam = places.remainder(self.beams)
@@ -290,8 +290,8 @@ def beam_search(
         is_last = step + 1 == task.max_new_tokens
         ended = task.are_ends(tokens) | is_last
         before = torch.full_like(parents, -1) if step == 0 else (step - 1) * beams + parents
-        # Finished: extensions that end, if they are among the best of all extensions. The others stay
-        # in the tensor: which of equal scores topk takes depends on its size.
+        # Finished: extensions that end and are among the best ``beams``. The others stay in the
+        # tensor: topk's choice among equal scores depends on its size.
         ending = value.masked_fill(~ended, -math.inf)
         ending[:, beams:] = -math.inf
         finished.add(ending / rules.penalty(step + 1, method.length_penalty), before, tokens)

@@ -43,8 +43,8 @@ struct FeedForwardPlan {
 FeedForwardPlan fused_plan(const FeedForwardKernels* fused, const FeedForwardArgs& args) {
   const int64_t threads = torch::stable::get_num_threads(), max_rows = fused->row_block(args);
   const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
-  // For one or two rows the tiles of gemm.h add in another order, and results must not depend on
-  // the number of threads.
+  // At least 4 rows a block: tiles of one or two rows add in another order, and results must not
+  // depend on the number of threads.
   return {fused, std::min(wanted, std::max<int64_t>(1, args.m / 4))};
 }
 
@@ -71,7 +71,7 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
-// The plan for 8-bit weights. float16 always runs fused: its linear layers cannot return bfloat16.
+// For 8-bit weights. Only float32 may run unfused: linear layers of float16 cannot return bfloat16.
 FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
   if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
   return fused_plan(TF_DISPATCH(int8_feed_forward_kernels, args.type), args);

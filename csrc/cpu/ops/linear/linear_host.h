@@ -21,7 +21,7 @@ inline int64_t row_count(const Tensor& input) {
   return rows;
 }
 
-// First row of part `part` of `parts` of m rows, a multiple of `unit`: tiles are divided evenly;
+// First of m rows in part `part` of `parts`, a multiple of `unit`: tiles are divided evenly;
 // with units of one or two rows the last part gets the remainder.
 inline int64_t row_of_part(int64_t m, int64_t part, int64_t parts, int64_t unit) {
   if (unit > 2) return std::min(m, (m + unit - 1) / unit * part / parts * unit);
