@@ -52,18 +52,18 @@ struct Operator {
   {#op, [](Tensors t, Numbers n) {                                           \
      return t.size() == 2 ? at::op(*t[0], *t[1]) : at::op(*t[0], n.front()); \
    }},
-#define TF_UNARY(op) {#op, [](Tensors t, Numbers) { return at::op(*t[0]); }},
 #define TF_RESHAPE(op, ...) \
   {#op, [](Tensors t, [[maybe_unused]] Numbers n) { return t[0]->op(__VA_ARGS__); }},
 constexpr Operator kOperators[] = {
     // clang-format off
     TF_BINARY(add) TF_BINARY(sub) TF_BINARY(mul) TF_BINARY(div) TF_BINARY(eq) TF_BINARY(ne)
     TF_BINARY(lt) TF_BINARY(le) TF_BINARY(gt) TF_BINARY(ge) TF_BINARY(bitwise_and)
-    TF_BINARY(bitwise_or) TF_UNARY(bitwise_not) TF_UNARY(logical_not)
+    TF_BINARY(bitwise_or)
     TF_RESHAPE(view, integers(n)) TF_RESHAPE(reshape, integers(n)) TF_RESHAPE(permute, integers(n))
     TF_RESHAPE(transpose, n[0].toLong(), n[1].toLong()) TF_RESHAPE(unsqueeze, n[0].toLong())
     TF_RESHAPE(contiguous)
     // clang-format on
+    {"bitwise_not", [](Tensors t, Numbers) { return at::bitwise_not(*t[0]); }},
     {"index", [](Tensors t, Numbers n) { return index(*t[0], n); }},
     // Tensors: indices, table. Number: padding_idx.
     {"embedding", [](Tensors t, Numbers n) { return at::embedding(*t[1], *t[0], n[0].toLong()); }},

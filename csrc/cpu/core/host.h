@@ -217,6 +217,13 @@ inline bool is_reduced_float(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::BFloat16 || tensor.scalar_type() == ScalarType::Half;
 }
 
+// Returns the dtype of a float32, bfloat16 or float16 argument; raises for others.
+inline ScalarType checked_float_type(const char* op, const char* name, const Tensor& tensor) {
+  const ScalarType type = is_reduced_float(tensor) ? tensor.scalar_type() : ScalarType::Float;
+  check_type(op, name, tensor, type, name);
+  return type;
+}
+
 inline Element element_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::BFloat16:
@@ -292,6 +299,10 @@ inline float* floats_if(bool wanted, Tensor& tensor) {
 
 inline float* mutable_floats(std::optional<Tensor>& tensor) {
   return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
+}
+
+inline const float* floats_of(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
 }
 
 inline const void* data_of(const std::optional<Tensor>& tensor) {

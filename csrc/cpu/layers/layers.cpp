@@ -74,9 +74,6 @@ struct LinearParameters {
   const float* scales(int64_t from = 0) const {
     return scale ? static_cast<const float*>(scale->const_data_ptr()) + from : nullptr;
   }
-  const float* input_factors() const {
-    return factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr;
-  }
 };
 
 // A linear layer prepared for products of up to m rows; its weight is packed into shared scratch
@@ -141,10 +138,10 @@ class PackedLinear {
   void set_parameters(LinearArgs& args, int64_t from) const {
     args.bias = offset_ptr(data_of(linear_.bias), type_, from);
     args.scale = linear_.scales(from);
-    args.factors = linear_.input_factors();
+    args.factors = floats_of(linear_.factors);
   }
   bool has_factors_of(const PackedLinear& other) const {
-    const float *mine = linear_.input_factors(), *theirs = other.linear_.input_factors();
+    const float *mine = floats_of(linear_.factors), *theirs = floats_of(other.linear_.factors);
     if (mine == theirs) return true;
     const size_t bytes = static_cast<size_t>(linear_.weight.size(1)) * sizeof(float);
     return mine != nullptr && theirs != nullptr && std::memcmp(mine, theirs, bytes) == 0;
@@ -560,8 +557,8 @@ class LayerRunner {
                          .residual_stride = width_,
                          .scale1 = first.scales(),
                          .scale2 = second.scales(),
-                         .factors1 = first.input_factors(),
-                         .factors2 = second.input_factors()};
+                         .factors1 = floats_of(first.factors),
+                         .factors2 = floats_of(second.factors)};
     if (!first.scale)
       return run_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
                               kHiddenSlot);

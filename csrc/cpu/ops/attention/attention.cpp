@@ -111,8 +111,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
                 double dropout_p, const std::optional<Tensor>& seed, bool need_weights,
                 bool contiguous, bool keep, const PackedSequences& packed, double softcap = 0.0) {
   const char* op = "attention";
-  const ScalarType type = is_reduced_float(query) ? query.scalar_type() : ScalarType::Float;
-  check_type(op, "query", query, type, "query");
+  const ScalarType type = checked_float_type(op, "query", query);
   check_type(op, "key", key, type, "query");
   check_type(op, "value", value, type, "query");
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,

@@ -12,10 +12,6 @@ namespace {
 
 const char* const kOp = "attention_backward";
 
-const float* data_of(const Tensor& tensor) {
-  return static_cast<const float*>(tensor.const_data_ptr());
-}
-
 Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
                ScalarType type = ScalarType::Float) {
   check_type(kOp, name, tensor, type, "query");
@@ -271,8 +267,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   args.value = value.const_data_ptr();
   args.output = output.const_data_ptr();
   args.grad = grad.const_data_ptr();
-  args.row_max = data_of(row_max);
-  args.row_sum = data_of(row_sum);
+  args.row_max = floats_of(row_max);
+  args.row_sum = floats_of(row_sum);
   set_strides(args.output_stride, output);
   set_strides(args.grad_stride, grad);
   args.dropout = make_dropout(kOp, dropout_p, seed);

@@ -160,8 +160,7 @@ Tensor feed_forward_impl(const Tensor& input, const Tensor& weight1,
                          const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
                          const std::optional<Tensor>& seed, Tensor* preactivation) {
   const char* op = "feed_forward";
-  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
-  check_type(op, "input", input, type, "input");
+  const ScalarType type = checked_float_type(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, type);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2, type);
@@ -368,8 +367,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,
     bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
   const char* op = "feed_forward_backward";
-  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
-  check_type(op, "input", input, type, "input");
+  const ScalarType type = checked_float_type(op, "input", input);
   check_type(op, "grad", grad, type, "input");
   check_type(op, "preactivation", preactivation, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,

@@ -61,13 +61,8 @@ void check_parameters(const char* op, const char* name, const Tensor& input, con
 }
 
 void check_input(const char* op, const Tensor& input) {
-  check_type(op, "input", input, is_reduced_float(input) ? input.scalar_type() : ScalarType::Float,
-             "input");
+  checked_float_type(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
-}
-
-const float* floats_of(const std::optional<Tensor>& tensor) {
-  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
 }
 
 Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> packed,

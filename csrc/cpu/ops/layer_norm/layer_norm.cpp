@@ -91,8 +91,7 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
                      int64_t dims, double eps, double dropout_p, const std::optional<Tensor>& seed,
                      bool keep, int64_t kind) {
   const char* op = "layer_norm";
-  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
-  check_type(op, "input", input, type, "input");
+  const ScalarType type = checked_float_type(op, "input", input);
   const int64_t n = normalized_size(op, input, dims);
   if (residual) {
     check_type(op, "residual", *residual, type, "input");
@@ -177,8 +176,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     std::optional<Tensor> seed, bool want_source, bool want_input, bool want_weight,
     bool want_bias) {
   const char* op = "layer_norm_backward";
-  const ScalarType type = is_reduced_float(source) ? source.scalar_type() : ScalarType::Float;
-  check_type(op, "source", source, type, "source");
+  const ScalarType type = checked_float_type(op, "source", source);
   check_type(op, "grad", grad, type, "source");
   for (auto [name, tensor] : {std::pair("mean", &mean), std::pair("rstd", &rstd)})
     check_float(op, name, *tensor);

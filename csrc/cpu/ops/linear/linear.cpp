@@ -96,8 +96,7 @@ Panels given_panels(const Matrix& weight, const Tensor& packed) {
 // Packs a weight for products of `rows` rows.
 Tensor pack_weight(Tensor weight, int64_t rows) {
   if (weight.scalar_type() == ScalarType::Char) return pack_int8_weight(weight);
-  check_type("pack_weight", "weight", weight,
-             is_reduced_float(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
+  checked_float_type("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
   const LinearKernels& kernels = kernels_for(element_of(weight), rows);
   const bool bf16x3 = !is_reduced_float(weight) && !kernels.in_fp32;
@@ -461,8 +460,7 @@ Tensor linear_impl(const Tensor& input, const Tensor& weight, const std::optiona
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                    int64_t activation, void* preactivation) {
   const char* op = "linear";
-  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
-  check_type(op, "input", input, type, "input");
+  const ScalarType type = checked_float_type(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, type);
   Tensor output = empty_rows(input, weight.size(0));
@@ -560,8 +558,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
                                                    int64_t activation, bool want_input,
                                                    bool want_weight, bool want_bias) {
   const char* op = "linear_backward";
-  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
-  check_type(op, "input", input, type, "input");
+  const ScalarType type = checked_float_type(op, "input", input);
   check_type(op, "grad", grad, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
                   ": grad and input must have the same number of dimensions, at least one");
