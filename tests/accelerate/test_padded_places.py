@@ -290,8 +290,8 @@ def test_labels_of_several_sequences_a_row() -> None:
     check(model, {**inputs, "mc_token_ids": ends}, "loss", grad=False)
     real = inputs_of(*RIGHT)["attention_mask"] == 1
     for labels in (inputs["labels"], inputs["labels"].flatten(0, 1)):
-        assert padded_places._count_at_padding(labels, real, True)
-    assert not padded_places._count_at_padding(inputs["labels"][:1], real, True)
+        assert padded_places._has_labels_at_padding(labels, real, True)
+    assert not padded_places._has_labels_at_padding(inputs["labels"][:1], real, True)
 
 
 def test_a_forward_of_the_instance_may_read_anything(rows: list[int]) -> None:

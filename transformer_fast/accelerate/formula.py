@@ -10,7 +10,7 @@ A `Formula` has names of modules, so that it also describes a copy of the layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -260,20 +260,13 @@ def recognise(
     Raises:
         NotCapturedError, NotALayerError: the layer has no formula; the message is the reason.
     """
-    dtypes = {parameter.dtype for parameter in layer.parameters()}
-    if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
-        raise NotALayerError("its weights are not all float32, or all bfloat16")
+    require_one_dtype(layer)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, TOKENS, width, generator=generator, dtype=torch.float64)
     found, caller = _captured(layer, call, x, {}, rotation)
     if any(found.own):
         raise NotALayerError("its attention has a mask of its own")
-    used, given = names_of(found.layer), tensors_of(layer)
-    if {id(tensor) for tensor in given.values()} != {id(given[name]) for name in used}:
-        # The recipe would ignore a later change of these tensors.
-        raise NotALayerError(
-            "it has parameters or buffers besides those of its linear maps and norms"
-        )
+    require_all_used(layer, found.layer)
     key = content(layer, without="layer_idx")
     before = judged.get(key)
     if before is not None and (before.inference.found, before.inference.caller) == (found, caller):
@@ -335,6 +328,35 @@ def _captured(
     return layer_of(captured, "x", tuple(tables)), caller
 
 
+def require_one_dtype(layer: torch.nn.Module) -> None:
+    """Raises `NotALayerError` if kernels cannot read the layer's weights."""
+    dtypes = {parameter.dtype for parameter in layer.parameters()}
+    if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
+        raise NotALayerError("its weights are not all float32, or all bfloat16")
+
+
+def require_all_used(
+    layer: torch.nn.Module, recipe: Layer[Place], others: Iterable[Tensor] = ()
+) -> None:
+    """Raises `NotALayerError` if tensors of the layer are neither in its recipe nor in ``others``."""
+    given = tensors_of(layer)
+    used = {id(x) for x in (*(given[name] for name in names_of(recipe)), *others)}
+    if {id(tensor) for tensor in given.values()} != used:
+        # The recipe would ignore a later change of these tensors.
+        raise NotALayerError(
+            "it has parameters or buffers besides those of its linear maps and norms"
+        )
+
+
+def in_float64(module: Any) -> Any:
+    """Returns a copy of the module, with its original classes, that computes in float64."""
+
+    def wide(x: Tensor) -> Tensor:
+        return x.detach().double() if x.is_floating_point() else x
+
+    return shadow(module, wide, original_class, False)
+
+
 def judge(
     layer: torch.nn.Module, found: Found, call: Callable[[Any], Any], x: Tensor, **inputs: Any
 ) -> None:
@@ -342,9 +364,7 @@ def judge(
 
     inputs: as in `compute`, in float64.
     """
-    wide = shadow(
-        layer, lambda x: x.detach().double() if x.is_floating_point() else x, original_class, False
-    )
+    wide = in_float64(layer)
     output = call(wide)
     expected = output[0] if isinstance(output, tuple) else output
     given = tensors_of(wide)

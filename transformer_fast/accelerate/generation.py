@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .. import memory as packed_memory
 from ..compile.attention import Masks
-from ..compile.capture import NotCapturedError, capture, shadow, tensors_of
-from ..compile.layer import NotALayerError, layer_of, names_of
+from ..compile.capture import NotCapturedError, capture
+from ..compile.layer import NotALayerError, layer_of
 from ..models.generation import decoders
 from ..nn.drop_in import original_class, subclass
 from ..recipe import Layer, Place
@@ -268,9 +268,7 @@ def _recognise(
     biased: the module that computes the bias for all layers; None: it is in another layer.
     judged: earlier results. Layers that differ only in number and weights share a trial.
     """
-    dtypes = {parameter.dtype for parameter in layer.parameters()}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
-        raise NotALayerError("its weights are not all float32, or all bfloat16")
+    formula.require_one_dtype(layer)
     name, returned = _cache_of(layer), 0
 
     def run(copied: Any, x: Tensor, cache: Any = None, **inputs: Tensor) -> Tensor:
@@ -298,13 +296,8 @@ def _recognise(
     crosses = found.memory == "memory" if call.is_crossed else found.memory is None
     if not crosses or [found.own, found.cross] != masks:
         raise NotALayerError("it does not attend to the encoder's output, or has a mask of its own")
-    given = tensors_of(layer)
-    used = {id(given[name]) for name in names_of(found.layer)}
-    used |= {id(x) for x in ([] if biased is None else biased.relative_attention_bias.parameters())}
-    if {id(tensor) for tensor in given.values()} != used:
-        raise NotALayerError(
-            "it has parameters or buffers besides those of its linear maps and norms"
-        )
+    others = [] if biased is None else biased.relative_attention_bias.parameters()
+    formula.require_all_used(layer, found.layer, others)
     key = formula.content(layer, without="layer_idx")
     if judged.get(key) != found.layer:
         x, memory, bias = inputs["x"], inputs.get("memory"), inputs.get("bias")
@@ -345,14 +338,7 @@ class _Wide:
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_float64(self.layer)(*args, **kwargs)
-
-
-def _in_float64(module: Any) -> Any:
-    def wide(x: Tensor) -> Tensor:
-        return x.detach().double() if x.is_floating_point() else x
-
-    return shadow(module, wide, original_class, False)
+        return formula.in_float64(self.layer)(*args, **kwargs)
 
 
 def _difference(decoder: Any, made: Any) -> str | None:
@@ -368,7 +354,7 @@ def _difference(decoder: Any, made: Any) -> str | None:
     for one, stack in ((copied, layers), (plain, None)):
         one.__dict__.update(decoder.__dict__)
         one.__dict__["_modules"] = {**decoder._modules, made._stack: stack}
-    wide = _in_float64(plain)
+    wide = formula.in_float64(plain)
     wide.__dict__["_modules"][made._stack] = tuple(map(_Wide, layers))
     results: list[list[Tensor]] = [[], [], []]
     caches = [_new_cache(call.is_crossed, decoder.config) for _ in results]

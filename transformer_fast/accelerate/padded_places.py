@@ -83,7 +83,8 @@ class Call:
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
         """True if masked places hold the padding token, which decoders' classifiers search for."""
-        tokens, pad = self.arguments.get("input_ids"), _pad_token(self.model)
+        config = self.model.config.get_text_config()
+        tokens, pad = self.arguments.get("input_ids"), getattr(config, "pad_token_id", None)
         if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
             return False
         return bool((tokens == pad)[~real].all())
@@ -347,11 +348,6 @@ def _is_seq2seq(model: Any) -> bool:
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def _pad_token(model: Any) -> int | None:
-    config = model.config.get_text_config()
-    return getattr(config, "pad_token_id", None)
-
-
 def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yields possible arguments for one sequence with padding at the right."""
     names = inspect.signature(model.forward).parameters
@@ -372,12 +368,12 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     mask = torch.tensor([[int(token != 0) for token in tokens]])
     ids = torch.tensor([tokens])
     text = config.get_text_config()
-    # A default of the config may be no token of this model: ModernBERT's with a small vocabulary.
     size = getattr(text, "vocab_size", None) or 1 << 31
-    end, pad = getattr(text, "eos_token_id", None), _pad_token(model)
-    if isinstance(end, int) and 0 <= end < size:
-        ids[0, 2] = end
-    ids[mask == 0] = pad if pad is not None and 0 <= pad < size else 0
+    for name, place in (("eos_token_id", (0, 2)), ("pad_token_id", mask == 0)):
+        token = getattr(text, name, None)
+        # A default of the config may be no token: ModernBERT's with a small vocabulary.
+        if isinstance(token, int) and 0 <= token < size:
+            ids[place] = token
     given = {"input_ids": ids, MASK: mask}
     vision = getattr(config, "vision_config", None)
     if "pixel_values" in names and vision is not None:

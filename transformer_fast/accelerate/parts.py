@@ -155,8 +155,6 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
 
 def _fused(module: Any) -> list[Op]:
     """Returns the fused ops of a layer."""
-    if isinstance(module, FusedLayer):
-        return module._fused()
     if isinstance(module, _LAYERS):
         norms = "norm1 norm2 norm3" if isinstance(module, _LAYERS[1]) else "norm1 norm2"
         linears = parts(module, "linear1 linear2", fusion.LINEAR)

@@ -287,7 +287,7 @@ class Chain:
         }:  # fmt: skip
             raise _NotAStepError
         dtype = x.dtype
-        if dtype == torch.float32 and self.in_bf16():
+        if dtype == torch.float32 and decoders.caches_in_bf16(self.bound.layers):
             dtype = torch.bfloat16
         memory: _Memory | None = None
         part = self.cache
@@ -354,9 +354,6 @@ class Chain:
 
     def finish(self) -> None:
         self.places._show(self.places.layers)
-
-    def in_bf16(self) -> bool:
-        return decoders.caches_in_bf16(self.bound.layers)
 
 
 # The cache.
@@ -501,7 +498,7 @@ class _Places:
         tensors = [*module.relative_attention_bias.parameters()]
         copies = packed_memory.COPIES["cpu"]
         if self._bias is None or not all(
-            state.is_unchanged(x, 1) for state, x in zip(self._bias[1], tensors, strict=True)
+            state.is_unchanged(x) for state, x in zip(self._bias[1], tensors, strict=True)
         ):
             states = [copies.snapshot(x, x) for x in tensors]
             row = module.compute_bias(1, most, past_seen_tokens=most - 1)

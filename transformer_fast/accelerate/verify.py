@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ..nn.drop_in import warn_user
+from ..testing.oracle import is_floating
 from . import generation
 from .classes import Change, undone
 from .packing import UnpaddedLayers
@@ -246,7 +247,7 @@ def _zeros_in_outputs(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         return None
 
     def zeroed(x: Any) -> Any:
-        if not _is_real(x) or x.shape[:2] != mask.shape:
+        if not is_floating(x) or x.shape[:2] != mask.shape:
             return x
         return x.masked_fill((mask == 0).view(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
@@ -269,13 +270,9 @@ def _zeros_by(mask: str) -> Any:
 # Running a model without side effects, and comparing two runs.
 
 
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
 def _is_variable(leaf: Any) -> bool:
     """True if a gradient makes sense; False for masks, which contain infinities."""
-    return _is_real(leaf) and not bool(leaf.isinf().any())
+    return is_floating(leaf) and not bool(leaf.isinf().any())
 
 
 #: (model, its arguments, its outputs) -> the arguments of a second call, or None.
@@ -300,7 +297,7 @@ def forward_only(model: torch.nn.Module, inputs: Inputs, then: Then | None = Non
 
 
 def _outputs(found: Any) -> dict[str, Tensor]:
-    real = [x for x in tree_leaves(found) if _is_real(x)]
+    real = [x for x in tree_leaves(found) if is_floating(x)]
     return {f"output {i}" if len(real) > 1 else "output": x for i, x in enumerate(real)}
 
 
@@ -310,7 +307,7 @@ def _with_gradients(
     """Computes outputs and gradients, on copies of parameters and buffers. ``exact``: in float64."""
 
     def own(x: Tensor) -> Tensor:
-        return x.detach().to(torch.float64 if exact and _is_real(x) else x.dtype, copy=True)
+        return x.detach().to(torch.float64 if exact and is_floating(x) else x.dtype, copy=True)
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, Tensor):
