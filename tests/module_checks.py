@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_fast import nn
+from transformer_fast.measure.cases import fast_path as fast_path
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, parity
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
@@ -233,14 +233,3 @@ def attention_pair(
     ours = to_ours(theirs)
     assert isinstance(ours, nn.MultiheadAttention)
     return theirs, ours
-
-
-@contextmanager
-def fast_path(enabled: bool) -> Iterator[None]:
-    """Context manager that enables or disables the inference path of PyTorch's modules."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -129,9 +129,6 @@ class Sublayer(Generic[Of]):
     #: True if queries and keys are rotated by rotary position embeddings, cosines and sines that the
     #: layer's caller passes.
     is_rotated: bool = False
-    #: True if the layer's caller passes a bias of relative positions, (1 or B, H, T, S), which is added
-    #: to the scores.
-    has_bias: bool = False
 
     @property
     def is_for_steps(self) -> bool:

@@ -76,10 +76,9 @@ class Snapshot:
         """
         return self.alive and self.state == memory.state_of(tensor, owner)
 
-    def is_unchanged(self, tensor: Tensor, rows: int, later: list[Snapshot] | None = None) -> bool:
-        """True if the tensor has not changed. The more ``rows`` the caller computes, the more memory is
-        compared. With ``later``, no memory is read, and the snapshot is appended to the list for
-        `all_unchanged`.
+    def is_unchanged(self, tensor: Tensor, later: list[Snapshot] | None = None) -> bool:
+        """True if the tensor has not changed. With ``later``, no memory is read, and the snapshot is
+        appended to the list for `all_unchanged`.
         """
         if self.storage() is None or not self.is_of(tensor, tensor):
             return False
@@ -88,7 +87,7 @@ class Snapshot:
         if later is not None:
             later.append(self)
             return True
-        return _all_hold([self.fingerprint], rows)
+        return _all_hold([self.fingerprint], 1)
 
 
 def _all_hold(fingerprints: Sequence[Any], rows: int) -> bool:

@@ -32,7 +32,7 @@ from .modes import GraphModes, Modes
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
-from .sublayers import Sublayers, find_stacks, nodes_of, replace_stacks, rewrite_sublayers
+from .sublayers import Sublayers, find_stacks, nodes_of, rewrite_sublayers
 from .tape import tape
 
 _log = logging.getLogger("transformer_fast")
@@ -100,7 +100,7 @@ def compile_backend(
             reason = why_not(module, example_inputs, nodes_of(stacks))
             inner = compile_rest if reason is None else None
         if inner is None:
-            replace_stacks(editor, stacks)
+            rewrite_sublayers(editor, stacks)
 
     report = rewrite(module, stack=stack, last=last)
     if reason is not None:

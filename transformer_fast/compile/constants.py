@@ -94,7 +94,7 @@ class DerivedInputs:
         key = tuple(map(Tensor.data_ptr, roots))
         kept = self._kept.get(key)
         if kept is None or not all(
-            state.is_unchanged(root, 1) for state, root in zip(kept[0], roots, strict=True)
+            state.is_unchanged(root) for state, root in zip(kept[0], roots, strict=True)
         ):
             all_kept = self._kept
             # Taken before the computation: the next call then detects a write during it.

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from .. import nn
 from .._context import values_are_known
 from ..functional._check import autocast
-from ..functional.attention import attend, attend_directly
+from ..functional.attention import attend_directly
 from ..nn.int8 import INT8, Int8Weight, Int8Weights, run_feed_forward, run_linear
 from ..ops.arguments import AttentionArguments
 
@@ -138,7 +138,7 @@ def attention(
         query, key, value, mask, None, is_causal, scale, dropout_p, need_weights=need_weights,
         contiguous=contiguous or None,
     )  # fmt: skip
-    output, weights = attend_directly(arguments) or attend(arguments)
+    output, weights = attend_directly(arguments)
     if rank < 4:
         dims = (0, 1) if rank == 2 else (1,)
         output = output.squeeze(dims)

@@ -100,9 +100,10 @@ class SublayerNodes:
         )
 
 
-def rewrite_sublayers(editor: Editor) -> None:
-    """Replaces each stack of sub-layers with one call of `Sublayers`."""
-    replace_stacks(editor, find_stacks(editor))
+def rewrite_sublayers(editor: Editor, stacks: Iterable[list[SublayerNodes]] | None = None) -> None:
+    """Replaces each stack of sub-layers, or each of ``stacks``, with one call of `Sublayers`."""
+    for stack in find_stacks(editor) if stacks is None else stacks:
+        _replace(editor, stack)
 
 
 def find_stacks(editor: Editor) -> list[list[SublayerNodes]]:
@@ -129,11 +130,6 @@ def find_stacks(editor: Editor) -> list[list[SublayerNodes]]:
 
 def nodes_of(stacks: Iterable[list[SublayerNodes]]) -> set[Node]:
     return {node for stack in stacks for one in stack for node in one.nodes}
-
-
-def replace_stacks(editor: Editor, stacks: Iterable[list[SublayerNodes]]) -> None:
-    for stack in stacks:
-        _replace(editor, stack)
 
 
 def _share_sizes(graph: Graph) -> None:

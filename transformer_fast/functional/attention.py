@@ -57,11 +57,11 @@ def attend(
     return run(make_call(arguments, wants_grad(*arguments[:4])), backend, insert, finish)
 
 
-def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None] | None:
-    """`attend` without the dispatcher, or None if the call must be dispatched."""
+def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | None]:
+    """`attend`, without the dispatcher if possible."""
     query, key, value, mask, lengths, is_causal, scale, p, _, grouped, weighs, *_ = arguments
     if p != 0.0 or arguments.softcap is not None or arguments.query_lengths is not None:
-        return None
+        return attend(arguments)  # type: ignore[no-any-return]
     if lengths is None and not weighs and not arguments.contiguous:
         output = _enter(query, key, value, mask, p, is_causal, scale, grouped, is_looked_at)
         if output is not None:
@@ -71,9 +71,9 @@ def attend_directly(arguments: AttentionArguments) -> tuple[Tensor, Tensor | Non
         or (mask is not None and mask.dtype not in (torch.bool, FLOAT, query.dtype))
         or is_plain_eager(query, key, value, mask, lengths) is None
     ):
-        return None
-    function = direct_kernel("attention", (query, key, value))
-    return None if function is None else function(arguments)
+        return attend(arguments)  # type: ignore[no-any-return]
+    function = direct_kernel("attention", (query, key, value)) or attend
+    return function(arguments)  # type: ignore[no-any-return]
 
 
 def check_attention(given: AttentionArguments, backend: str | None = None) -> Call:

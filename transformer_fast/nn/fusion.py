@@ -48,19 +48,16 @@ _DECODER = (
 
 
 def affine(
-    module: torch.nn.Module,
-    weight: str = "weight",
-    bias: str = "bias",
-    later: list[Any] | None = None,
+    module: torch.nn.Module, weight: str = "weight", bias: str = "bias"
 ) -> tuple[Any, Tensor | None]:
-    """Returns (weight, bias), a quantised weight as `Int8Weight`. ``later``: see `int8.quantized`.
+    """Returns (weight, bias), a quantised weight as `Int8Weight`.
 
     Module.__getattr__ would take ten times as long.
     """
     parameters = module._parameters
     record = module.__dict__.get(INT8)
     if record is not None and weight in record.names:
-        found = record.of(module, weight, later)
+        found = record.of(module, weight)
         return found, parameters[bias] if bias in parameters else getattr(module, bias, None)
     if weight in parameters and bias in parameters:
         return parameters[weight], parameters[bias]

@@ -106,7 +106,7 @@ def quantized(
     """
     key = _key(weight, factors)
     kept = _kept.get(key)
-    if kept is None or not kept[0].is_unchanged(weight, 1, later):
+    if kept is None or not kept[0].is_unchanged(weight, later):
         if why_float(weight) is not None:
             return weight
         with torch.inference_mode(False), torch.no_grad():

@@ -22,7 +22,7 @@ from ... import _native, dispatch, functional, nn
 from ..._context import is_traced
 from ...dispatch import Call
 from ...functional import causal_mask
-from ...functional.attention import attend, attend_directly
+from ...functional.attention import attend_directly
 from ...nn import masks
 from ...nn.bound import Bound, bound_to
 from ...nn.fusion import LAYER_NORM, LINEAR, affine, read_layer
@@ -338,7 +338,7 @@ class SeparateOps:
     ) -> Tensor:  # fmt: skip
         lowp = query if query.dtype is keys.dtype else query.to(keys.dtype)
         arguments = AttentionArguments(lowp, keys, values, mask, lengths, is_causal)
-        y, _ = attend_directly(arguments) or attend(arguments)
+        y, _ = attend_directly(arguments)
         y = y if lowp is query else y.to(query.dtype)
         return y.transpose(1, 2).reshape(-1, self.heads * self.size)
 
