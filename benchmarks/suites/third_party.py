@@ -290,6 +290,9 @@ _BOTH = {
     "encoder_attention_heads": 8, "decoder_attention_heads": 8, "encoder_ffn_dim": 2048,
     "decoder_ffn_dim": 2048,
 }  # fmt: skip
+_T5 = {
+    **_TOKENS, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": _LAYERS,
+}  # fmt: skip
 _VISION = {
     "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": _LAYERS,
     "num_attention_heads": 6, "image_size": 224, "patch_size": 16,
@@ -332,11 +335,8 @@ MODELS = {
     "Qwen3": Model("Qwen3", _DECODER),
     "Gemma": Model("Gemma", _DECODER),
     "Phi-3": Model("Phi3", _DECODER),
-    "T5": Model(
-        "T5",
-        {**_TOKENS, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": _LAYERS},
-        "pair",
-    ),
+    "T5": Model("T5", _T5, "pair"),
+    "T5 1.1": Model("T5", {**_T5, "feed_forward_proj": "gated-gelu"}, "pair"),
     "BART": Model("Bart", _BOTH, "pair"),
     "Marian": Model("Marian", {**_BOTH, "pad_token_id": 0, "decoder_start_token_id": 0}, "pair"),
     "M2M100": Model("M2M100", _BOTH, "pair"),
@@ -350,8 +350,9 @@ MODELS = {
 }  # fmt: skip
 _QUICK = ("BERT", "Llama")
 
-#: Models timed forward and backward.
-_TRAINED = ("BERT", "GPT-2", "Llama", "T5", "ViT")
+#: Models timed forward and backward. Not T5: without biases some value before a ReLU is so close to 0
+#: that it rounds to the other side, where its gradient is another one.
+_TRAINED = ("BERT", "GPT-2", "Llama", "T5 1.1", "ViT")
 
 
 class _First(nn.Module):
