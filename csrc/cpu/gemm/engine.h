@@ -72,12 +72,14 @@ class FloatProduct {
     return panel[k * kPanel + column];
   }
 
-  // Adjacent columns of a tensor, taken as rows of A, are in the layout Form::packed already.
+  // Adjacent columns of a tensor, taken as rows of A, are in the layout Form::packed already. Parts
+  // of rows are short and far apart, so the hardware does not prefetch them.
   static void fill_transposed(const T* from, Index from_stride, Index depth, Index rows,
                               Operand* block, Index k) {
     for (Index u = 0; u < depth; ++u, from += from_stride) {
       each_tile(rows, [&](Index t, Index i, Index) {
         Operand* to = block + t * stride(k) + u * kPackedRows;
+        prefetch_l1(from + 8 * from_stride + i);
         TF_UNROLL for (int v = 0; v < kPackedRows; v += kLanes) {
           const Index have = rows - i - v;
           store(to + v, have > 0 ? load_some(from + i + v, have) : zero());

@@ -139,7 +139,7 @@ void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
                       const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
   FeedForwardPlan plan;
-  if (packed1 || packed2 || !reads_strips(args.type, args.m, args.f, std::max(args.k, args.n)))
+  if (packed1 || packed2 || !reads_strips(args.type, args.m))
     plan = choose_feed_forward(args, [&] {
       return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
     });

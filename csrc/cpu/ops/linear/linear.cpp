@@ -23,11 +23,14 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   }
 }
 
-bool reads_strips(Element type, int64_t m, int64_t n, int64_t k) {
+// Whether there are kernels for strips of unpacked operands, which need 32 registers. The sizes up
+// to which they are faster than packed panels were measured.
+static bool has_strips(Element type) {
   const Isa isa = current_isa();
-  return type == Element::float32 && isa != Isa::amx && isa_extends(isa, Isa::avx512) &&
-         (m <= 128 || m * n * k <= (m <= 256 ? 1 << 28 : 1 << 27));
+  return type == Element::float32 && isa != Isa::amx && isa_extends(isa, Isa::avx512);
 }
+
+bool reads_strips(Element type, int64_t m) { return m <= 512 && has_strips(type); }
 
 namespace {
 
@@ -178,7 +181,7 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
   if (packed) return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = args.n};
   if (is_direct(weight, packed, args.m)) return {LinearPlan::direct, &kernels};
   if (weight.is_adjacent && args.k > 0 && args.n >= TF_DISPATCH(small_m_columns, ) &&
-      reads_strips(args.type, args.m, args.n, args.k))
+      reads_strips(args.type, args.m))
     return {LinearPlan::strips, &kernels};
   const bool bf16x3 =
       args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
@@ -327,7 +330,8 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
 }
 
 bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
-  return (type == Element::float32 && m <= 48) || reads_strips(type, m, n, k);
+  return (type == Element::float32 && m <= 48) ||
+         (has_strips(type) && (m <= 128 || m * n * k <= (m <= 256 ? 1 << 28 : 1 << 27)));
 }
 
 namespace {
@@ -424,7 +428,10 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
                  [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  if (is_direct_backward(args.type, args.m, args.n, args.k) && args.first && reads_x(args)) {
+  const bool unpacked =
+      in_fp32 && (args.m <= 48 ||
+                  (has_strips(args.type) && (args.m <= 128 || (args.m <= 512 && args.n <= 768))));
+  if (unpacked && args.first && reads_x(args)) {
     const int64_t grain = std::max<int64_t>(6, kLeastCost / (args.k * cost_of_weight(args.m)));
     parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);

@@ -16,8 +16,9 @@ class WeightGradientBlock {
   using Operand = typename P::Operand;
 
  public:
-  // Maximum size of the block of dW.
-  static constexpr Index kRows = 256, kColumns = 512;
+  // Maximum size of the block of dW. Taking a row of dY costs an FMA kernel more than a panel of X.
+  static constexpr bool kIsFma = std::is_same_v<Operand, float>;
+  static constexpr Index kRows = kIsFma ? 112 : 256, kColumns = kIsFma ? 1024 : 512;
 
   static Index scratch_bytes() {
     return P::block_size(kRows, kDepth) * static_cast<Index>(sizeof(Operand)) +
@@ -204,19 +205,23 @@ Index panels_bytes(Index m, Index k) {
 }
 
 void pack_x(const WeightGradientArgs& args, void* panels, Index begin, Index end, void* scratch) {
+  // Rows of a panel are adjacent, and the hardware prefetches adjacent lines. Dropout takes a row.
+  const Index at_once = args.dropout.on ? 1 : 16;
   float* factors = static_cast<float*>(scratch);
-  for (Index i = begin; i < end; ++i) {
-    const float* from = static_cast<const float*>(args.x) + i * args.x_stride;
+  for (Index row = begin; row < end; row += at_once) {
     if (args.dropout.on)
-      dropout_factors(args.dropout, static_cast<uint64_t>(args.row + i), 0, args.k, factors);
+      dropout_factors(args.dropout, static_cast<uint64_t>(args.row + row), 0, args.k, factors);
     for (Index j = 0; j < args.k; j += kPanel) {
-      float* to = static_cast<float*>(panels) + weight_gradient_place(args.m, i, j);
-      TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
-        const Index have = args.k - j - v;
-        Vec x = have > 0 ? load_some(from + j + v, have) : zero();
-        if (args.activation != kIdentity) x = activate(x, args.activation);
-        if (args.dropout.on) x = drop(x, load(factors + j + v));
-        store(to + v, x);
+      for (Index i = row; i < min(end, row + at_once); ++i) {
+        const float* from = static_cast<const float*>(args.x) + i * args.x_stride + j;
+        float* to = static_cast<float*>(panels) + weight_gradient_place(args.m, i, j);
+        TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
+          const Index have = args.k - j - v;
+          Vec x = have > 0 ? load_some(from + v, have) : zero();
+          if (args.activation != kIdentity) x = activate(x, args.activation);
+          if (args.dropout.on) x = drop(x, load(factors + j + v));
+          store(to + v, x);
+        }
       }
     }
   }

@@ -109,9 +109,9 @@ void run_linear(LinearArgs args, const Panels& panels);
 void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tensor>& packed,
                 int slot);
 
-// Whether strips of unpacked operands, which need 32 registers, are faster than packed panels.
-bool reads_strips(Element type, int64_t m, int64_t n, int64_t k);
-// Whether gradients for a weight (n, k) use unpacked operands in fp32: packing would take longer.
+// Whether products with an unpacked weight pack one strip of it at a time.
+bool reads_strips(Element type, int64_t m);
+// Whether input gradients for a weight (n, k) use unpacked operands: packing would take longer.
 bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k);
 
 // dX = dY W, dY (m, n) with rows grad_stride apart; W is packed into shared scratch `slot`.
