@@ -152,7 +152,7 @@ def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if (busy := form.busy(rows)) is not None:
             console.print(f"\n{busy}", style="yellow")
         failed += sum(row.failed for row in rows)
-        keep(rows, some=bool(options.words))
+        keep(rows, some=bool(options.words) or len(scope.ops) < len(OPS))
     if path is not None:
         console.print(f"\nwritten to {path}")
     if failed:

@@ -152,6 +152,10 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert f"written to {path}" in shown
     assert "Not run by a kernel of ours - why layer_norm runs" in shown
+    options = ["--quick", "--suite", "backward", "--op", "rms_norm", "--peer", "--json", str(path)]
+    assert main(options) == 0
+    kept = {one.op for one in findings.read(path)["backward"]["rows"]}
+    assert kept == {"layer_norm", "rms_norm"}
 
 
 def test_an_interrupted_run_keeps_its_cases(tmp_path, monkeypatch):
