@@ -61,7 +61,7 @@ BACKWARD = Operator(
         despite_dropout="o",
     ),
 )
-#: Backends that save relu's preactivation, too. The others save its output, which determines the
+#: Backends that save the preactivation of relu. The others save relu's output, which determines its
 #: derivative.
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 

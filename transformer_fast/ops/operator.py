@@ -365,7 +365,7 @@ def _register_sharding(module: ModuleType) -> None:
     schemas = module.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for operator, rule in _all():
         register_sharding(operator)(_strategy(operator, rule))
-        # The key of a cached sharding decision includes numbers and flags, too.
+        # A cached sharding decision holds for calls with equal numbers and flags.
         schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
 
 
