@@ -74,7 +74,7 @@ struct Settings {
 };
 Settings current_settings();
 
-// True if a user's `TorchFunctionMode` is active: it must receive the calls of torch.nn.
+// True if a user's `TorchFunctionMode` is active: it must receive PyTorch's functions.
 bool is_observed();
 
 // `keys`, and the key `Named`, which PyTorch 2.10 excludes in backward passes. Later versions do

@@ -109,7 +109,7 @@ constexpr float kDominantInFloat = 0.5f, kDominantInLowp = 1.0f - 0x1p-5f;
 // Rows [begin, end) of delta, numbered over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, Index begin, Index end))
 
-// Adds `parts` parts to rows [begin, end) of the group's (heads, T) in grad_query.
+// Writes the sum of `parts` parts to rows [begin, end) of the group's (heads, T) in grad_query.
 TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, Index b, Index key_head,
                                       const float* part, Index parts, Index begin, Index end))
 

@@ -23,16 +23,18 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   }
 }
 
-// Whether there are kernels for strips of unpacked operands, which need 32 registers. The sizes up
-// to which they are faster than packed panels were measured.
-static bool has_strips(Element type) {
+namespace {
+
+// Whether strips of unpacked operands have kernels: they need 32 registers. Limits were measured.
+bool has_strips(Element type) {
   const Isa isa = current_isa();
   return type == Element::float32 && isa != Isa::amx && isa_extends(isa, Isa::avx512);
 }
 
-bool reads_strips(Element type, int64_t m) { return m <= 512 && has_strips(type); }
-
-namespace {
+// Whether a gradient of m rows reads operands in place; `is_small`: also with more than 128 rows.
+bool in_place(Element type, int64_t m, bool is_small) {
+  return (type == Element::float32 && m <= 48) || (has_strips(type) && (m <= 128 || is_small));
+}
 
 // Returns the kernels for products of m rows.
 const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
@@ -329,9 +331,10 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
   }
 }
 
+bool reads_strips(Element type, int64_t m) { return m <= 512 && has_strips(type); }
+
 bool is_direct_backward(Element type, int64_t m, int64_t n, int64_t k) {
-  return (type == Element::float32 && m <= 48) ||
-         (has_strips(type) && (m <= 128 || m * n * k <= (m <= 256 ? 1 << 28 : 1 << 27)));
+  return in_place(type, m, m * n * k <= (m <= 256 ? 1 << 28 : 1 << 27));
 }
 
 namespace {
@@ -428,10 +431,7 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
                  [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  const bool unpacked =
-      in_fp32 && (args.m <= 48 ||
-                  (has_strips(args.type) && (args.m <= 128 || (args.m <= 512 && args.n <= 768))));
-  if (unpacked && args.first && reads_x(args)) {
+  if (args.first && reads_x(args) && in_place(args.type, args.m, args.m <= 512 && args.n <= 768)) {
     const int64_t grain = std::max<int64_t>(6, kLeastCost / (args.k * cost_of_weight(args.m)));
     parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(small_m_weight_gradient, args, begin, end);

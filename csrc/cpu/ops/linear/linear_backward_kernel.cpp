@@ -16,7 +16,7 @@ class WeightGradientBlock {
   using Operand = typename P::Operand;
 
  public:
-  // Maximum size of the block of dW. Taking a row of dY costs an FMA kernel more than a panel of X.
+  // Maximum size of the block of dW. With FMA, packing dY again costs more than reading X again.
   static constexpr bool kIsFma = std::is_same_v<Operand, float>;
   static constexpr Index kRows = kIsFma ? 112 : 256, kColumns = kIsFma ? 1024 : 512;
 
@@ -205,7 +205,7 @@ Index panels_bytes(Index m, Index k) {
 }
 
 void pack_x(const WeightGradientArgs& args, void* panels, Index begin, Index end, void* scratch) {
-  // Rows of a panel are adjacent, and the hardware prefetches adjacent lines. Dropout takes a row.
+  // Rows of a panel are adjacent, so the hardware prefetches them. `factors` are of one row.
   const Index at_once = args.dropout.on ? 1 : 16;
   float* factors = static_cast<float*>(scratch);
   for (Index row = begin; row < end; row += at_once) {
