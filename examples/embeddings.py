@@ -51,7 +51,7 @@ def make_model(path: Path, texts: list[str], width: int = 384, layers: int = 6) 
     )  # fmt: skip
     torch.manual_seed(0)
     model = BertModel(config)
-    # Words, not their places, make the vectors of a model that has not been trained.
+    # Words, not their positions, make the vectors of a model that has not been trained.
     model.embeddings.position_embeddings.weight.data *= 0.1
     model.embeddings.token_type_embeddings.weight.data.zero_()
     for part in (tokenizer, model):

@@ -88,8 +88,8 @@ def transcribe(
     )
     if shows:
 
-        def progress(places: torch.Tensor) -> None:
-            done, of = places[0].tolist()  # frames of 10 ms
+        def progress(frames: torch.Tensor) -> None:
+            done, of = frames[0].tolist()  # of 10 ms
             print(f"\r{min(done, of) / 100:.0f} of {of / 100:.0f} s", end="", file=sys.stderr)
 
         settings["monitor_progress"] = progress

@@ -46,7 +46,7 @@ its own bias-free Linears for key, query and value, learned positions, and a Lin
 (`decoder_only`):
 
     norms before the sub-layers, one at the end                   norm_first=True
-    token_embedding(x) + position_embedding(places)               positions="learned", embedding_scale=1.0
+    token_embedding(x) + position_embedding(positions)            positions="learned", embedding_scale=1.0
     ModuleList of heads, tril filled with -inf                    nhead; always causal
     generate(), which recomputes the whole context                model.generate and model.stream
 
@@ -193,8 +193,8 @@ def write_text() -> None:
     model = decoder_only(len(letters), n_embd=32, n_head=4, n_layer=2, block_size=80)
 
     def loss() -> Tensor:
-        places = torch.randint(0, len(data) - 33, (16, 1)) + torch.arange(33)
-        batch = data[places]
+        positions = torch.randint(0, len(data) - 33, (16, 1)) + torch.arange(33)
+        batch = data[positions]
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     train(model, 90, loss)

@@ -177,14 +177,14 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
         enumerate((1, 19, QUERIES)), (37, 530), enumerate(("key", "value", "both"))
     ):
         mask = torch.rand(1, 1, queries, keys, generator=generator) < 0.5
-        for k, place in enumerate((3, keys - 1)):
+        for k, position in enumerate((3, keys - 1)):
             garbage = GARBAGE[(i + j + k) % 3]  # each value beside each other one
             query, key, value = tensors(queries, keys, 8, dtype=dtype, batch=1)
             if wild != "value":
-                key[:, :, place] = garbage
+                key[:, :, position] = garbage
             if wild != "key":
-                value[:, 1:, place, 2] = garbage
-            name = f"{garbage} in {wild} at {place}"
+                value[:, 1:, position, 2] = garbage
+            name = f"{garbage} in {wild} at {position}"
             calls.append((f"{name}, mask", arrange(query, key, value, mask=mask)))
             calls.append((f"{name}, causal", arrange(query, key, value, causal=True)))
     return calls
@@ -376,11 +376,11 @@ def test_masked_garbage_has_no_effect(target):
     refused = None
     more = (3e38, 1e-36) if target.dtype == torch.float32 else ()
     for queries, keys in ((19, 37), (19, 300), (1, 300), (19, 530), (QUERIES, 300)):
-        place = torch.arange(keys)
-        late = gaps = place >= queries
+        position = torch.arange(keys)
+        late = gaps = position >= queries
         # On other kernels NaN selects another code path.
         if target.isa == "amx" and more and queries == QUERIES:
-            gaps = late & (place < 130) | (place >= 290)
+            gaps = late & (position < 130) | (position >= 290)
         lengths = torch.tensor([queries, min(queries, 7)])
         for hidden, given in (
             (late, {"lengths": lengths}),
@@ -792,12 +792,12 @@ def test_strided_channels_give_the_same_gradients(target, which):
 def test_one_visible_key_gives_exactly_its_value(target):
     """The output is the value of that key, bitwise with a mask that is added."""
     query, key, value = tensors(80, 200)
-    places = torch.randint(0, 200, (80,), generator=torch.Generator().manual_seed(1))
+    positions = torch.randint(0, 200, (80,), generator=torch.Generator().manual_seed(1))
     mask = torch.zeros(80, 200, dtype=torch.bool)
-    mask[torch.arange(80), places] = True
+    mask[torch.arange(80), positions] = True
     for given, rounding in ((mask, 2 * 2**-23), (torch.where(mask, 1.5, -math.inf), 0.0)):
         output, _ = run(target, arrange(query * 50, key, value, mask=given[None, None]))
-        torch.testing.assert_close(output, value[:, :, places], rtol=rounding, atol=0.0)
+        torch.testing.assert_close(output, value[:, :, positions], rtol=rounding, atol=0.0)
     check_target(target, arrange(query, key, value, lengths=torch.tensor([1, 1])))
 
 

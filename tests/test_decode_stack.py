@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not ISAS, reason="no native kernels here"),
 ]
 
-LAYERS, HEADS, SIZE, HIDDEN, PLACES = 2, 2, 16, 50, 12
+LAYERS, HEADS, SIZE, HIDDEN, POSITIONS = 2, 2, 16, 50, 12
 WIDTH = HEADS * SIZE
 
 
@@ -150,11 +150,11 @@ def test_a_step_matches_its_ops(
     quantized: bool,
 ) -> None:
     sources, source = 3, 9
-    rows, places = sources * beams, max(PLACES, tokens)
+    rows, positions = sources * beams, max(POSITIONS, tokens)
     generator = torch.Generator().manual_seed(1)
     sublayers = make_sublayers(memory is not None)
     x = torch.randn(rows * tokens, WIDTH, generator=generator)
-    cache = torch.randn(LAYERS, 2, rows, HEADS, places, SIZE, generator=generator)
+    cache = torch.randn(LAYERS, 2, rows, HEADS, positions, SIZE, generator=generator)
     shape = (LAYERS, 2, sources, HEADS, source, SIZE)
     memories = list(torch.randn(shape, generator=generator)) if memory else []
     lengths = torch.tensor([source, 5, 0]) if memory == "lengths" else None
@@ -232,7 +232,7 @@ def stack_of(
 
 @torch.no_grad()
 def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
-    x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
+    x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, POSITIONS, SIZE)
     found = step(x, cache.clone(), 0)
     true = step_of_parts(x, cache.clone(), 0, parameters, [], False, "relu", None, None)
     torch.testing.assert_close(found, true)
@@ -333,8 +333,8 @@ def test_invalid_steps_raise() -> None:
 
     step()
     for wrong, arguments in {
-        "the cache has 3 places": {"start": 3},
-        "cache has 3 places": {"start": 2**63 - 1},
+        "the cache has 3 positions": {"start": 3},
+        "cache has 3 positions": {"start": 2**63 - 1},
         "requires int8 projections": {"cache": cache.bfloat16(), "memories": (memory.bfloat16(),)},
         "the cache has no layers": {"cache": cache[:0]},
         "several tokens at once must be the first": {"x": x.repeat(2, 1), "start": 1},

@@ -174,8 +174,8 @@ def _generate(scope: Scope, case: Search) -> BenchmarkCase:
     candidates += scope.offered("search", model, inputs, beams, NEW, precision)
     judge = Judge(eager, eager if precision == "float32" else lower)
     once, each = _weights_of(model)
-    places = batch * (1500 if name.startswith("Whisper") else SOURCE)
-    flops = 2.0 * (once * places + each * batch * beams * NEW)
+    positions = batch * (1500 if name.startswith("Whisper") else SOURCE)
+    flops = 2.0 * (once * positions + each * batch * beams * NEW)
     size = 1 if precision == "int8" else dtype.itemsize
     return BenchmarkCase(
         "generate", str(case), inputs, candidates, judge, flops, size * (once + NEW * each), flops,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from transformer_fast.accelerate import converters, formula, generation, packing, padded_places
+from transformer_fast.accelerate import converters, formula, generation, packing, padded_positions
 from transformer_fast.compile import backend
 
 
@@ -46,12 +46,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return reason
 
     def counted(self: Any, function: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
-        found.extend([query.shape[2]] * (padded_places.trial() is None))
+        found.extend([query.shape[2]] * (padded_positions.trial() is None))
         return attend(self, function, module, query, *args, **kw)
 
     def counted_layer(self: Any, layer: Any, x: Tensor, starts: Tensor | None, *rest: Any) -> Any:
         output = run(self, layer, x, starts, *rest)
-        if output is not None and starts is not None and padded_places.trial() is None:
+        if output is not None and starts is not None and padded_positions.trial() is None:
             found.append(x.shape[1])
         return output
 

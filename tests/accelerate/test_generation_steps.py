@@ -264,13 +264,13 @@ def test_beams_share_the_keys_of_their_source(
 
     monkeypatch.setattr(native._Memory, "__init__", noted)
     allocated: list[int] = []
-    allocate = native._Places._allocate
+    allocate = native._Past._allocate
 
     def counted(self: Any, *args: Any) -> None:
         allocate(self, *args)
         allocated.append(self.length)
 
-    monkeypatch.setattr(native._Places, "_allocate", counted)
+    monkeypatch.setattr(native._Past, "_allocate", counted)
     tokens_of(marian, num_beams=4)
     assert steps[:1] == [12]
     assert made == [4]
@@ -288,12 +288,12 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
         given = sources()
         encoded = model.get_encoder()(**given)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        place = 0
+        done = 0
 
         def call(count: int, cache: Any) -> Tensor:
-            nonlocal place
-            part = tokens[:, place : place + count]
-            place += count
+            nonlocal done
+            part = tokens[:, done : done + count]
+            done += count
             return model(  # type: ignore[no-any-return]
                 encoder_outputs=encoded, attention_mask=given["attention_mask"],
                 decoder_input_ids=part, cache=cache, use_cache=True,
@@ -310,7 +310,7 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
         cache.crop(-3)
         assert cache.get_seq_length() == 5
         yield call(1, cache)
-        yield [(x,) for x in kept]  # steps after the crop do not overwrite their last places
+        yield [(x,) for x in kept]  # steps after the crop do not overwrite their last positions
         given["attention_mask"].numpy()[:, 1] = 0
         yield call(1, cache)
         cache.reorder_cache(torch.tensor([0, 0, 1]))  # mixes the sources; masks hide no less
@@ -319,7 +319,7 @@ def test_caches_are_transformers_own(marian: Any, steps: list[int]) -> None:
         copied = copy.deepcopy(cache)
         assert type(copied.self_attention_cache) is DynamicCache
         yield call(1, cache)
-        place -= 1
+        done -= 1
         yield call(1, copied)
         for layer in cache.self_attention_cache.layers:
             layer.keys, layer.values = layer.keys * 1.5, layer.values - 1
@@ -490,9 +490,9 @@ def test_verify_covers_steps(steps: list[int], monkeypatch: pytest.MonkeyPatch) 
     assert steps[-1] == 3
     restore(model)
     monkeypatch.setattr(generation, "_difference", lambda *_: None)
-    run = native._Places.bind
+    run = native._Past.bind
     monkeypatch.setattr(
-        native._Places,
+        native._Past,
         "bind",
         lambda *a: lambda *b: run(*a)(*b).mul_(1.01),  # type: ignore[misc]
     )
@@ -567,7 +567,7 @@ def test_a_decoder_that_runs_fewer_layers_runs_module_by_module(steps: list[int]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_prompts_padded_at_the_right_continue_from_the_last_place(name: str) -> None:
+def test_prompts_padded_at_the_right_continue_from_the_last_position(name: str) -> None:
     theirs, ours = build(name), build(name)
     accelerate(ours)
     prompt = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, PAD, PAD]])

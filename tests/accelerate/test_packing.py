@@ -1,4 +1,4 @@
-"""accelerate on encoders of Hugging Face's transformers: no layer computes padded places."""
+"""accelerate on encoders of Hugging Face's transformers: no layer computes padded positions."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def build_decoder(name: str, **settings: Any) -> Any:
 
 #: Padding at the right and in the middle; the longest sequence has 8 tokens.
 MIXED = ("xxxxx----", "xxx--xxxx", "xxxxxxxx-", "x--------")
-#: For a model whose own code reads the last place (`SiglipTextModel`).
+#: For a model whose own code reads the last position (`SiglipTextModel`).
 WITHIN = ("xxxxxxxxx", "xxx--xxxx", "x------xx", "xx-x-xxxx")
 LEFT = ("---xxxxxx", "xxxxxxxxx", "--------x", "-xxxxxxxx")
 RIGHT = ("xxxxx----", "xxxxxxxxx", "xx-------", "xxxxxxxx-")
@@ -188,7 +188,7 @@ def test_encoders_run_on_real_tokens(name: str, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["BertModel", "DistilBertModel", "MPNetModel", "DebertaV2Model"])
-def test_padded_places_are_zero(name: str) -> None:
+def test_padded_positions_are_zero(name: str) -> None:
     """Holds for models whose output is that of the last layer."""
     model = build(name)
     accelerate(model)
@@ -277,7 +277,7 @@ def test_inference_mode_autocast_and_bfloat16(name: str, rows: list[int]) -> Non
 )
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_training_with_dropout(name: str, reentrant: bool | None, rows: list[int]) -> None:
-    """Padded places get no gradient; checkpoints recompute with the same rows and dropout pattern."""
+    """Padded positions get no gradient; checkpoints recompute with the same rows and dropout pattern."""
     model = build(name, 0.3).train()
     accelerate(model)
     inputs = inputs_of(*MIXED)
@@ -455,7 +455,7 @@ def test_prefill_of_decoders_skips_padding(name: str, rows: list[int]) -> None:
         for layers in zip(*(x.past_key_values.layers for x in (found, right, exact)), strict=True):
             for kind in ("keys", "values"):
                 got, *others = (getattr(layer, kind) for layer in layers)
-                at = real[:, None, -got.shape[2] :, None].expand_as(got)  # windows: the last places
+                at = real[:, None, -got.shape[2] :, None].expand_as(got)  # windows: last positions
                 check_budget(got[at], *(x[at] for x in others))
                 assert not got[~at].any()
         assert rows == [int(real.sum())] * 3
@@ -522,10 +522,10 @@ class Shifted(bert.BertLayer):
         return found + 1e-9 * hidden_states.roll(1, 1)
 
 
-class Placed(bert.BertSelfAttention):
+class Positioned(bert.BertSelfAttention):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        places = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
-        return super().forward(hidden_states + 1e-3 * places, *args, **kwargs)
+        positions = torch.arange(hidden_states.shape[1]).view(1, -1, 1)
+        return super().forward(hidden_states + 1e-3 * positions, *args, **kwargs)
 
 
 class Unregistered(bert.BertLayer):
@@ -553,7 +553,7 @@ def test_layers_of_different_signatures_are_left() -> None:
     ("place", "kind", "reason"),
     [
         ("", Shifted, "it has operations between tokens besides attention"),
-        ("attention.self", Placed, "its results depend on the place of a token"),
+        ("attention.self", Positioned, "its results depend on the position of a token"),
         ("", Unregistered, "its attention is not looked up in the registry"),
         ("", Reading, "a trial call failed (TypeError"),
     ],
@@ -625,7 +625,7 @@ def test_copies_pickles_and_restore(rows: list[int]) -> None:
     assert len(rows) == 3
 
 
-def test_verify_compares_real_places() -> None:
+def test_verify_compares_real_positions() -> None:
     for name in ("BertModel", "DebertaV2Model", "ModernBertModel", "MPNetModel"):
         report = accelerate(build(name), verify=inputs_of(*MIXED))
         assert report.verified, str(report)

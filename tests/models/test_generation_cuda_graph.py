@@ -96,7 +96,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     one = Recorder()
     monkeypatch.setattr(cuda_graph, "record", one)
-    monkeypatch.setattr(cuda_graph, "_LEAST_PLACES", 4)
+    monkeypatch.setattr(cuda_graph, "_LEAST_POSITIONS", 4)
     return one
 
 

@@ -27,7 +27,7 @@ from ..models.generation.methods import BeamSearch, Greedy, top
 from ..models.generation.search import Rules, Task, beam_search, one_by_one
 from ..nn.drop_in import DropIn, subclass
 from .classes import code_of_others
-from .padded_places import is_hooked
+from .padded_positions import is_hooked
 from .private_names import CACHES, OBJECTS, SEARCHING, STATELESS, load
 from .steps import Chain, keep_shared, noted_steps
 

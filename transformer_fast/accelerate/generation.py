@@ -28,7 +28,7 @@ from ..testing import GRADIENT_FACTOR
 from ..testing.parity import compare
 from . import classes, formula, generate_calls, packing
 from .classes import ClassChange
-from .padded_places import undisturbed
+from .padded_positions import undisturbed
 from .parts import is_model, is_ours
 from .private_names import (
     BIAS,
@@ -178,7 +178,7 @@ def _find(name: str, decoder: Any, stack: str) -> ClassChange | str:
         except Exception as error:
             reason = f"a trial of two steps failed ({type(error).__name__}: {error})"
         packed_memory.forget_packed(decoder)
-    earlier = None if original is kind else original  # `padded_places` has changed it, too
+    earlier = None if original is kind else original  # `padded_positions` has changed it, too
     return reason or ClassChange(name, decoder, kind, made, original=earlier)
 
 
@@ -251,10 +251,10 @@ def _recognise_all(
 def _is_of_differences(biased: Any) -> bool:
     """True if a bias of relative positions depends only on the distance from key to query."""
     length = 300  # T5's bias is constant from 128 positions on
-    all_places = biased.compute_bias(length, length).tril()
+    all_positions = biased.compute_bias(length, length).tril()
     last = biased.compute_bias(1, length, past_seen_tokens=length - 1)
-    return torch.equal(all_places[..., -1:, :], last) and torch.equal(
-        all_places[..., 1:, 1:], all_places[..., :-1, :-1]
+    return torch.equal(all_positions[..., -1:, :], last) and torch.equal(
+        all_positions[..., 1:, 1:], all_positions[..., :-1, :-1]
     )
 
 

@@ -105,8 +105,8 @@ def _mask(
     # A finite value, as in transformers: a fully masked row does not give zeros here.
     lowest = torch.finfo(query.dtype).min
     if causal:
-        places = (query.shape[2], key.shape[2])
-        mask = torch.ones(places, dtype=torch.bool, device=query.device).tril()
+        shape = (query.shape[2], key.shape[2])
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     if mask is None:
         return bias
     return torch.where(mask, bias, lowest) if mask.dtype == torch.bool else bias + mask
@@ -251,19 +251,19 @@ class _Disentangled:
     def products(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the products (queries with keys of positions, keys with queries of positions)."""
         span = self.layer.pos_ebd_size
-        places = torch.cat([self.relative[0, :, 0].flip(0), self.relative[0, 0, 1:]])
+        positions = torch.cat([self.relative[0, :, 0].flip(0), self.relative[0, 0, 1:]])
         return (
-            self._product("c2p", self.query, "key", places + span),
-            self._product("p2c", self.key, "query", span - places),
+            self._product("c2p", self.query, "key", positions + span),
+            self._product("p2c", self.key, "query", span - positions),
         )
 
-    def _product(self, kind: str, rows: Tensor, other: str, places: Tensor) -> Tensor | None:
+    def _product(self, kind: str, rows: Tensor, other: str, positions: Tensor) -> Tensor | None:
         layer, last = self.layer, 2 * self.layer.pos_ebd_size - 1
         if kind not in layer.pos_att_type:
             return None
         part = getattr(layer, f"{other}_proj" if layer.share_att_key else f"pos_{other}_proj")
-        of_places = self.embeddings.index_select(0, places.clamp(0, last))
-        heads = (fusion.linear(part, of_places) * self.factor).unflatten(1, (rows.shape[1], -1))
+        of_positions = self.embeddings.index_select(0, positions.clamp(0, last))
+        heads = (fusion.linear(part, of_positions) * self.factor).unflatten(1, (rows.shape[1], -1))
         return rows @ heads.permute(1, 2, 0)
 
     def _terms(self, product: Tensor, rows: slice) -> Tensor:
@@ -273,7 +273,7 @@ class _Disentangled:
         start = part.storage_offset() + self.length - 1
         return part.as_strided((batch, heads, length, length), (outer, inner, row - 1, 1), start)
 
-    def __call__(self, rows: slice, places: slice) -> Tensor:
+    def __call__(self, rows: slice, positions: slice) -> Tensor:
         of_queries, of_keys = self.products
         if of_keys is None:
             return self._terms(of_queries, rows)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ class DisentangledSelfAttention(Attention):
             or query_states is not None
             or (kinds and not _has_differences(relative_pos, rel_embeddings))
             or not fusion.is_unhooked(self.dropout, fusion.DROPOUT)
-            or not all(fusion.is_unhooked(part, (type(part),)) for part in self._of_places())
+            or not all(fusion.is_unhooked(part, (type(part),)) for part in self._of_positions())
         ):
             given = output_attentions, query_states, relative_pos, rel_embeddings
             if rows is None:
@@ -343,7 +343,7 @@ class DisentangledSelfAttention(Attention):
         )
         return output.flatten(2), None
 
-    def _of_places(self) -> list[torch.nn.Module]:
+    def _of_positions(self) -> list[torch.nn.Module]:
         """Returns the modules that get fewer positions here than in transformers (2 * span)."""
         names = ["pos_dropout", "pos_key_proj", "pos_query_proj"]
         names += ["query_proj", "key_proj"] if self.share_att_key else []
@@ -355,7 +355,7 @@ class DisentangledSelfAttention(Attention):
 
 
 def _has_differences(relative: Tensor | None, embeddings: Tensor | None) -> bool:
-    """True if positions (1, T, T) depend only on the difference of two places."""
+    """True if relative positions (1, T, T) depend only on the difference of two positions."""
     if relative is None or embeddings is None or relative.dim() != 3 or len(relative) != 1:
         return False
     return torch.equal(relative[:, 1:, 1:], relative[:, :-1, :-1])

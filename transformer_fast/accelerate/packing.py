@@ -2,10 +2,10 @@
 
 The stack is a ModuleList that its owner's ``forward`` iterates over. Within that loop, the first layer's
 input (B, T, M) is gathered to rows (1, N, M), one per real token, and the last layer's output is put
-back, with zeros at padded places. Batches whose padded places may be read run as they are; see
-`padded_places`. The layers are called as they are, with `Rows` in place of the mask: only our attention
-function reads it. No state outlives the loop, so that threads, exceptions and
-activation checkpointing need no care. In inference, with or without padding, an encoder layer with a
+back, with zeros at padded positions. Batches whose padded positions may be read run as they are; see
+`padded_positions`. The layers are called as they are, with `Rows` in place of the mask: only our
+attention function reads it. No state outlives the loop, so that threads, exceptions and activation
+checkpointing need no care. In inference, with or without padding, an encoder layer with a
 `formula.Formula` runs as one kernel call.
 
 Decoders run on real tokens in inference if their cache is empty: that is the prefill of a batch of
@@ -43,9 +43,9 @@ from ..functional.attention import attend
 from ..models.attention_weights import evaluating
 from ..nn.drop_in import DropIn, is_patched, note_methods, original_class
 from ..nn.fusion import DROPOUT, LAYER_NORM, LINEAR
-from ..nn.ragged import Places
+from ..nn.ragged import RealPositions
 from ..ops.arguments import AttentionArguments
-from . import classes, formula, padded_places
+from . import classes, formula, padded_positions
 from .classes import ClassChange
 from .parts import NAME, is_ours
 from .private_names import (
@@ -53,12 +53,12 @@ from .private_names import (
     CHECKPOINTING,
     MASK,
     NAME_OF_ATTENTION,
-    OF_PLACES,
+    OF_POSITIONS,
     ROTATION,
     attention_functions,
 )
 
-#: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and places that returns
+#: A bias (B or 1, H, T, T) of the scores, or a function of a sequence's rows and positions that returns
 #: its part.
 Bias = Tensor | Callable[[slice, slice], Tensor]
 #: Mask (B, 1, T, T) -> the `Padding` from which it was made.
@@ -70,7 +70,7 @@ def version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-class Padding(Places):
+class Padding(RealPositions):
     """The padding from which a mask was made."""
 
     def __init__(self, real: Tensor, scope: _Scope, mask: Tensor) -> None:
@@ -85,7 +85,7 @@ class Padding(Places):
 
     @property
     def has_only_real(self) -> bool:
-        return len(self.places) == self.real.numel()
+        return len(self.indices) == self.real.numel()
 
     @functools.cached_property
     def longest(self) -> int:
@@ -100,13 +100,13 @@ class Padding(Places):
         """
         if not self._windows or not self.runs:
             return None
-        places = torch.arange(self.longest, device=self.real.device)
-        seen = [torch.as_tensor(part(0, 0, places[:, None], places)) for part in self._windows]
+        at = torch.arange(self.longest, device=self.real.device)
+        seen = [torch.as_tensor(part(0, 0, at[:, None], at)) for part in self._windows]
         return functools.reduce(torch.logical_and, seen)[None, None]
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns first place and length of each sequence; empty if padding is between tokens."""
+        """Returns first position and length of each sequence; empty if padding is between tokens."""
         real = self.real.int()
         lengths, first = real.sum(1), real.argmax(1)
         end = real.shape[1] - real.flip(1).argmax(1)
@@ -190,9 +190,9 @@ class Rows:
         self.mask, self.padding = mask, padding
         self.batch, self.length = padding.real.shape
 
-    def has_places_of(self, other: Any) -> bool:
-        """True if the rows of ``other`` are at the same places of the batch."""
-        mine, theirs = self.padding.places, other.padding.places
+    def has_positions_of(self, other: Any) -> bool:
+        """True if the rows of ``other`` are at the same positions of the batch."""
+        mine, theirs = self.padding.indices, other.padding.indices
         return mine is theirs or torch.equal(mine, theirs)
 
     def has_tokens_of(self, x: Any) -> bool:
@@ -205,8 +205,8 @@ class Rows:
         """Returns the rows (1, N, ...) of x (B, T, ...); (1, T, ...) holds for each sequence."""
         return self.padding.gather(x.expand(self.batch, *x.shape[1:]))[None]
 
-    def put_back(self, rows: Tensor, trial: padded_places.Trial | None = None) -> Tensor:
-        """Returns (B, T, ...) with zeros, or the random numbers of ``trial``, at padded places."""
+    def put_back(self, rows: Tensor, trial: padded_positions.Trial | None = None) -> Tensor:
+        """Returns (B, T, ...) with zeros, or the random numbers of ``trial``, at padded positions."""
         padded = self.padding.put_back(rows[0])
         return padded if trial is None else trial.fill(padded, self.padding.real)
 
@@ -262,15 +262,15 @@ class Rows:
         ):
             return None
         found, start = [], 0
-        for index, (place, length) in enumerate(self.padding.runs):
+        for index, (first, length) in enumerate(self.padding.runs):
             if length == 0:
                 continue
-            rows, places = slice(start, start + length), slice(place, place + length)
+            rows, positions = slice(start, start + length), slice(first, first + length)
             if isinstance(table, Tensor):
                 of_sequence = index if table.shape[0] > 1 else 0
-                part = table[of_sequence : of_sequence + 1, :, places, places]
+                part = table[of_sequence : of_sequence + 1, :, positions, positions]
             else:
-                part = table(rows, places)
+                part = table(rows, positions)
             q, k, v = (x[:, :, rows] for x in (query, key, value))
             given = AttentionArguments(
                 q, k, v, part, scale=scaling, enable_gqa=k.shape[1] < q.shape[1], softcap=softcap
@@ -292,7 +292,7 @@ class _Cache:
     def update(
         self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes (1, H, N, D) as (B, H, T, D) with zeros at padded places; returns both unchanged."""
+        """Writes (1, H, N, D) as (B, H, T, D) with zeros at padded positions; returns both unchanged."""
         if self._rows is not None:
             padded = (self._rows.put_back(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
             self._cache.update(*padded, *args, **kwargs)
@@ -315,13 +315,13 @@ class _Loop:
         self.rows: Rows | None = None
         #: False: a call inside the layers is recorded, transformed or observed.
         self.is_plain: bool | None = None
-        #: (id(positions), id(padding)) -> (positions, to keep them alive; positions of the rows).
+        #: (id(position ids), id(padding)) -> (the ids, to keep them alive; the ids of the rows).
         self.gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
-        #: id(padding) -> True if padded places are computed. The mask's entry keeps the padding alive.
+        #: id(padding) -> True if padded positions are computed. The mask's entry keeps the padding alive.
         self.computed: dict[int, bool] = {}
         #: The reason why a layer ran on a padded batch instead of rows; that of the last such layer.
         self.why_padded = ""
-        self.trial = padded_places.trial()
+        self.trial = padded_positions.trial()
 
     def __iter__(self) -> Iterator[_Layer]:
         formulas = self.stack._formulas
@@ -356,7 +356,7 @@ class _Loop:
         if self.trial is not None and mask is not None:
             why_padded = self.why_padded if packed is None else ""
             self.trial.note(self.layers[0], _paddings[mask].real, why_padded)
-        is_packed = old is not None and packed is not None and old.has_places_of(rows)
+        is_packed = old is not None and packed is not None and old.has_positions_of(rows)
         if old is not None and not is_packed:
             hidden = old.put_back(hidden)
         if packed is None:
@@ -459,7 +459,7 @@ class _Loop:
             return None
         if self.stack._is_decoder and torch.is_grad_enabled():
             return None
-        is_padded = len(padding.places) > 0 and not padding.has_only_real
+        is_padded = len(padding.indices) > 0 and not padding.has_only_real
         fits = old is not None or (are_plain_on_cpu((hidden,)) and hidden.dim() == 3)
         shape = hidden.shape if old is None else old.padding.real.shape
         if not (is_padded and fits and shape[:2] == padding.real.shape):
@@ -468,11 +468,11 @@ class _Loop:
         return None if self._computes(padding) else Rows(mask, padding)
 
     def _computes(self, padding: Padding) -> bool:
-        """True if padded places are computed, because they may be read or the user wants them."""
+        """True if padded positions are computed, because they may be read or the user wants them."""
         key = id(padding)
         if key not in self.computed:
             stack = self.stack
-            self.computed[key] = not stack._skips_padding or padded_places.are_read(
+            self.computed[key] = not stack._skips_padding or padded_positions.are_read(
                 padding.real, stack._is_decoder
             )
         return self.computed[key]
@@ -490,12 +490,12 @@ class _Loop:
                 if not all(
                     map(rows.has_tokens_of, value if isinstance(value, tuple) else (value,))
                 ):
-                    self.why_padded = f"its layers get {name} of other places"
+                    self.why_padded = f"its layers get {name} of another shape"
                     return None
                 packed[name] = self._gathered(value, rows)
             elif self.stack._is_decoder and name in CACHES and _is_growing(value):
                 packed[name] = _Cache(value, rows)
-            elif name in (names[0], *OF_PLACES) or isinstance(value, _PLAIN_VALUES):
+            elif name in (names[0], *OF_POSITIONS) or isinstance(value, _PLAIN_VALUES):
                 packed[name] = value
             else:
                 kind = type(value).__name__
@@ -510,7 +510,7 @@ class _Loop:
         return None if packed.get("output_attentions") else packed
 
     def _gathered(self, value: Any, rows: Rows) -> Any:
-        """Returns the positions of the tokens, from a tensor or a tuple of tensors (1 or B, T, ...)."""
+        """Returns the rows of position ids or embeddings: one tensor, or several, (1 or B, T, ...)."""
         key = id(value), id(rows.padding)
         if key not in self.gathered:
             several = isinstance(value, tuple)
@@ -583,7 +583,7 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     #: True if the loop only passes each layer's output on to the next layer.
     _is_chain: bool
     #: True if the layers are a decoder's: with gradients they run on padded batches, because users may
-    #: compute the loss at padded places, too.
+    #: compute the loss at padded positions, too.
     _is_decoder: bool
     #: The class of the layers' attention if it is not in the registry. Our mask function then does not
     #: record the padding; `_note_padding_of` does, with the class's ``visible``.
@@ -597,7 +597,7 @@ class UnpaddedLayers(DropIn, torch.nn.ModuleList):
     _formulas: tuple[formula.Formulas | str, ...]
     #: Indices of the first layer of each kind, which a trial of the model runs.
     _kinds_first: tuple[int, ...]
-    #: False: padded places are computed.
+    #: False: padded positions are computed.
     _skips_padding: bool
 
     def __iter__(self) -> Iterator[Any]:
@@ -869,7 +869,7 @@ def _mixing(
 
 
 def _arguments(first: Any, parameters: tuple[str, ...], config: Any) -> dict[str, Any]:
-    """Returns a layer's arguments for three equal tokens at one place, without the mask."""
+    """Returns a layer's arguments for three equal tokens at one position, without the mask."""
     weight = next(p for p in first.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     token = torch.randn(config.hidden_size, generator=generator).to(weight.dtype)
@@ -897,7 +897,7 @@ def rotated_channels(config: Any) -> int:
 
 
 def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
-    """Returns the reason if a token's result depends on its place, or on other tokens.
+    """Returns the reason if a token's result depends on its position, or on other tokens.
 
     Attention returns its values instead of mixing them. Equal tokens must then have equal queries,
     keys and results. A token that is NaN must not reach another one, whatever the weights.
@@ -920,7 +920,7 @@ def _mixes_tokens(layer: Any, given: dict[str, Any]) -> str | None:
     for x in found[0]:
         error = (x - x[:, :1]).abs().max()
         if not error <= 64 * torch.finfo(x.dtype).eps * x.abs().max():
-            return "its results depend on the place of a token"
+            return "its results depend on the position of a token"
     for x in found[1]:
         if x[:, ::2].isnan().any():
             return "it has operations between tokens besides attention"

@@ -17,7 +17,7 @@ from . import (
     hugging_face,
     mlp,
     packing,
-    padded_places,
+    padded_positions,
     quantize,
     written_layers,
 )
@@ -78,7 +78,7 @@ def _find_stack(
     for owner in filter(is_model, owners):
         if "forward" in owner.__dict__:
             kind = type(owner).__name__
-            return f"the forward of {kind} was replaced on the instance, and may read padded places"
+            return f"the forward of {kind} was replaced on the instance, and may read padding"
     has_ours = any(change.module is model for change in changes) or is_ours(model.config)
 
     def is_wanted(inner: str) -> bool:
@@ -111,7 +111,7 @@ def make_plan(
             for change in recorded(name, module)
             if not (
                 hugging_face.is_over(change)
-                or padded_places.is_change(change)
+                or padded_positions.is_change(change)
                 or generation.is_change(change)
             )
         ]
@@ -163,11 +163,11 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
 def padding_plan(model: torch.nn.Module, report: Report) -> list[Change]:
     """Returns the changes for skipping padding in a model that has all other changes.
 
-    Adds to the report what happens at padded places.
+    Adds to the report what happens at padded positions.
     """
     stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, packing.UnpaddedLayers)]
-    plan = padded_places.make_plan(model, [each for each in stacks if each[1]._skips_padding])
-    notes = padded_places.describe(model, stacks, plan.changes) | plan.computed
+    plan = padded_positions.make_plan(model, [each for each in stacks if each[1]._skips_padding])
+    notes = padded_positions.describe(model, stacks, plan.changes) | plan.computed
     changes: list[Change] = [*plan.changes]
     for name in plan.computed:
         switched = packing.policy(name, model.get_submodule(name), False)
@@ -227,7 +227,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
         if module in left:
             ours -= set(_modules(module))
         elif isinstance(
-            module, (packing.UnpaddedLayers, padded_places.PaddedModel, *generation.KINDS)
+            module, (packing.UnpaddedLayers, padded_positions.PaddedModel, *generation.KINDS)
         ):
             pass  # the modules inside are counted instead
         elif classes.is_ours(module) or recorded_classes(module) is not None:
@@ -297,8 +297,8 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
                 f"{parent} was left unchanged. In inference its PyTorch code does not call "
                 f"{entry.name}, whose replacement therefore runs in training only."
             )
-    if any(padded_places.SKIPPED in entry.reason for entry in report.entries):
-        remarks.append(padded_places.ZEROS)
+    if any(padded_positions.SKIPPED in entry.reason for entry in report.entries):
+        remarks.append(padded_positions.ZEROS)
     return remarks
 
 

@@ -63,7 +63,7 @@ ROTATION = "position_embeddings"
 #: Keys and values of earlier calls; "cache" from transformers 5.24 on.
 CACHES = ("cache", "past_key_values", "layer_past")
 #: Arguments that depend on the positions of tokens and that only attention reads.
-OF_PLACES = (BIAS, "relative_pos", "rel_embeddings")
+OF_POSITIONS = (BIAS, "relative_pos", "rel_embeddings")
 
 # Arguments of models.
 

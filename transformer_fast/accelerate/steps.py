@@ -6,7 +6,7 @@ Its layers may attend to an encoder's output. `StepDecoder.forward` runs a step 
 remain the model's code. All other calls run as before.
 
 The cache remains one of transformers' classes `EncoderDecoderCache` and `DynamicCache`. Its keys
-and values are views of one buffer (`_Places`). If other code replaces these tensors, such as a call
+and values are views of one buffer (`_Past`). If other code replaces these tensors, such as a call
 with several tokens, the next step copies the new ones into a new buffer. The parts of the cache get
 a subclass, whose method for beam search reorders the buffer, and copies no keys of the encoder's
 output, since the beams of a source share them.
@@ -258,7 +258,7 @@ class Chain:
     copied: Any
     given: dict[str, Any]
     hidden: Tensor
-    places: _Places
+    past: _Past
 
     def __init__(
         self, decoder: Any, bound: Bound, cache: Any, parts: tuple[Any, ...], mask: Tensor | None
@@ -275,7 +275,7 @@ class Chain:
         tables = given.get(ROTATION) or ()
         if self.is_repeated:
             y = self.run(x, own_mask, tables)
-            self.places.show_length()
+            self.past.show_length()
             return y
         if not are_plain_on_cpu((x, own_mask, *tables)) or x.shape[:-1] != (len(own[0].keys), 1):
             raise _NotAStepError
@@ -298,31 +298,31 @@ class Chain:
                 memory = kept
             else:
                 memory = _Memory(self.parts[1], dtype, self.mask, kept)
-        places = _kept.get(part)
+        past = _kept.get(part)
         beams = None if memory is None else memory.beams
-        if not (isinstance(places, _Places) and places.holds(own, dtype, beams)):
-            places = _Places(own, dtype, beams)
-        kernel = places.bind(self.bound, x.reshape(x.shape[0], -1), memory)
-        mask_shape = (1, 1, places.length + 1)
+        if not (isinstance(past, _Past) and past.holds(own, dtype, beams)):
+            past = _Past(own, dtype, beams)
+        kernel = past.bind(self.bound, x.reshape(x.shape[0], -1), memory)
+        mask_shape = (1, 1, past.length + 1)
         if kernel is None or (own_mask is not None and own_mask.shape[1:] != mask_shape):
             raise _NotAStepError
-        self.places, self.kernel = places, kernel
+        self.past, self.kernel = past, kernel
         y = self.run(x, own_mask, tables)
-        places._show(own)
-        _keep(part, places)
+        past._show(own)
+        _keep(part, past)
         if memory is not None:
             _keep(of_memory, memory)
         return y
 
     def run(self, x: Tensor, own_mask: Tensor | None, tables: Sequence[Tensor]) -> Any:
         """Returns the result of the last layer, whose new keys are in the buffer."""
-        call, places = self.decoder._call, self.places
-        places.make_room()
+        call, past = self.decoder._call, self.past
+        past.make_room()
         if call.has_bias:
-            own_mask = places.bias(self.decoder, self.is_repeated)
+            own_mask = past.bias(self.decoder, self.is_repeated)
         cos, sin = (t.flatten(0, 1) for t in tables) if tables else (None, None)
-        y = self.kernel(x.flatten(0, 1), places.buffer, places.length, own_mask, cos, sin)
-        places.wrote()
+        y = self.kernel(x.flatten(0, 1), past.buffer, past.length, own_mask, cos, sin)
+        past.wrote()
         y = y.view(x.shape)
         return (y, *[None] * (call.returned - 1)) if call.returned else y
 
@@ -348,12 +348,12 @@ class Chain:
 
     def reorder(self, rows: Tensor) -> None:
         """Makes sequence r continue sequence ``rows[r]`` of the same source."""
-        places = self.places
-        places.buffer = places.reordering.apply(places.buffer, rows, places.length)
-        places.show_length()
+        past = self.past
+        past.buffer = past.reordering.apply(past.buffer, rows, past.length)
+        past.show_length()
 
     def finish(self) -> None:
-        self.places._show(self.places.layers)
+        self.past._show(self.past.layers)
 
 
 # The cache.
@@ -383,7 +383,7 @@ def _layers_of(cache: Any, count: int, is_crossed: bool) -> tuple[list[Any], ...
 
 
 #: Part of a cache -> our buffers for it, from the last step.
-_kept: WeakKeyDictionary[Any, _Places | _Shared] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, _Past | _Shared] = WeakKeyDictionary()
 
 
 def keep_shared(part: Any, beams: int) -> None:
@@ -391,7 +391,7 @@ def keep_shared(part: Any, beams: int) -> None:
     _keep(part, _Shared(part.layers, beams))
 
 
-def _keep(part: Any, kept: _Places | _Shared) -> None:
+def _keep(part: Any, kept: _Past | _Shared) -> None:
     part.__class__ = _cache_class()
     _kept[part] = kept
 
@@ -426,7 +426,7 @@ def _are_within_sources(rows: Tensor, beams: int) -> bool:
     return torch.equal(rows // beams, torch.arange(len(rows)) // beams)
 
 
-class _Places:
+class _Past:
     """One buffer with keys and values of self-attention of all layers; the cache has its views."""
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> None:
@@ -462,7 +462,7 @@ class _Places:
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, beams: int | None) -> bool:
         """True if the layers still have the views that the last step assigned.
 
-        False for a cropped cache: the user may keep views of places that a step would overwrite.
+        False for a cropped cache: the user may keep views of positions that a step would overwrite.
         """
         buffer = self.buffer
         if buffer.dtype != dtype or len(layers) != len(buffer):
@@ -481,14 +481,14 @@ class _Places:
         if self._bound[:-1] != key:
             given: Any = ([], None, None)
             if memory is not None:
-                given = memory.tensors, memory.places.mask, memory.places.lengths
+                given = memory.tensors, memory.visible.mask, memory.visible.lengths
             self._bound = (*key, decoders.bind_stack(sample, self.buffer, steps, *given))
         return self._bound[-1]  # type: ignore[no-any-return]
 
     def bias(self, decoder: Any, is_known: bool) -> Tensor:
         """Returns the bias of relative positions (1, H, 1, length + 1) of the next step.
 
-        It depends on differences of positions only, so it is a part of the row of the last place.
+        It depends on differences of positions only, so it is a part of the row of the last position.
         is_known: True if its parameters have not changed since the last step.
         """
         most = self.buffer.shape[4]
@@ -572,7 +572,7 @@ class _Memory(_Shared):
     ) -> None:
         """``kept``: an earlier record of the layers' tensors, or None."""
         self.dtype = dtype
-        #: (R, S), True at places that are not padding; None: no mask.
+        #: (R, S), True at positions that are not padding; None: no mask.
         self.real = None if mask is None else mask != 0
         is_known = isinstance(kept, _Shared) and kept.are_shown(layers)
         beams = _beams(layers, self.real, kept.beams if is_known else None)
@@ -586,7 +586,7 @@ class _Memory(_Shared):
             if beams == 1 and dtype == keys.dtype:
                 layer.keys, layer.values = both.unbind(0)  # frees the original
         padding = None if self.real is None else ~self.real[::beams]
-        self.places = decoders.MemoryPlaces.of(padding)
+        self.visible = decoders.MemoryPositions.of(padding)
         super().__init__(layers, beams)
 
     def holds(self, layers: Sequence[Any], dtype: torch.dtype, mask: Tensor | None) -> bool:
@@ -601,7 +601,7 @@ class _Memory(_Shared):
 def _beams(layers: Sequence[Any], real: Tensor | None, known: int | None = None) -> int:
     """Returns how many adjacent sequences have equal keys and values, and equal rows of ``real``.
 
-    real: (R, S), True at unpadded places, or None. known: the result without it, or None.
+    real: (R, S), True at unpadded positions, or None. known: the result without it, or None.
     """
     rows = len(layers[0].keys)
     differ = torch.zeros(max(0, rows - 1), dtype=torch.bool)

@@ -75,11 +75,11 @@ def accelerate(
             are multiplied by powers of two, one for each channel, before they are rounded to 8 bits, and
             the columns of the weights are divided by them, where this reduces the error on these inputs
             by a tenth or more. Nothing else that the model computes changes. None: no factors.
-        skip_padding: True: layers of Hugging Face's models are not computed at the padded places of a
-            batch, and their outputs there are zeros, unless the model's own code reads such a place: a
-            classifier's first token with padding on the left, labels that are not -100 at padded places,
+        skip_padding: True: layers of Hugging Face's models are not computed at the padded positions of a
+            batch, and their outputs there are zeros, unless the model's own code reads one of them: a
+            classifier's first token with padding on the left, labels other than -100 at padded positions,
             heads for CTC and question answering. Then the results are those of transformers. False: all
-            places are computed. The last call's value holds.
+            positions are computed. The last call's value holds.
         verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
             tensor. The original and the accelerated model are run on them (eval and train mode,
             forward and gradients; layers also with padding). If results differ by more than
@@ -157,7 +157,7 @@ def restore(model: torch.nn.Module) -> list[str]:
     """
     from ..nn import int8
     from .classes import undo_all
-    from .padded_places import is_change
+    from .padded_positions import is_change
 
     _require_module(model)
     changes = _changes_of(model)

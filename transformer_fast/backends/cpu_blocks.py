@@ -119,7 +119,7 @@ class DecodeStack:
     ) -> Tensor:  # fmt: skip
         """Maps (R * T, M) to (R * T, M): T new tokens of each of R sequences.
 
-        Their keys and values are written to ``cache`` (layers, 2, R, heads of keys, places, D) from
+        Their keys and values are written to ``cache`` (layers, 2, R, heads of keys, positions, D) from
         ``start`` on. The new tokens attend to all tokens before them, causally. If T > 1, they must
         be the first tokens of the sequences.
 

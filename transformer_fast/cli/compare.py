@@ -220,11 +220,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     rows, remarks = run([*text_cases(options, device, text)], plan, probe_before=False)
     about = machine.describe(device)
     real = sum(int(b.lengths.sum()) for b in text)
-    places = sum(b.tokens.numel() for b in text)
+    positions = sum(b.tokens.numel() for b in text)
     head = [
         machine.line(about),
         f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch', 'batches')} "
-        f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
+        f"of {_SIZE} paragraphs, {real:,} bytes in {positions:,} positions",
     ]
     sections = {
         "Failed": form.failures(rows),

@@ -311,7 +311,7 @@ def encoder_layer_flops(size: Size, rows: float, pairs: float) -> float:
     return rows * (8.0 * size.model**2 + 4.0 * size.model * size.hidden) + 4.0 * pairs * size.model
 
 
-def real_places(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
+def real_positions(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
     """Returns a bool tensor (B, T), True where an encoder's results count."""
     if padding is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -323,7 +323,7 @@ def encoder_work(size: Size, weights: float, layers: int = 1) -> Callable[..., A
 
     def work(x: Tensor, mask: None, padding: Tensor | None) -> tuple[float, float, float]:
         batch, length, _ = x.shape
-        lengths = real_places(x, mask, padding).sum(1).double()
+        lengths = real_positions(x, mask, padding).sum(1).double()
         dense = encoder_layer_flops(size, batch * length, batch * length**2)
         useful = encoder_layer_flops(size, lengths.sum().item(), lengths.square().sum().item())
         moved = 2.0 * x.numel() * x.element_size() + weights
@@ -351,7 +351,7 @@ def encoder_case(
     work = encoder_work(size, parameter_bytes(theirs), layers or 1)
     offered = peers(theirs, inputs[0][0])
     op = "encoder_layer" if layers is None else "encoder"
-    return module_case(op, case, ours, theirs, inputs, real_places, work, backends, offered)
+    return module_case(op, case, ours, theirs, inputs, real_positions, work, backends, offered)
 
 
 class Seq2Seq(nn.Module):

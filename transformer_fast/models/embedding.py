@@ -73,9 +73,9 @@ class SinusoidalPositions(Positions):
         """Compute the table; call it again after ``to_empty`` on a model built on "meta"."""
         if self.table.is_meta:
             return
-        place = torch.arange(self.max_len, dtype=torch.float64)[:, None]
+        position = torch.arange(self.max_len, dtype=torch.float64)[:, None]
         even = torch.arange(0, self.d_model, 2, dtype=torch.float64)
-        angle = place * 10000.0 ** (-even / self.d_model)
+        angle = position * 10000.0 ** (-even / self.d_model)
         waves = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
         self.table.copy_(waves[:, : self.d_model])
 

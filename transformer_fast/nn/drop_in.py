@@ -95,7 +95,7 @@ def pytorchs_forward(kind: type) -> Any:
 
 
 #: Packages whose layers a trial call can test: they branch neither on values of tokens, nor on their
-#: places in the batch, nor on state.
+#: positions in the batch, nor on state.
 KNOWN_PACKAGES = ("peft", "torch", "transformer_fast", "transformers")
 
 

@@ -1,4 +1,4 @@
-"""Runs stacks of layers, if possible on the real tokens only, with zeros at padded places.
+"""Runs stacks of layers, if possible on the real tokens only, with zeros at padded positions.
 
 For bool key padding masks on the CPU. The real tokens of all sequences are packed into rows (tokens, M);
 attention gets the row at which each sequence begins, and all other ops work row by row. Removing hidden
@@ -28,16 +28,16 @@ from .int8 import run_linear
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
-class Places:
-    """The places of real tokens in a batch (B, L); its rows are these tokens, one sequence after the
+class RealPositions:
+    """The positions of real tokens in a batch (B, L); its rows are these tokens, one sequence after the
     other."""
 
     def __init__(self, real: Tensor) -> None:
         self.real = real  #: (B, L) bool
 
     @functools.cached_property
-    def places(self) -> Tensor:
-        """Returns the indices (N,) of the real tokens among the B * L places."""
+    def indices(self) -> Tensor:
+        """Returns the indices (N,) of the real tokens among the B * L positions."""
         return self.real.flatten().nonzero().squeeze(1)
 
     @functools.cached_property
@@ -50,24 +50,24 @@ class Places:
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows (N, ...) of x (B, L, ...)."""
-        return x.flatten(0, 1).index_select(0, self.places)
+        return x.flatten(0, 1).index_select(0, self.indices)
 
     def put_back(self, rows: Tensor) -> Tensor:
-        """Returns (B, L, ...) with zeros at padded places."""
+        """Returns (B, L, ...) with zeros at padded positions."""
         flat = rows.new_zeros((self.real.numel(), *rows.shape[1:]))
-        return flat.index_copy_(0, self.places, rows).unflatten(0, self.real.shape)
+        return flat.index_copy_(0, self.indices, rows).unflatten(0, self.real.shape)
 
 
 def _gather(
     x: Tensor, padding: Tensor | None, batch_first: bool
-) -> tuple[Tensor, Tensor, Places | None]:
+) -> tuple[Tensor, Tensor, RealPositions | None]:
     """Returns the rows (N, M) of x (B, L, M) or (L, B, M) where padding (B, L) is False; the row at
-    which each sequence begins; and the places of the rows, None without padding."""
+    which each sequence begins; and the positions of the rows, None without padding."""
     x = x if batch_first else x.transpose(0, 1)
     if padding is None:
         return x.flatten(0, 1), torch.arange(len(x) + 1) * x.shape[1], None
-    places = Places(padding.logical_not())
-    return places.gather(x), places.starts, places
+    positions = RealPositions(padding.logical_not())
+    return positions.gather(x), positions.starts, positions
 
 
 def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
@@ -92,20 +92,22 @@ def _bound_for_ops(
         return None
 
 
-def _compose(bound: Bound, x: Tensor, places: Places, padding: Tensor, is_causal: bool) -> Tensor:
+def _compose(
+    bound: Bound, x: Tensor, at: RealPositions, padding: Tensor, is_causal: bool
+) -> Tensor:
     """Returns the result of encoder layers that are composed on rows x (N, M)."""
     key_lengths, mask = masks.from_padding_mask(padding)
 
     def attend(x: Tensor, one: Sublayer[Any], dropout_p: float) -> Tensor:
         joined = one.maps[0]
         projected = run_linear(x, joined.weight, joined.bias)
-        spread = places.put_back(projected).unflatten(2, (3, one.heads, -1))
+        spread = at.put_back(projected).unflatten(2, (3, one.heads, -1))
         query, key, value = (part.transpose(1, 2) for part in spread.unbind(2))
         arguments = AttentionArguments(
             query, key, value, mask, key_lengths, is_causal, dropout_p=dropout_p
         )
         output, _ = attend_to_heads(arguments)
-        return places.gather(output.transpose(1, 2).flatten(2))
+        return at.gather(output.transpose(1, 2).flatten(2))
 
     for layer, dropouts in zip(bound.layers, bound.dropouts, strict=True):
         x = fusion.compose_bound(layer, dropouts, x, attend)
@@ -146,16 +148,16 @@ def _run_unpadded(
         return None
     if memory is not None and not _padding_fits(cross.key_padding, memory, batch_first):
         return None
-    rows, starts, places = _gather(x, padding, batch_first)
+    rows, starts, positions = _gather(x, padding, batch_first)
     if calls is not None:
         source = memory_starts = None
         if memory is not None:
             source, memory_starts, _ = _gather(memory, cross.key_padding, batch_first)
         rows = fused_layers.run(calls, rows, source, starts, memory_starts)
-    elif bound is not None and places is not None and padding is not None:
-        rows = _compose(bound, rows, places, padding, own.is_causal)
+    elif bound is not None and positions is not None and padding is not None:
+        rows = _compose(bound, rows, positions, padding, own.is_causal)
     shape = x.shape if batch_first else x.transpose(0, 1).shape
-    y = rows.view(shape) if places is None else places.put_back(rows)
+    y = rows.view(shape) if positions is None else positions.put_back(rows)
     return y if batch_first else y.transpose(0, 1)
 
 
@@ -174,7 +176,7 @@ def run_stack(
     Args:
         kind: `TransformerEncoderLayer` or `TransformerDecoderLayer`; layers may be of other classes.
         own, cross: masks of self-attention and of attention to the memory.
-        padding: (B, L), True at places of x where the output is zero; None: no such places.
+        padding: (B, L), True at positions of x where the output is zero; None: no such positions.
     """
     output = _run_unpadded(kind, layers, x, own, padding, memory, cross)
     if output is not None:

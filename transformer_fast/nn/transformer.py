@@ -39,7 +39,7 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
 def _nested_padding(
     encoder: TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None
 ) -> Tensor | None:
-    """Returns the places that are 0 because PyTorch's encoder would use nested tensors, or None.
+    """Returns the positions that are 0 because PyTorch's encoder would use nested tensors, or None.
 
     Conditions on values are evaluated on the values' device, so that the host does not wait for it.
     """
@@ -88,7 +88,7 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
     reading it would wait for the device. Pass True if the mask is causal.
     """
 
-    #: True: padded places of the output may be zeros; None: only where PyTorch returns zeros.
+    #: True: padded positions of the output may be zeros; None: only where PyTorch returns zeros.
     skips_padding: bool | None = None
 
     def __init__(
@@ -150,7 +150,7 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
     True`` they are zeros.
     """
 
-    #: True if padded places of tgt may hold zeros instead of values.
+    #: True if padded positions of tgt may hold zeros instead of values.
     skips_padding: bool = False
 
     def forward(

@@ -199,8 +199,8 @@ def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
     batch = starts.shape[0] - 1
     if rows == 0:  # an empty sum gives zeros that autograd records
         return x.sum().expand(batch, heads, length, size)
-    place = starts[:-1, None] + torch.arange(length, device=x.device)
-    found = x.transpose(0, 1).index_select(0, place.clamp_(0, rows - 1).flatten())
+    row = starts[:-1, None] + torch.arange(length, device=x.device)
+    found = x.transpose(0, 1).index_select(0, row.clamp_(0, rows - 1).flatten())
     return found.unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -214,8 +214,8 @@ def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
     within = row - starts.index_select(0, sequence)
     none = (sequence == batch) | (within < 0) | (within >= length)
-    place = (sequence * length + within).masked_fill_(none, 0)
-    found = flat.index_select(0, place).masked_fill(none[:, None, None], 0.0)
+    position = (sequence * length + within).masked_fill_(none, 0)
+    found = flat.index_select(0, position).masked_fill(none[:, None, None], 0.0)
     return found.transpose(0, 1)
 
 

@@ -121,17 +121,17 @@ def _float_lowest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 
 def _distance_bias(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
+    distance = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
     slope = torch.arange(1, h + 1, device=draw.device)[:, None, None]
-    return (-place.abs() / 2.0**slope)[None].to(draw.dtype)
+    return (-distance.abs() / 2.0**slope)[None].to(draw.dtype)
 
 
 def _rising(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     # ALiBi (Press et al., 2022) with the opposite sign: later keys have larger scores. So the distance
     # between a row's largest score and the scores of the first keys grows with the row's length.
-    place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
+    distance = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
     slope = torch.arange(h, device=draw.device)[:, None, None]
-    return (place / 2.0**slope)[None].to(draw.dtype)
+    return (distance / 2.0**slope)[None].to(draw.dtype)
 
 
 def _first_keys_smallest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
@@ -181,11 +181,11 @@ def _garbage(
 
     def build(draw: Draw) -> tuple[Any, ...]:
         query, key, value, *rest = arguments = _attention(*sizes, **options)(draw)
-        place = torch.arange(sizes[3], device=draw.device)
+        position = torch.arange(sizes[3], device=draw.device)
         for x, garbage in ((key, math.nan), (value, math.inf)):
-            x.masked_fill_(hidden(place, arguments)[..., None, :, None], garbage)
+            x.masked_fill_(hidden(position, arguments)[..., None, :, None], garbage)
         if rest[-1] is not None:
-            query.masked_fill_((place >= rest[-1][:, None])[:, None, :, None], math.nan)
+            query.masked_fill_((position >= rest[-1][:, None])[:, None, :, None], math.nan)
         return arguments
 
     return build

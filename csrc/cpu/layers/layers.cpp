@@ -815,19 +815,19 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   return output;
 }
 
-// Cached keys and values (R, H, places, D), with their strides.
+// Cached keys and values (R, H, positions, D), with their strides.
 struct KeysAndValues {
   char *keys, *values;
-  int64_t rows, heads, places, size, stride[3];  // strides in elements; D is adjacent
+  int64_t rows, heads, positions, size, stride[3];  // strides in elements; D is adjacent
 
-  // `both`: (2, R, H, places, D), or (layers, 2, R, H, places, D), of which item `layer` is used.
+  // `both`: (2, R, H, positions, D), or item `layer` of (layers, 2, R, H, positions, D) is used.
   KeysAndValues(const Tensor& both, void* data, int64_t layer) : keys(static_cast<char*>(data)) {
     const int64_t first = both.dim() - 5, element = static_cast<int64_t>(both.element_size());
     if (first > 0) keys += layer * both.stride(0) * element;
     values = keys + both.stride(first) * element;
     rows = both.size(first + 1);
     heads = both.size(first + 2);
-    places = both.size(first + 3);
+    positions = both.size(first + 3);
     size = both.size(first + 4);
     for (int d = 0; d < 3; ++d) stride[d] = both.stride(first + 1 + d);
   }
@@ -835,7 +835,7 @@ struct KeysAndValues {
 
 class Step : LayerRunner {
  public:
-  // own_mask: of self-attention, (1 or R, 1 or H, T, places); else new tokens attend causally.
+  // own_mask: of self-attention, (1 or R, 1 or H, T, positions); else new tokens attend causally.
   Step(const Tensor& input, bool norm_first, int activation, AttentionWidths widths, float scale,
        MaybeTensor own_mask)
       : LayerRunner(input, norm_first, activation, widths), scale_(scale), own_mask_(own_mask) {}
@@ -856,7 +856,7 @@ class Step : LayerRunner {
                               start, attended);
       const Tensor& memory = memories[layer];
       const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
-      attend(at, at.places, projected, widths_.query, false, mask, lengths, attended);
+      attend(at, at.positions, projected, widths_.query, false, mask, lengths, attended);
     });
   }
 
@@ -893,8 +893,8 @@ class Step : LayerRunner {
         });
   }
 
-  // Attention of the queries, query_row elements apart, to the first `places` keys.
-  void attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
+  // Attention of the queries, query_row elements apart, to the first `positions` keys.
+  void attend(const KeysAndValues& at, int64_t positions, const void* query, int64_t query_row,
               bool causal, const MaybeTensor& mask, const int64_t* lengths, void* attended) const {
     AttentionArgs args{};
     args.type = attention_type_;
@@ -906,7 +906,7 @@ class Step : LayerRunner {
     args.heads = widths_.query / at.size;
     args.key_heads = at.heads;
     args.queries = rows_ / at.rows;
-    args.keys = places;
+    args.keys = positions;
     args.size = args.value_size = at.size;
     args.scale = scale_;
     args.causal = causal;
@@ -918,7 +918,7 @@ class Step : LayerRunner {
       args.key_stride[d] = args.value_stride[d] = d == 3 ? 1 : at.stride[d];
       if (d < 3) args.output_stride[d] = output_stride[d];
     }
-    set_mask(args, mask, {at.rows, args.heads, args.queries, places}, x_.scalar_type());
+    set_mask(args, mask, {at.rows, args.heads, args.queries, positions}, x_.scalar_type());
     run_attention(args);
   }
 
@@ -926,13 +926,13 @@ class Step : LayerRunner {
   const MaybeTensor own_mask_;
 };
 
-void check_places(const char* name, const Tensor& tensor, const Tensor& input, ScalarType type,
+void check_cached(const char* name, const Tensor& tensor, const Tensor& input, ScalarType type,
                   int64_t dims) {
   const bool fits = tensor.is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims &&
                     tensor.size(dims - 5) == 2 && tensor.size(dims - 4) > 0 &&
                     tensor.stride(dims - 1) == 1;
   STD_TORCH_CHECK(fits, kDecodeOp, ": ", name, " must be (", dims == 6 ? "layers, " : "",
-                  "2, R, H, places, D) of input's dtype, D adjacent");
+                  "2, R, H, positions, D) of input's dtype, D adjacent");
   STD_TORCH_CHECK(input.size(0) % tensor.size(dims - 4) == 0, kDecodeOp, ": input does not fit ",
                   name);
 }
@@ -948,7 +948,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   check_block_input(kDecodeOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
-  check_places("cache", cache, input, lowp_cache ? ScalarType::BFloat16 : input.scalar_type(), 6);
+  check_cached("cache", cache, input, lowp_cache ? ScalarType::BFloat16 : input.scalar_type(), 6);
   const int64_t layers = cache.size(0), rows = input.size(0), size = cache.size(5);
   STD_TORCH_CHECK(layers > 0, kDecodeOp, ": the cache has no layers");
   STD_TORCH_CHECK(cache.size(3) > 0 && heads > 0 && heads % cache.size(3) == 0, kDecodeOp,
@@ -959,7 +959,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                   ": there must be a memory for each of ", layers, " layers, or none");
   const int64_t length = rows / cache.size(2);
   STD_TORCH_CHECK(start >= 0 && length <= cache.size(4) && start <= cache.size(4) - length,
-                  kDecodeOp, ": the cache has ", cache.size(4), " places");
+                  kDecodeOp, ": the cache has ", cache.size(4), " positions");
   STD_TORCH_CHECK(length <= 1 || start == 0, kDecodeOp,
                   ": several tokens at once must be the first");
   const std::vector<SublayerKind> each = checked_kinds(kDecodeOp, kinds, norms);
@@ -977,7 +977,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                   ": a bfloat16 cache of a float32 input requires int8 projections and a CPU with ",
                   "bfloat16 dot products");
   for (const Tensor& memory : memories) {
-    check_places("memory", memory, input, cache.scalar_type(), 5);
+    check_cached("memory", memory, input, cache.scalar_type(), 5);
     STD_TORCH_CHECK(memory.size(2) == heads && memory.size(4) == size, kDecodeOp,
                     ": memory must have ", heads, " heads of ", size, " channels");
     STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kDecodeOp,

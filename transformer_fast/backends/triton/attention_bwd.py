@@ -341,9 +341,9 @@ def attention_backward_key_kernel(
                     )
                     # Not > 0: a query that is not fully masked may have the sum NaN.
                     sees = (tl.load(row_sum_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
-                    place = query.to(tl.int64)[:, None]
-                    q_at = rows_of(q_heads, b, h, 0) + place * q_heads.stride_t
-                    do_at = rows_of(do_heads, b, h, 0) + place * do_heads.stride_t
+                    position = query.to(tl.int64)[:, None]
+                    q_at = rows_of(q_heads, b, h, 0) + position * q_heads.stride_t
+                    do_at = rows_of(do_heads, b, h, 0) + position * do_heads.stride_t
                     inside = sees & (column < C.D)[None, :]
                     q = tl.load(q_at + column[None, :], mask=inside, other=0.0)
                     inside = sees & (column_v < C.DV)[None, :]

@@ -319,13 +319,13 @@ def visible_scores(
 
 
 @triton.jit
-def sequence_end(length_ptr, stride, batch, places):
-    """Returns the length of a sequence without padding, clamped to 0 and ``places``."""
-    return sequence(length_ptr, stride, batch, places, 0, False)[1]
+def sequence_end(length_ptr, stride, batch, positions):
+    """Returns the length of a sequence without padding, clamped to 0 and ``positions``."""
+    return sequence(length_ptr, stride, batch, positions, 0, False)[1]
 
 
 @triton.jit
-def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
+def sequence(length_ptr, stride, batch, positions, rows, PACKED: tl.constexpr):
     """Returns (first row of a sequence, its length without padding).
 
     PACKED: sequences are concatenated in a tensor of ``rows`` rows, and ``length_ptr`` has the start
@@ -333,14 +333,14 @@ def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
     Otherwise the first row is 0.
     """
     begin = 0
-    end = places
+    end = positions
     if length_ptr is not None:
         at = length_ptr + batch.to(tl.int64) * stride
         length = tl.load(at).to(tl.int64)
         if PACKED:
             begin = tl.maximum(tl.minimum(length, rows), 0)
             length = tl.minimum(tl.load(at + stride).to(tl.int64), rows) - begin
-        end = tl.maximum(tl.minimum(length, places), 0).to(tl.int32)
+        end = tl.maximum(tl.minimum(length, positions), 0).to(tl.int32)
     return begin, end
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ... import _switches
 
-_LEAST_PLACES = 64
+_LEAST_POSITIONS = 64
 _switched_on = _switches.flag("TRANSFORMER_FAST_CUDA_GRAPHS")
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a step's token, in device memory."""
 
     #: int64 (1,)
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     #: int64 (R,), number of tokens including this one.
     lengths: Tensor
     #: Number of cache positions that are read.
-    places: int
+    positions: int
 
 
 def wanted(x: Tensor) -> bool:
@@ -73,11 +73,11 @@ class Steps:
     Args:
         sample: a step's input (R, M).
         capacity: maximum number of tokens of a sequence.
-        run: (input (R, M), cache, 0, place) -> logits (R, V).
+        run: (input (R, M), cache, 0, position) -> logits (R, V).
     """
 
     def __init__(
-        self, sample: Tensor, capacity: int, run: Callable[[Tensor, Tensor, int, Place], Tensor]
+        self, sample: Tensor, capacity: int, run: Callable[[Tensor, Tensor, int, Position], Tensor]
     ) -> None:
         self.input = torch.empty_like(sample, memory_format=torch.contiguous_format)
         self.position = torch.zeros(1, dtype=torch.int64, device=sample.device)
@@ -90,16 +90,16 @@ class Steps:
         """Returns the logits; overwrites those of the previous step."""
         self.input.copy_(x)
         self.position.fill_(start)
-        places = _LEAST_PLACES
-        while places < start + 1:
-            places *= 2
-        places = min(places, self.capacity)
+        positions = _LEAST_POSITIONS
+        while positions < start + 1:
+            positions *= 2
+        positions = min(positions, self.capacity)
 
         def run() -> Tensor:
             lengths = (self.position + 1).expand(self.input.shape[0])
-            return self.run(self.input, cache, 0, Place(self.position, lengths, places))
+            return self.run(self.input, cache, 0, Position(self.position, lengths, positions))
 
-        kind = cache.data_ptr(), places
+        kind = cache.data_ptr(), positions
         if kind not in self.kinds or not self.recordable:
             self.kinds[kind] = None
             return run()

@@ -182,8 +182,8 @@ def bind_stack(
     if others:
         return None
     # A cache in bfloat16 of a float32 model: see `caches_in_bf16`.
-    places = (cache, *memories) if cache.dtype == sample.dtype else ()
-    tensors = (sample, *places, *group.floats)
+    caches = (cache, *memories) if cache.dtype == sample.dtype else ()
+    tensors = (sample, *caches, *group.floats)
     call = Call("decode_step", tensors, wants_grad(*tensors), group.arguments)
     kernel = dispatch.find(call)
     if kernel is None:
@@ -215,7 +215,7 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 @dataclass
-class MemoryPlaces:
+class MemoryPositions:
     """The memory positions that are not padding, in the cheapest form."""
 
     #: int64 (B,): number of real positions, which come first. None: see mask.
@@ -224,25 +224,25 @@ class MemoryPlaces:
     mask: Tensor | None
 
     @staticmethod
-    def of(padding: Tensor | None) -> MemoryPlaces:
+    def of(padding: Tensor | None) -> MemoryPositions:
         """Converts a mask (B, S), True at padding."""
         lengths, mask = (None, None) if padding is None else masks.from_padding_mask(padding)
-        return MemoryPlaces(lengths, mask)
+        return MemoryPositions(lengths, mask)
 
-    def keep(self, sources: Tensor) -> MemoryPlaces:
+    def keep(self, sources: Tensor) -> MemoryPositions:
         lengths, mask = (
             None if t is None else t.index_select(0, sources) for t in (self.lengths, self.mask)
         )
-        return MemoryPlaces(lengths, mask)
+        return MemoryPositions(lengths, mask)
 
 
 def project_memory(cross: Sublayer[Any], memory: Tensor, in_bf16: bool) -> Tensor:
     """Returns the keys and values (2, B, H, S, D) of a memory (B, S, M)."""
-    sources, places, width = memory.shape
+    sources, positions, width = memory.shape
     w, b = cross.maps[0].weight, cross.maps[0].bias
     project = bind_linear(w[width:], None if b is None else b[width:], memory)
-    both = project(memory.reshape(sources * places, width))
-    both = both.view(sources, places, 2, cross.heads, width // cross.heads)
+    both = project(memory.reshape(sources * positions, width))
+    both = both.view(sources, positions, 2, cross.heads, width // cross.heads)
     # Each head's keys are contiguous, because every step reads all of them.
     both = both.permute(2, 0, 3, 1, 4)
     dtype = torch.bfloat16 if in_bf16 and both.dtype == torch.float32 else both.dtype
@@ -256,13 +256,13 @@ class SeparateOps:
         stack: the result of `read_stack`.
         like: the input (R * T, M) of a step: R sequences, T new tokens each.
         memories: the layers' `project_memory`; empty: there is no attention to a memory.
-        places: the places of the memory.
+        visible: the memory's positions.
     """
 
     def __init__(
-        self, stack: Stack, like: Tensor, memories: Sequence[Tensor], places: MemoryPlaces
+        self, stack: Stack, like: Tensor, memories: Sequence[Tensor], visible: MemoryPositions
     ) -> None:
-        self.norm_first, self.memories, self.places = stack.norm_first, memories, places
+        self.norm_first, self.memories, self.visible = stack.norm_first, memories, visible
         self.heads, self.size = stack.heads, stack.d_model // stack.heads
         #: Dtype of products. Autocast's is applied here, to the parameters once.
         self.dtype = product_dtype(like)
@@ -270,13 +270,13 @@ class SeparateOps:
         self.layers = [_with_maps_in(self.dtype, layer) for layer in stack.steps.layers]
 
     def __call__(
-        self, x: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None = None
+        self, x: Tensor, cache: Tensor, start: int, at: cuda_graph.Position | None = None
     ) -> Tensor:
         """Returns the output of all layers.
 
         Args:
             cache: (layers, 2, R, H, positions, D), with keys and values of the first ``start`` tokens.
-            place: position of a single token in device memory, for recorded steps.
+            at: position of a single token in device memory, for recorded steps.
         """
         kind = x.device.type
         with torch.autocast(kind, enabled=False) if self.casts else nullcontext():
@@ -291,7 +291,7 @@ class SeparateOps:
                     else:
                         y = run_linear(y, first.weight, first.bias)
                         if one.kind is Kind.SELF_ATTENTION:
-                            y = self._attend_to_past(y, cache[index], start, place)
+                            y = self._attend_to_past(y, cache[index], start, at)
                         else:
                             y = self._attend_to_memory(y, self.memories[index])
                         y = run_linear(y, second.weight, second.bias)
@@ -307,20 +307,20 @@ class SeparateOps:
         return functional.add_layer_norm(y, x, *rest)[0]
 
     def _attend_to_past(
-        self, qkv: Tensor, cache: Tensor, start: int, place: cuda_graph.Place | None
+        self, qkv: Tensor, cache: Tensor, start: int, at: cuda_graph.Position | None
     ) -> Tensor:
         """Attention of the new tokens to themselves and to all earlier tokens."""
         rows = cache.shape[1]
         length = qkv.shape[0] // max(rows, 1)
         qkv = qkv.view(rows, length, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
         new, lengths = qkv.narrow(0, 1, 2), None
-        if place is None:
+        if at is None:
             cache.narrow(3, start, length).copy_(new)
             keys, values = cache.narrow(3, 0, start + length).unbind(0)
         else:
-            lengths = place.lengths
-            cache.index_copy_(3, place.position, new.to(cache.dtype))
-            keys, values = cache.narrow(3, 0, place.places).unbind(0)
+            lengths = at.lengths
+            cache.index_copy_(3, at.position, new.to(cache.dtype))
+            keys, values = cache.narrow(3, 0, at.positions).unbind(0)
         # Only the first call has several tokens, so the causal mask starts at position 0.
         return self._attended(qkv.select(0, 0), keys, values, None, lengths, length > 1)
 
@@ -330,7 +330,7 @@ class SeparateOps:
         keys, values = memory.unbind(0)
         shape = keys.shape[0], query.shape[0] // max(keys.shape[0], 1), self.heads, self.size
         query = query.view(shape).transpose(1, 2)
-        return self._attended(query, keys, values, self.places.mask, self.places.lengths, False)
+        return self._attended(query, keys, values, self.visible.mask, self.visible.lengths, False)
 
     def _attended(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
@@ -390,10 +390,10 @@ class Reordering:
             # At first each beam is the writer of all its positions: nothing is shared.
             self.writers = self.rows[:, None].repeat(1, cache.shape[4])
 
-    def wrote(self, place: int) -> None:
-        """Records that each sequence wrote its own token at position ``place``."""
+    def wrote(self, position: int) -> None:
+        """Records that each sequence wrote its own token at position ``position``."""
         if self.writers is not None:
-            self.writers.select(1, place).copy_(self.rows)
+            self.writers.select(1, position).copy_(self.rows)
 
     def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
         """Returns ``cache[:, :, rows]`` up to ``length``; the given buffer becomes the spare one."""
@@ -476,7 +476,7 @@ class CachedDecoder(StepDecoder):
         capacity: int,
     ) -> None:
         self.stack, self.embed, self.project, self.capacity = stack, embed, project, capacity
-        self.places = MemoryPlaces.of(memory_padding)
+        self.visible = MemoryPositions.of(memory_padding)
         self.in_bf16 = caches_in_bf16(stack.layers)
         self.length = 0  # number of tokens in the cache
         #: Keys and values of the memory in each layer; empty: there is none.
@@ -521,9 +521,9 @@ class CachedDecoder(StepDecoder):
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
         whole = bind_stack(
-            x, self.cache, self.stack.steps, self.memories, self.places.mask, self.places.lengths
+            x, self.cache, self.stack.steps, self.memories, self.visible.mask, self.visible.lengths
         )
-        separate = None if whole else SeparateOps(self.stack, x, self.memories, self.places)
+        separate = None if whole else SeparateOps(self.stack, x, self.memories, self.visible)
         #: (x, cache, number of cached tokens) -> output of all layers.
         self.layers: Callable[..., Tensor] = whole or separate  # type: ignore[assignment]
         self.logits = bind_project(self.project, x)
@@ -537,7 +537,7 @@ class CachedDecoder(StepDecoder):
 
     def keep(self, sources: Tensor) -> None:
         super().keep(sources)
-        self.places = self.places.keep(sources)
+        self.visible = self.visible.keep(sources)
         self.memories = [memory.index_select(1, sources) for memory in self.memories]
 
     def _rows(self) -> Tensor:

@@ -152,7 +152,7 @@ def _prepare(
             raise ValueError(f"memory must have shape {layout}, not {list(memory.shape)}")
         memory = memory if batch_first else memory.transpose(0, 1)
         if memory.shape[1] == 0:
-            raise ValueError("memory is empty: each source must have at least one place")
+            raise ValueError("memory is empty: each source must have at least one position")
     if isinstance(prefix, int):
         if memory is None:
             raise ValueError("prefix must be a Tensor (batch, length) where there is no memory")

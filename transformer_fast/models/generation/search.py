@@ -150,9 +150,9 @@ def generate_incrementally(decoder: StepDecoder, task: Task, method: Method) -> 
         # Rows with longer prompts began later; shift each to the left by that delay.
         delay = (task.lengths - task.lengths.min()).to(found.device)
         width = min(found.shape[1], task.max_new_tokens)
-        place = delay[:, None] + torch.arange(width, device=found.device)
-        inside = place < found.shape[1]
-        found = found.gather(1, place.clamp(max=found.shape[1] - 1))
+        position = delay[:, None] + torch.arange(width, device=found.device)
+        inside = position < found.shape[1]
+        found = found.gather(1, position.clamp(max=found.shape[1] - 1))
         found = found.masked_fill(~inside, task.pad_token)
     return _trimmed(found, task)
 

@@ -1,10 +1,10 @@
-"""Decides for each batch whether a model's own code may read its layers' outputs at padded places.
+"""Decides for each batch whether a model's own code may read its layers' outputs at padded positions.
 
 Only then does a stack of `packing` compute them. Each model of transformers around such a stack gets
 a class whose ``forward`` notes the call, so that the stack finds the arguments of the outermost
-model: labels may count at padded places. What else the model's code reads follows from a trial.
+model: labels may count at padded positions. What else the model's code reads follows from a trial.
 `accelerate` runs the model twice on a few tokens with padding, with different random numbers at the
-padded places of the stack's output. Results that differ were computed from them.
+padded positions of the stack's output. Results that differ were computed from them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .private_names import IGNORED_LABEL, MASK, NO_LABELS
 class Findings(NamedTuple):
     """A trial's result about the model's own code around its stacks of layers."""
 
-    #: Why padded places are always computed in calls of this model; empty: they are not.
+    #: Why padded positions are always computed in calls of this model; empty: they are not.
     reason: str = ""
     #: Sides at which padding is computed because the model's code reads it: "left", "right".
     sides: tuple[str, ...] = ()
     #: True if an output belongs to a whole sequence, such as a classifier's.
     pools: bool = False
-    #: (name of a stack, reason why its layers computed the padded places or "") in the trial.
+    #: (name of a stack, reason why its layers computed the padded positions or "") in the trial.
     stacks: tuple[tuple[str, str], ...] = ()
 
 
@@ -63,7 +63,7 @@ class Call:
         return given
 
     def reads(self, real: Tensor, is_decoder: bool) -> bool:
-        """True if the model's code may read an output of the layers at a padded place."""
+        """True if the model's code may read an output of the layers at a padded position."""
         found: Findings = self.model._findings
         if found.reason:
             return True
@@ -71,7 +71,7 @@ class Call:
             return True
         if is_decoder and found.pools and not self._has_pad_tokens(real):
             return True
-        # `generate` requests the logits of the last place.
+        # `generate` requests the logits of the last position.
         last = self.arguments.get("logits_to_keep")
         if isinstance(last, int) and last > 0 and not real[:, -last:].all():
             return True
@@ -82,7 +82,7 @@ class Call:
         )
 
     def _has_pad_tokens(self, real: Tensor) -> bool:
-        """True if masked places hold the padding token, which decoders' classifiers search for."""
+        """True if masked positions hold the padding token, which decoders' classifiers search for."""
         config = self.model.config.get_text_config()
         tokens, pad = self.arguments.get("input_ids"), getattr(config, "pad_token_id", None)
         if not isinstance(tokens, Tensor) or tokens.shape != real.shape or pad is None:
@@ -90,7 +90,7 @@ class Call:
         return bool((tokens == pad)[~real].all())
 
 
-#: Side of a sequence -> index of its outermost place.
+#: Side of a sequence -> index of its outermost position.
 _EDGES = {"left": 0, "right": -1}
 
 
@@ -103,7 +103,7 @@ def _has_labels_at_padding(labels: Any, real: Tensor, is_decoder: bool) -> bool:
     elif labels.shape[:2] != real.shape:
         return False
     counted = (labels != IGNORED_LABEL).view(*real.shape, -1).any(2)
-    if is_decoder:  # the logits of a place predict the next place's label
+    if is_decoder:  # the logits of a position predict the next position's label
         counted = counted | torch.nn.functional.pad(counted[:, 1:], (0, 1))
     return bool((counted & ~real).any())
 
@@ -123,7 +123,7 @@ class Trial:
         self.stacks[first] = self.stacks.get(first) or reason
 
     def fill(self, padded: Tensor, real: Tensor) -> Tensor:
-        """Returns the output (B, T, M) of a stack with random numbers at padded places."""
+        """Returns the output (B, T, M) of a stack with random numbers at padded positions."""
         x = torch.randn(padded.shape, generator=self._generator) * padded[real].float().std()
         return torch.where(real[..., None], padded, x.to(padded.dtype))
 
@@ -138,9 +138,9 @@ def trial() -> Trial | None:
 
 
 def are_read(real: Tensor, is_decoder: bool) -> bool:
-    """True if the layers' outputs at a padded place of the batch may be read.
+    """True if the layers' outputs at a padded position of the batch may be read.
 
-    real: (B, T) bool. Padding in front may be read: most classifiers of encoders read the first place.
+    real: (B, T) bool. Padding in front may be read: most classifiers of encoders read the first position.
     """
     running = _running.get()
     if isinstance(running, Trial):
@@ -167,7 +167,7 @@ def _forward_of(kind: Any) -> Any:
 
 class Plan(NamedTuple):
     changes: list[ClassChange]
-    #: Name of a stack that must compute padded places -> remark for the report.
+    #: Name of a stack that must compute padded positions -> remark for the report.
     computed: dict[str, str]
 
 
@@ -184,7 +184,8 @@ def make_plan(root: torch.nn.Module, stacks: list[tuple[str, Any]]) -> Plan:
         forward = _forward_of(kind)  # type: ignore[arg-type]
         made = subclass(kind, (PaddedModel, kind), forward=forward, _findings=findings)
         if isinstance(made, str):
-            plan.computed.update({path: f"padded places are computed: {made}" for path, _ in inner})
+            note = f"padded positions are computed: {made}"
+            plan.computed.update((path, note) for path, _ in inner)
         else:
             plan.changes.append(ClassChange(name, model, kind, made))
     return plan
@@ -199,7 +200,7 @@ def is_change(change: Any) -> bool:
 SKIPPED = "padding is skipped"
 #: Remark for a model with such a stack.
 ZEROS = (
-    "Outputs at padded places are zeros where padding is skipped; "
+    "Outputs at padded positions are zeros where padding is skipped; "
     "accelerate(model, skip_padding=False) computes them."
 )
 
@@ -207,7 +208,7 @@ ZEROS = (
 def describe(
     root: torch.nn.Module, stacks: list[tuple[str, Any]], changes: list[ClassChange]
 ) -> dict[str, str]:
-    """Returns stack name -> remark on the padded places in calls of the outermost model."""
+    """Returns stack name -> remark on the padded positions in calls of the outermost model."""
     made: dict[torch.nn.Module, Any] = {change.module: change.after for change in changes}
     notes: dict[str, str] = {}
     for name, model in root.named_modules():
@@ -223,7 +224,7 @@ def describe(
                 notes[path] = _described(kind.__name__, stack, found, inner)
     for path, stack in stacks:
         if not stack._skips_padding:
-            notes[path] = "padded places are computed (skip_padding=False)"
+            notes[path] = "padded positions are computed (skip_padding=False)"
     return {path: note for path, note in notes.items() if note}
 
 
@@ -231,7 +232,7 @@ def _described(kind: str, stack: Any, found: Findings, why_padded: str | None) -
     """Returns a stack's remark; why_padded: the trial's reason, None if it had no padding there."""
     if found.reason or why_padded:
         reason = f"{kind}: {found.reason}" if found.reason else why_padded
-        return f"padded places are computed: {reason}"
+        return f"padded positions are computed: {reason}"
     if why_padded is None:
         return ""
     when = " in inference with an empty cache" if stack._is_decoder else ""
@@ -264,7 +265,7 @@ def _compare(model: Any, inputs: dict[str, Tensor], stacks: list[tuple[str, Any]
     sides: list[str] = []
     pools = False
     noted: dict[torch.nn.Module, str] = {}
-    # Encoders compute all places of a batch with padding at the left.
+    # Encoders compute all positions of a batch with padding at the left.
     is_decoder = any(stack._is_decoder for _, stack in stacks)
     for side in _EDGES if is_decoder else ("right",):
         given = inputs if side == "right" else {name: x.flip(-1) for name, x in inputs.items()}
@@ -284,9 +285,9 @@ def _compare(model: Any, inputs: dict[str, Tensor], stacks: list[tuple[str, Any]
         for one, other in zip(*outputs, strict=True):
             if one.shape[:2] == real.shape:
                 if one.dim() == 2:
-                    return Findings("its outputs at all places are compared with each other")
+                    return Findings("its outputs at all positions are compared with each other")
                 if is_head and given[MASK].shape != real.shape:
-                    return Findings("its callers have no mask of the places of its output")
+                    return Findings("its callers have no mask of the positions of its output")
                 one, other = one[real], other[real]
             elif one.dim() <= 2:
                 pools = True
@@ -369,11 +370,11 @@ def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     ids = torch.tensor([tokens])
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None) or 1 << 31
-    for name, place in (("eos_token_id", (0, 2)), ("pad_token_id", mask == 0)):
+    for name, at in (("eos_token_id", (0, 2)), ("pad_token_id", mask == 0)):
         token = getattr(text, name, None)
         # A default of the config may be no token: ModernBERT's with a small vocabulary.
         if isinstance(token, int) and 0 <= token < size:
-            ids[place] = token
+            ids[at] = token
     given = {"input_ids": ids, MASK: mask}
     vision = getattr(config, "vision_config", None)
     if "pixel_values" in names and vision is not None:

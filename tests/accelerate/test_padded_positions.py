@@ -1,4 +1,4 @@
-"""accelerate on models whose own code reads outputs at padded places, and ``skip_padding=False``."""
+"""accelerate on models whose own code reads outputs at padded positions, and ``skip_padding=False``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from module_checks import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import accelerate, restore
-from transformer_fast.accelerate import packing, padded_places, private_names
+from transformer_fast.accelerate import packing, padded_positions, private_names
 
 pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[test])"
@@ -96,7 +96,7 @@ def check(model: Any, inputs: dict[str, Tensor], wanted: str, grad: bool = True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_classifiers_read_the_first_place(family: str, rows: list[int]) -> None:
+def test_classifiers_read_the_first_position(family: str, rows: list[int]) -> None:
     model = head(f"{family}ForSequenceClassification")
     ours = check(model, inputs_of(*LEFT), "logits")
     assert not rows
@@ -105,7 +105,7 @@ def test_classifiers_read_the_first_place(family: str, rows: list[int]) -> None:
     assert rows
 
 
-def test_five_labels_are_no_places(rows: list[int]) -> None:
+def test_five_labels_are_no_positions(rows: list[int]) -> None:
     check(head("BertForSequenceClassification", num_labels=5), inputs_of(*RIGHT), "logits")
     assert rows
 
@@ -127,7 +127,7 @@ def labels_of(inputs: dict[str, Tensor], padding: int, labels: int = 3) -> dict[
 @pytest.mark.parametrize("padding", [-100, 0])
 @pytest.mark.parametrize("task", ["TokenClassification", "MaskedLM"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_labels_at_padded_places_count(
+def test_labels_at_padded_positions_count(
     family: str, task: str, padding: int, rows: list[int]
 ) -> None:
     if not hasattr(transformers, f"{family}For{task}"):
@@ -143,7 +143,7 @@ def test_labels_at_padded_places_count(
 def test_labels_of_decoders(
     name: str, padding: int, real: tuple[str, ...], rows: list[int]
 ) -> None:
-    """With padding on the left, the label of the last padded place is the first real token."""
+    """With padding on the left, the label of the last padded position is the first real token."""
     check(build_decoder(name), labels_of(inputs_of(*real), padding), "loss")
     assert bool(rows) == (padding == -100 and real is RIGHT)
 
@@ -179,15 +179,15 @@ def test_classifiers_of_decoders(name: str, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "MPNet"])
-def test_answers_are_sought_at_all_places(family: str, rows: list[int]) -> None:
+def test_answers_are_sought_at_all_positions(family: str, rows: list[int]) -> None:
     model = head(f"{family}ForQuestionAnswering", num_labels=2)
     inputs = inputs_of(*RIGHT)
     ours = check(model, inputs, "start_logits")
-    places = {
+    answers = {
         "start_positions": torch.tensor([1, 2, 0, 3]),
         "end_positions": torch.tensor([2, 4, 1, 3]),
     }
-    check(model, {**inputs, **places}, "loss")
+    check(model, {**inputs, **answers}, "loss")
     assert not rows
     report = accelerate(ours.model)
     assert "compared with each other" in stack_of(report).reason
@@ -206,7 +206,7 @@ def test_decoding_reads_all_frames(name: str, rows: list[int]) -> None:
     model.config.ctc_zero_infinity = True
     check(model, inputs, "loss")
     assert not rows
-    assert "no mask of the places" in stack_of(accelerate(ours.model)).reason
+    assert "no mask of the positions" in stack_of(accelerate(ours.model)).reason
     with torch.no_grad():
         ours.eval().model.base_model(sound, attention_mask=mask)
     assert rows
@@ -225,7 +225,7 @@ def test_other_heads_of_bert(name: str, rows: list[int]) -> None:
         del rows[:]
 
 
-def test_siglip_pools_the_last_place(rows: list[int]) -> None:
+def test_siglip_pools_the_last_position(rows: list[int]) -> None:
     model = build("SiglipTextModel")
     for real in (RIGHT, LEFT, MIXED):
         check(model, inputs_of(*real), "pooler_output", grad=False)
@@ -235,7 +235,7 @@ def test_siglip_pools_the_last_place(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
 def test_encoders_of_translators(name: str, rows: list[int]) -> None:
-    """Labels belong to the decoder's places, even if the encoder has the same number of places."""
+    """Labels belong to the decoder's positions, even if the encoder has the same number of positions."""
     inputs = labels_of(inputs_of(*RIGHT), 7)
     model = head(name)
     model.config.decoder_start_token_id = 0
@@ -244,7 +244,7 @@ def test_encoders_of_translators(name: str, rows: list[int]) -> None:
 
 
 class LastAndMean(bert.BertPreTrainedModel):
-    """A head of a user, which reads padded places in its own way."""
+    """A head of a user, which reads padded positions in its own way."""
 
     def __init__(self, config: Any, last: bool) -> None:
         super().__init__(config)
@@ -274,12 +274,12 @@ class Asking(bert.BertPreTrainedModel):
         return {"pooled": self.bert(input_ids, attention_mask).last_hidden_state[:, 0] + more}
 
 
-def test_models_without_a_trial_compute_all_places(rows: list[int]) -> None:
+def test_models_without_a_trial_compute_all_positions(rows: list[int]) -> None:
     model = Asking(transformers.BertConfig(**_ENCODER)).eval()
     check(model, {**inputs_of(*RIGHT), "more": torch.ones(32)}, "pooled", grad=False)
     assert not rows
     reason = stack_of(accelerate(model)).reason
-    assert "padded places are computed: Asking: a trial call failed (TypeError" in reason
+    assert "padded positions are computed: Asking: a trial call failed (TypeError" in reason
 
 
 def test_labels_of_several_sequences_a_row() -> None:
@@ -290,8 +290,8 @@ def test_labels_of_several_sequences_a_row() -> None:
     check(model, {**inputs, "mc_token_ids": ends}, "loss", grad=False)
     real = inputs_of(*RIGHT)["attention_mask"] == 1
     for labels in (inputs["labels"], inputs["labels"].flatten(0, 1)):
-        assert padded_places._has_labels_at_padding(labels, real, True)
-    assert not padded_places._has_labels_at_padding(inputs["labels"][:1], real, True)
+        assert padded_positions._has_labels_at_padding(labels, real, True)
+    assert not padded_positions._has_labels_at_padding(inputs["labels"][:1], real, True)
 
 
 def test_a_forward_of_the_instance_may_read_anything(rows: list[int]) -> None:
@@ -311,7 +311,7 @@ class Sealed(LastAndMean):
         raise RuntimeError("sealed")
 
 
-def test_models_that_cannot_be_subclassed_compute_all_places(rows: list[int]) -> None:
+def test_models_that_cannot_be_subclassed_compute_all_positions(rows: list[int]) -> None:
     model = Sealed(transformers.BertConfig(**_ENCODER), True).eval()
     as_it_was = form(model)
     check(model, inputs_of(*RIGHT), "pooled", grad=False)
@@ -325,11 +325,11 @@ def test_models_that_cannot_be_subclassed_compute_all_places(rows: list[int]) ->
 
 
 @pytest.mark.parametrize("name", [*PACKED, "GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_without_skip_padding_all_places_are_computed(name: str, rows: list[int]) -> None:
+def test_without_skip_padding_all_positions_are_computed(name: str, rows: list[int]) -> None:
     theirs = build(name) if name in ENCODERS else build_decoder(name)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours, skip_padding=False)
-    assert "padded places are computed (skip_padding=False)" in stack_of(report).reason
+    assert "padded positions are computed (skip_padding=False)" in stack_of(report).reason
     assert not any("zeros" in note for note in report.notes)
     for real in (RIGHT, MIXED):
         with torch.no_grad():
@@ -347,7 +347,7 @@ def test_the_last_call_decides(name: str, rows: list[int]) -> None:
     for skips in (False, True, True, False):
         report = accelerate(model, skip_padding=skips)
         assert not report.swapped
-        note = padded_places.SKIPPED if skips else "padded places are computed"
+        note = padded_positions.SKIPPED if skips else "padded positions are computed"
         assert note in stack_of(report).reason
         for each in (model, copy.deepcopy(model)):
             with torch.no_grad():
@@ -388,7 +388,7 @@ def test_models_keep_their_interface(
     assert type(type(theirs).from_pretrained(tmp_path)) is type(theirs)
     with pytest.raises(ValueError, match="specify"):
         ours()
-    assert padded_places._running.get() is None
+    assert padded_positions._running.get() is None
     names = restore(ours)
     assert len(names) == len(report.swapped)
     assert form(ours) == as_it_was
@@ -400,7 +400,7 @@ def test_the_trial_leaves_no_trace() -> None:
     model.classifier.register_forward_pre_hook(lambda *_: pytest.fail("a hook was called"))
     state, flags = torch.random.get_rng_state(), [m.training for m in model.modules()]
     report = accelerate(model)
-    assert padded_places.SKIPPED in stack_of(report).reason
+    assert padded_positions.SKIPPED in stack_of(report).reason
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [m.training for m in model.modules()] == flags
     assert len(model.bert.embeddings._forward_hooks) == 1
@@ -413,15 +413,15 @@ def test_the_trial_leaves_no_trace() -> None:
 @pytest.mark.parametrize("name", ["BertModel", "DebertaV2Model", "LlamaForCausalLM"])
 def test_the_report_says_that_padding_is_skipped(name: str) -> None:
     report = accelerate(build(name) if name in ENCODERS else build_decoder(name))
-    assert padded_places.SKIPPED in stack_of(report).reason, (name, stack_of(report).reason)
-    assert sum("outputs at padded places are zeros" in note.lower() for note in report.notes) == 1
+    assert padded_positions.SKIPPED in stack_of(report).reason, (name, stack_of(report).reason)
+    assert sum("padded positions are zeros" in note for note in report.notes) == 1
     assert "skip_padding=False" in str(report)
 
 
 def test_the_report_says_which_argument_keeps_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "CACHES", ())
     reason = stack_of(accelerate(build_decoder("LlamaForCausalLM"))).reason
-    assert "padded places are computed: its layers get" in reason
+    assert "padded positions are computed: its layers get" in reason
     assert "=DynamicCache, which has no form for rows" in reason
 
 
