@@ -71,6 +71,13 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
+// Whether a network without packed copies of its weights runs as two linear layers, which pack a
+// part of a weight at a time.
+bool reads_unpacked(const FeedForwardArgs& args) {
+  if (args.type == Element::float32) return reads_strips(args.type, args.m);
+  return args.m < 256 && !args.dropout.on;  // only the fused kernel drops units
+}
+
 // For 8-bit weights. Only float32 may run unfused: linear layers of float16 cannot return bfloat16.
 FeedForwardPlan choose_int8_feed_forward(const FeedForwardArgs& args) {
   if (args.type == Element::float32 && args.m < 64 * torch::stable::get_num_threads()) return {};
@@ -139,7 +146,7 @@ void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
                       const std::optional<Tensor>& packed1, const Matrix& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
   FeedForwardPlan plan;
-  if (packed1 || packed2 || !reads_strips(args.type, args.m))
+  if (packed1 || packed2 || !reads_unpacked(args))
     plan = choose_feed_forward(args, [&] {
       return std::pair(kernels_of(weight1, packed1, args.m), kernels_of(weight2, packed2, args.m));
     });
@@ -238,21 +245,17 @@ struct Gradients : FeedForwardBackwardArgs {
   }
 };
 
-// Computes the gradients without fusion, in fp32, from unpacked operands.
-void backward_unpacked(const Gradients& call) {
-  const int64_t m = call.m, f = call.f;
-  float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z
-  float* hidden = shared_scratch(3).floats(m, f);
+// Computes the gradients as those of two linear layers, which do not pack whole weights.
+void backward_unfused(const Gradients& call) {
+  const int64_t m = call.m, f = call.f, rows = call.type == Element::float32 ? m : (m + 1) / 2;
+  void* grad = shared_scratch(2).floats(rows, f);  // of the hidden units, then of z
+  void* hidden = shared_scratch(3).floats(rows, f);
   if (call.needs_grad_z())
     run_input_gradient(call.grad, call.grad_stride, call.second_weight(), m, grad, 0);
   // A result that is not wanted is computed from uninitialised scratch and ignored.
   const bool second = call.results[3] != nullptr;
-  const HiddenBackwardArgs middle{static_cast<const float*>(call.z),
-                                  grad,
-                                  second ? hidden : nullptr,
-                                  f,
-                                  call.activation,
-                                  call.dropout};
+  const HiddenBackwardArgs middle{call.type,       call.z,      grad, second ? hidden : nullptr, f,
+                                  call.activation, call.dropout};
   if (call.needs_grad_z() || second)
     parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
                  [&](int64_t begin, int64_t end) {
@@ -261,28 +264,26 @@ void backward_unpacked(const Gradients& call) {
                  });
   if (call.results[0]) run_input_gradient(grad, f, call.first_weight(), m, call.results[0], 0);
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
+  float* place = shared_scratch(4).floats(f + call.n);
+  set_sums(sums1, place, false);
+  set_sums(sums2, place + f, false);
   sums1.grad = grad;
   run_weight_gradient_part(sums1, 0);
   sums2.x = hidden;
   run_weight_gradient_part(sums2, 0);
 }
 
-// The choice of operands and of rows at a time for gradients.
-struct BackwardPlan {
-  bool unpacked;     // from unpacked operands
-  int64_t max_rows;  // otherwise: rows at a time
-};
-
-BackwardPlan choose_backward(const Gradients& call) {
-  return {call.f > 0 && is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n)),
-          weight_gradient_part_rows(call.type, std::max(call.k, call.f))};
+// Packing whole weights takes longer than the products with few rows.
+bool runs_unfused(const Gradients& call) {
+  if (call.f == 0 || call.type != Element::float32) return call.f > 0 && call.m <= 64;
+  return is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n));
 }
 
 void feed_forward_gradients(const Gradients& call) {
-  const BackwardPlan plan = choose_backward(call);
-  if (plan.unpacked) return backward_unpacked(call);
-  const int64_t m = call.m, k = call.k, f = call.f, n = call.n, max_rows = plan.max_rows;
+  if (runs_unfused(call)) return backward_unfused(call);
+  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
   const Element type = call.type;
+  const int64_t max_rows = weight_gradient_part_rows(type, std::max(k, f));
   const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];
   const bool second = call.results[3] != nullptr, through = call.needs_grad_z();
   // fp32 recomputes the hidden units by themselves if nothing else is wanted.

@@ -154,9 +154,10 @@ TF_KERNEL(void small_m_weight_gradient(const WeightGradientArgs& args, Index beg
 // Backward of activation and dropout between the two linear layers of a feed-forward network, for
 // rows [begin, end); scratch of f + 64 floats.
 struct HiddenBackwardArgs {
-  const float* z;  // (m, f): input of the activation
-  float* grad;     // (m, f): in: gradient of dropout(act(z)); out: that of z
-  float* hidden;   // (m, f): receives dropout(act(z)); or nullptr
+  Element type;
+  const void* z;  // (m, f): input of the activation
+  void* grad;     // (m, f): in: gradient of dropout(act(z)); out: that of z
+  void* hidden;   // (m, f): receives dropout(act(z)); or nullptr
   Index f;
   int activation;
   Dropout dropout;

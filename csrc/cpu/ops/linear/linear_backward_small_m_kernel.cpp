@@ -210,19 +210,32 @@ void small_m_weight_gradient(const WeightGradientArgs& args, Index begin, Index 
   if (uncached) finish_uncached_stores();
 }
 
-void hidden_backward(const HiddenBackwardArgs& args, Index begin, Index end, float* scratch) {
+namespace {
+
+template <class T>
+void hidden_rows(const HiddenBackwardArgs& args, Index begin, Index end, float* scratch) {
+  const auto* z = static_cast<const T*>(args.z);
+  T *grads = static_cast<T*>(args.grad), *hidden = static_cast<T*>(args.hidden);
   for (Index row = begin; row < end; ++row) {
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row), 0, args.f, scratch);
     for (Index j = 0; j < args.f; j += kLanes) {
       const Index place = row * args.f + j, left = args.f - j;
       const auto dropped = [&](Vec x) { return args.dropout.on ? drop(x, load(scratch + j)) : x; };
-      Vec h = load_some(args.z + place, left);
-      const Vec grad = dropped(load_some(args.grad + place, left));
-      store_some(args.grad + place, activation_backward(grad, h, args.activation), left);
-      if (args.hidden != nullptr) store_some(args.hidden + place, dropped(h), left);
+      Vec h = load_some(z + place, left);
+      const Vec grad = dropped(load_some(grads + place, left));
+      store_some(grads + place, activation_backward(grad, h, args.activation), left);
+      if (hidden != nullptr) store_some(hidden + place, dropped(h), left);
     }
   }
+}
+
+}  // namespace
+
+void hidden_backward(const HiddenBackwardArgs& args, Index begin, Index end, float* scratch) {
+  if (args.type == Element::float32) return hidden_rows<float>(args, begin, end, scratch);
+  (args.type == Element::bfloat16 ? hidden_rows<BFloat16> : hidden_rows<Float16>)(args, begin, end,
+                                                                                  scratch);
 }
 
 }  // namespace tf::TF_ISA
