@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -72,9 +71,7 @@ def _int8_remark(call: Call) -> str | None:
     return f"products run in 16 bits, since {_native.module.isa()} has no dot products of 8 bits"
 
 
-def _few(
-    dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
-) -> PreferLater:
+def _few(dtype: torch.dtype, sizes: range, weights: int = 1) -> PreferLater:
     """Returns the preference for PyTorch's product in training, from ``weights`` weights on.
 
     Each training step changes the weights, so the kernels would pack them again, which does not pay
@@ -85,7 +82,7 @@ def _few(
         tensors = call.tensors
         if call.op == "linear" and (call.arguments.activation or tensors[3] is not None):
             return False
-        return tensors[1].numel() >= weights and (here is None or here())
+        return tensors[1].numel() >= weights
 
     return PreferLater(
         rows,
@@ -98,39 +95,34 @@ def _few(
     )
 
 
-def _in_use(isa: str) -> Callable[[], bool]:
-    return lambda: _native.module is not None and _native.module.isa() == isa
+def _preferences() -> dict[str, tuple[PreferLater, ...]]:
+    """Returns op -> the sizes at which PyTorch's products were faster on such a CPU.
 
-
-def _few_floats(first: int) -> tuple[PreferLater, ...]:
-    """Returns the preference for PyTorch's op: ``first`` to 128 rows in float32 on Intel's CPUs.
-
-    With fewer rows the kernels read the unpacked weight and are faster. MKL uses AVX-512 on Intel's
-    CPUs only; on others it takes up to five times as long as the kernels.
+    Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads.
     """
-    is_intel = _native.module is not None and _native.module.is_intel()
-    return (_few(torch.float32, range(first, 129), 1),) if is_intel else ()
+    if _native.module is None:
+        return {}
+    isa, is_intel = _native.module.isa(), _native.module.is_intel()
+    bf16, fp16 = torch.bfloat16, torch.float16
+    if isa == "amx":
+        linear = [_few(bf16, range(1, 24), 2**22), _few(bf16, range(24, 257), 2**23)]
+        network = [_few(bf16, range(5, 32), 2**20), _few(bf16, range(32, 257), 2**22)]
+        linear.append(_few(fp16, range(1, 257), 2**21))
+        network.append(_few(fp16, range(1, 513), 2**20))
+    elif isa == "avx512_bf16" and not is_intel:
+        linear = [_few(bf16, range(1, 257), 2**22)]
+        network = [*linear, _few(bf16, range(32, 257), 2**20)]
+    else:
+        linear, network = [], []
+    # MKL uses AVX-512 on Intel's CPUs only. There kernels without strips (csrc/cpu/ops/linear) read
+    # fewer rows than these from the unpacked weight.
+    if is_intel and (isa == "amx" or not isa.startswith("avx512")):
+        linear.append(_few(torch.float32, range(16, 129)))
+        network.append(_few(torch.float32, range(12, 129)))
+    return {"linear": tuple(linear), "feed_forward": tuple(network)}
 
 
-#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads. AVX-512-BF16: 1
-#: to 256 rows and 2^17 to 2^24 weights, two threads.
-_PREFER_LATER = {
-    "linear": (
-        *_few_floats(16),
-        _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(1, 24), 2**22, _in_use("amx")),
-        _few(torch.bfloat16, range(24, 257), 2**23, _in_use("amx")),
-        _few(torch.float16, range(1, 257), 2**21, _in_use("amx")),
-    ),
-    "feed_forward": (
-        *_few_floats(12),
-        _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(32, 257), 2**20, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(5, 32), 2**20, _in_use("amx")),
-        _few(torch.bfloat16, range(32, 257), 2**22, _in_use("amx")),
-        _few(torch.float16, range(1, 513), 2**20, _in_use("amx")),
-    ),
-}
+_PREFER_LATER = _preferences()
 
 
 def register_kernel(kernel: Kernel) -> None:
