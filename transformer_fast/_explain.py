@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import functional
-from .dispatch import ANNOTATED, OPS, Explanation, explain_call
+from . import fast_path, functional
+from .dispatch import ANNOTATED, OPS, Call, Explanation, explain_call
 from .functional._checked_call import checked_call
 from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
 
@@ -63,7 +64,19 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
     function = _FUNCTIONS.get(name) or getattr(functional, name)
-    return explain_call(checked_call(function, *args, **kwargs), backend)
+    return explain_public(checked_call(function, *args, **kwargs), backend)
+
+
+def explain_public(call: Call, backend: str | None = None) -> Explanation:
+    """`explain_call` for the public function, which runs small calls in an entry in C++."""
+    found = explain_call(call, backend)
+    if backend is not None or found.backend != "torch" or not fast_path.runs_in_entry(call):
+        return found
+    reasons = found.reasons | {
+        "torch": ["the call is small enough for its entry in C++"],
+        "cpu": [],
+    }
+    return replace(found, backend="cpu", reasons=reasons, remark="in its entry in C++")
 
 
 def _call_of(

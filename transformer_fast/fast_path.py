@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _context, _native
 from ._context import changed, is_observed, own_settings, settings, values_are_known
 from ._on_import import when_imported
 from .dispatch import Call, PreferLater, at_change, mixes_dtypes, registry
@@ -215,8 +215,6 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
-    has_entry = _native.autograd is not None and op in _ENTRIES and entry_limit(op) > 0
-    aside = ", unless an entry in C++ runs them" if has_entry else ""
     drops = "dropout_p" in RECORDS[op]._fields
 
     def when(call: Call) -> bool:
@@ -239,7 +237,7 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
                 else ""
             )
             + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
-            + f", {which} gradients){aside}",
+            + f", {which} gradients)",
             limit.dtypes,
             needs_grad=needs_grad,
             when=when,
@@ -294,6 +292,19 @@ def entry(op: str) -> Callable[..., Any]:
     no plain CPU tensor, or wrong. Calls too large for the entry run on the dispatcher's kernel.
     """
     return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
+
+
+def runs_in_entry(call: Call) -> bool:
+    """True if the op's entry runs a small call itself, outside PyTorch's modes and transforms."""
+    if _native.autograd is None or call.op not in _RULES or not settings.current.is_direct:
+        return False
+    size, most = _RULES[call.op][1](call), _ENTRIES[call.op][0][call.needs_grad]
+    return (
+        settings.current.falls_back
+        and 0 < size < most
+        and _context.are_plain_on_cpu(call.tensors)
+        and all(x is None or (x.dtype is FLOAT and x.is_contiguous()) for x in call.tensors)
+    )
 
 
 def entry_limit(op: str) -> int:

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .. import dispatch
 from .. import nn as our_nn
+from .._explain import explain_public
 from ..dispatch import BACKENDS
 from ..models import SinusoidalPositions
 from ..specs import OPS
@@ -156,7 +157,7 @@ def op_case(
     spec = OPS[op]
     wanted = {*backends, "reference"} - {"torch"}
     candidates = [_op_on(op, name, first) for name in BACKENDS if name in wanted]
-    explanation = dispatch.explain_call(call_of(op, first))
+    explanation = explain_public(call_of(op, first))
     choice = explanation.backend
     # PyTorch's op is always listed; as the dispatcher's choice it must meet our error budget.
     why = unchecked(spec.named(first).get("dropout_p", 0.0))
