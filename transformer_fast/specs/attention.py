@@ -560,6 +560,16 @@ def _gpu_bench_cases() -> Iterator[Case]:
             yield _gpu_case(batch, 16, 1, 4096, size, "key lengths")
 
 
+def _by_public_function(functional: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
+    query, key, value, mask, key_lengths, is_causal, scale, _, _, gqa, weights, *rest = given
+    query_lengths, _, softcap, *_ = (*rest, None, None, None)
+    found = functional.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, is_causal, scale, gqa, key_lengths=key_lengths,
+        query_lengths=query_lengths, softcap=softcap, need_weights=weights,
+    )  # fmt: skip
+    return found if weights else (found, None)
+
+
 ATTENTION = OpSpec(
     name="attention",
     summary="Scaled dot-product attention with masks, causality, key lengths and dropout.",
@@ -584,6 +594,6 @@ ATTENTION = OpSpec(
     ),
     gpu_cases=tuple(_gpu_cases()),
     gpu_bench_cases=tuple(_gpu_bench_cases()),
-    public=lambda functional, *qkv: (functional.scaled_dot_product_attention(*qkv[:3]), None),
+    public=_by_public_function,
     useful_share=_useful_share,
 )  # fmt: skip

@@ -135,5 +135,5 @@ FEED_FORWARD = OpSpec(
         for p in (0.0, 0.1)
     ),
     gpu_bench_cases=tuple(_bench(rows, model=1024, hidden=4096) for rows in (32768, 65536)),
-    public=lambda functional, x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
+    public=lambda functional, *given: functional.feed_forward(*given[:5], activation=given[5]),
 )  # fmt: skip

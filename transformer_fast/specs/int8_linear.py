@@ -210,8 +210,8 @@ INT8_LINEAR = OpSpec(
     tiny=_bench(1, 8, 8),
     text_cases=(("512 → 2048, gelu", _text),),
     gpu_cases=(),
-    public=lambda functional, x, weight, scale, bias, *_: functional.int8_linear(
-        x, weight, scale, bias
+    public=lambda functional, *given: functional.int8_linear(
+        *given[:4], **dict(zip(("activation", "residual", "factors"), given[4:], strict=False))
     ),
     product="int8",
     exact=lambda arguments: arguments[4] in (None, "relu"),
@@ -238,7 +238,9 @@ INT8_FEED_FORWARD = OpSpec(
     tiny=_bench_network(1, "relu", 8, 8),
     text_cases=(("512 → 2048, relu", _network_text),),
     gpu_cases=(),
-    public=lambda functional, *given: functional.int8_feed_forward(*given[:7]),
+    public=lambda functional, *given: functional.int8_feed_forward(
+        *given[:7], **dict(zip(("activation", "factors1", "factors2"), given[7:], strict=False))
+    ),
     product="int8",
     step=_step,
     exact=lambda arguments: arguments[7] == "relu",

@@ -129,5 +129,7 @@ LINEAR = OpSpec(
         for rows in (32, 1000, 4096, 16384)
         for activation in (None, "gelu")
     ),
-    public=lambda functional, x, weight, bias, *_: functional.linear(x, weight, bias),
+    public=lambda functional, *given: functional.linear(
+        *given[:3], activation=given[3], residual=given[4]
+    ),
 )

@@ -69,7 +69,7 @@ class OpSpec:
     #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
     gpu_bench_cases: tuple[Case, ...] = ()
     #: ``public(functional, *arguments)`` calls the public function with the arguments of a
-    #: reference call like `tiny`. None: the public function has the reference's name and arguments.
+    #: reference call without dropout. None: it has the reference's name and arguments.
     public: Callable[..., Any] | None = None
     #: The kind of products, whose measured rate is the roof: a name of `measure.roof.peaks`. None:
     #: that of the call's dtype.
