@@ -13,7 +13,7 @@ import torch
 from harness import in_threads, python, since_torch
 from torch import Tensor
 
-from transformer_fast import _native, functional, memory
+from transformer_fast import _native, fast_path, functional, memory
 
 MIB = 2**20
 
@@ -71,6 +71,14 @@ def test_freed_memory_is_reused() -> None:
     again = result(4)
     assert again.data_ptr() == place
     assert memory.kept() == 0
+
+
+def test_freed_gradients_of_large_weights_are_kept() -> None:
+    with fast_path.small_size_fallback(on=True, short=True):  # in which entries run small calls
+        weight = torch.ones(4096, 2048, requires_grad=True)
+        functional.linear(torch.ones(1, 2048), weight).sum().backward()
+    weight.grad = None
+    assert memory.kept() >= weight.nbytes
 
 
 def test_small_results_use_the_c_library() -> None:

@@ -197,6 +197,10 @@ class Pool {
   c10::SmallVector<Tensor, 16> tensors_;
 };
 
+// Gradients from 32 MiB on need memory of the kernels' caching allocator, which entries do not use:
+// malloc maps it anew in each step.
+constexpr int64_t kMostWeights = 1 << 23;
+
 // New tensors, without the dispatcher.
 inline Tensor empty(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) {
   return Pool::current ? Pool::current->take(sizes, type) : at::detail::empty_cpu(sizes, type);

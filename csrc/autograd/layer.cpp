@@ -58,7 +58,8 @@ bool read_pairs(Layers& layers, PyObject* kinds, PyObject* parameters, PyObject*
         if (is_weight) return false;
         continue;
       }
-      if (!is_float(*tensor) || !tensor->is_contiguous() || tensor->dim() != 1 + is_weight)
+      if (!is_float(*tensor) || !tensor->is_contiguous() || tensor->dim() != 1 + is_weight ||
+          (may_need_grad && tensor->numel() >= kMostWeights))
         return false;
       layers.grad |= may_need_grad && tensor->requires_grad();
     }

@@ -101,7 +101,7 @@ PyObject* enter_linear(Op& op, Arguments given, Py_ssize_t count) {
   if (settings.falls_back && is_float(*x)) {
     const int64_t size = x->numel() * weight->size(0);
     if (size > 0 && size < op.own[grad] && are_contiguous(tensors) &&
-        (!grad || are_savable(tensors)))
+        (!grad || (are_savable(tensors) && weight->numel() < kMostWeights)))
       return wrap(multiply(op, *x, *weight, bias, activation, grad));
     if (op.prefers_torch(size, weight->numel(), grad)) return dispatch();
   }
@@ -209,7 +209,7 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
     const int64_t weights = weight1->numel() + weight2->numel();
     const int64_t size = x->numel() / std::max<int64_t>(1, x->sizes().back()) * weights;
     if (x->numel() > 0 && weight1->numel() > 0 && weight2->numel() > 0 && size < op.own[grad] &&
-        are_contiguous(tensors) && (!grad || are_savable(tensors)))
+        are_contiguous(tensors) && (!grad || (are_savable(tensors) && weights < 2 * kMostWeights)))
       return wrap(
           run_network(op, *x, *weight1, bias1, *weight2, bias2, activation, Drop::draw(p), grad));
     if (p == 0.0 && op.prefers_torch(size, weights, grad)) return dispatch();
