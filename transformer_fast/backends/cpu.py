@@ -113,7 +113,8 @@ def _preferences() -> dict[str, tuple[PreferLater, ...]]:
         linear = [_few(bf16, range(1, 257), 2**22)]
         network = [*linear, _few(bf16, range(32, 257), 2**20)]
     else:
-        linear, network = [], []
+        linear = [_few(bf16, range(1, 5), 2**22)] if isa == "avx512_bf16" else []
+        network = []
     # MKL uses AVX-512 on Intel's CPUs only. There kernels without strips (csrc/cpu/ops/linear) read
     # fewer rows than these from the unpacked weight.
     if is_intel and (isa == "amx" or not isa.startswith("avx512")):
