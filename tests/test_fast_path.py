@@ -68,13 +68,7 @@ _LARGE = {"attention": 512, "linear_cross_entropy": 32768}
 def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
     for rows in (1, 20, _LARGE.get(op, 8192)):
         arguments = _calls(grad)[op](rows)
-        found = transformer_fast.explain(op, *arguments)
-        if rows == 20 and not op.endswith("cross_entropy") and _native.autograd is not None:
-            assert found.backend == "cpu"
-            assert (found.remark == "in its entry in C++") is not (op == "attention" and grad)
-        with fast_path.small_size_fallback(
-            short=False
-        ):  # `_ours` has a mode, under which no entry runs
+        with fast_path.small_size_fallback(short=False):  # no entry runs in the mode of `_ours`
             explanation = transformer_fast.explain(op, *arguments)
         kernels = _ours(_call(op, arguments))
         if op == "linear_cross_entropy":  # the linear layer of a small call has its own backend
@@ -85,6 +79,20 @@ def test_functions_run_the_explained_backend(op: str, grad: bool) -> None:
             assert "PyTorch's op is faster for calls this small" in str(explanation)
         if rows > 20:
             assert explanation.backend == "cpu"
+
+
+@needs_entries
+@pytest.mark.parametrize("op", ["linear", "layer_norm", "add_layer_norm", "feed_forward"])
+def test_explain_says_which_calls_an_entry_runs(op: str) -> None:
+    given = _calls(True)[op](20)
+    strided = given[0].detach().t().contiguous().t().requires_grad_()
+    as_list = [list(x) if isinstance(x, tuple) else x for x in given]
+    for arguments, in_entry in ((given, True), (as_list, True), ((strided, *given[1:]), False)):
+        found = transformer_fast.explain(op, *arguments)
+        result = _call(op, tuple(arguments))()
+        node = (result[0] if isinstance(result, tuple) else result).grad_fn
+        assert (found.remark == "in its entry in C++") == in_entry, (arguments, found)
+        assert (node.name() == f"transformer_fast::{op}_backward") == in_entry
 
 
 @pytest.mark.parametrize("op", _calls(False))

@@ -99,7 +99,7 @@ def count(call: Callable[[], Any]) -> Count:
 
 @pytest.fixture
 def without_further_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On Intel CPUs linear layers have further limits in float32, which calls with gradients check."""
+    """On some CPUs products have further limits, which calls with gradients check."""
     limited = [op for op, dtypes in fast_path.LIMITED.items() if dtypes]
     with monkeypatch.context() as patch:
         patch.setattr(fast_path, "LIMITED", {})

@@ -169,7 +169,7 @@ def test_sizes_at_panel_and_block_edges(target, calls):
 #: Numbers of rows that select a code path: few, odd, and more than a block.
 ROWS = {
     torch.float32: (1, 2, 5, 6, 7, 47, 48, 49, 64, 150, 257, 300),
-    **dict.fromkeys(DTYPES[1:], (1, 23, 24, 31, 32, 33, 45, 256, 257)),
+    **dict.fromkeys(DTYPES[1:], (1, 23, 24, 31, 32, 33, 45, 64, 65, 256, 257)),
 }
 
 

@@ -237,7 +237,8 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
                 else ""
             )
             + (f", at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else "")
-            + f", {which} gradients)",
+            + f", {which} gradients)"
+            + ", unless an entry in C++ runs them" * (op == "attention"),
             limit.dtypes,
             needs_grad=needs_grad,
             when=when,
@@ -294,35 +295,51 @@ def entry(op: str) -> Callable[..., Any]:
     return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
 
 
+#: Entries leave gradients of larger weights, as kMostWeights in csrc/autograd/entry.h.
+_MOST_WEIGHTS = 1 << 23
+
+
 def runs_in_entry(call: Call) -> bool:
-    """True if the op's entry runs a small call itself, outside PyTorch's modes and transforms."""
-    if _native.autograd is None or call.op not in _RULES or not settings.current.is_direct:
+    """True if the op's entry runs a small call itself, outside PyTorch's modes and transforms.
+
+    It repeats the conditions of entries of norms, linear layers and networks in csrc/autograd.
+    """
+    if (
+        call.op not in ("linear", "feed_forward", "layer_norm", "add_layer_norm")
+        or not settings.current.is_direct
+        or not settings.current.falls_back
+        or _direct(call.op) is None
+    ):
         return False
+    given, tensors = call.arguments, [x for x in call.tensors if x is not None]
     size, most = _RULES[call.op][1](call), _ENTRIES[call.op][0][call.needs_grad]
     return (
-        settings.current.falls_back
-        and 0 < size < most
-        and _context.are_plain_on_cpu(call.tensors)
-        and all(x is None or (x.dtype is FLOAT and x.is_contiguous()) for x in call.tensors)
+        0 < size < most
+        and (call.op != "linear" or given.residual is None)
+        and len(getattr(given, "normalized_shape", "1")) == 1
+        and not (call.needs_grad and max(x.numel() for x in tensors) >= _MOST_WEIGHTS)
+        and _context.are_plain_on_cpu(tensors)
+        and all(x.dtype is FLOAT and x.is_contiguous() for x in tensors)
     )
 
 
-def entry_limit(op: str) -> int:
-    """Returns the size below which the op's entry runs the kernels itself, without gradients."""
-    return _ENTRIES[op][0][0]
+def _direct(op: str) -> Callable[[Any], Any] | None:
+    """Returns the CPU kernel's function if the op's entry may run; None: its calls are dispatched."""
+    if _native.autograd is None or op not in _ENTRIES:
+        return None
+    kernel = registry.usable[op][1]["cpu"][0]
+    # A validation record decides about kernels that were not timed.
+    return kernel.function if kernel.backend == "cpu" and kernel.proven is None else None
 
 
 def bind(op: str) -> None:
     """Gives the op's entry in C++ the kernel that it calls; to be repeated when kernels change."""
     if _native.autograd is None or op not in _ENTRIES:
         return
-    kernel = registry.usable[op][1]["cpu"][0]
-    # A validation record decides about kernels that were not timed.
-    direct = kernel.function if kernel.backend == "cpu" and kernel.proven is None else None
     own, limit, formula = _ENTRIES[op]
     limits = (0, 0, 0, 0) if limit is None else (*limit.below, limit.weights, limit.any_weights)
     limited = sum(1 << _ELEMENTS[dtype] for dtype in LIMITED.get(op, ()))
-    _native.autograd.bind(op, RECORDS[op], direct, formula, *own, *limits, limited)
+    _native.autograd.bind(op, RECORDS[op], _direct(op), formula, *own, *limits, limited)
 
 
 at_change.append(bind)

@@ -42,20 +42,29 @@ def public_function(op: str) -> Callable[..., Any]:
     return getattr(functional, op) if public is None else functools.partial(public, functional)
 
 
+def _as_called(found: BenchmarkCase, gradients: bool = False) -> BenchmarkCase:
+    """Returns the case with the chosen kernel as users call it: small calls run in an entry in C++.
+
+    Left as they are: PyTorch's op; calls with dropout, since public functions draw their own seed;
+    losses, which they round to the dtype of the logits.
+    """
+    drops = OPS[found.op].named(found.inputs[0][0]).get("seed") is not None
+    if found.chosen == "torch" or drops or found.op.endswith("cross_entropy"):
+        return found
+    run = BothWays(found.op, public_function(found.op)) if gradients else public_function(found.op)
+    candidates = [
+        replace(c, run=c.run and run) if c.name == found.chosen else c for c in found.candidates
+    ]
+    return replace(found, candidates=candidates)
+
+
 def _of_table(scope: Scope, op: str, case: Case, gradients: bool) -> BenchmarkCase:
     inputs = scope.draw(op, case)
     if gradients:
         inputs = [[away_from_the_kink(op, *calls)] for calls in inputs]
     offered = [] if gradients else scope.offered("op", op, inputs[0][0])
     found = op_case(op, case.name, inputs, scope.backends, offered, gradients)
-    if OPS[op].named(inputs[0][0]).get("seed") is not None:
-        return found  # the public functions draw a seed of their own
-    # The dispatcher's choice as users get it: small calls run in an entry in C++.
-    run = BothWays(op, public_function(op)) if gradients else public_function(op)
-    candidates = [
-        replace(c, run=c.run and run) if c.name == found.chosen else c for c in found.candidates
-    ]
-    return replace(found, candidates=candidates)
+    return _as_called(found, gradients)
 
 
 def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
@@ -106,7 +115,7 @@ def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) ->
     # Without torch.compile, which would take longer for every size than everything else.
     others = replace(scope, peers=[one for one in scope.peers if one.name != "torch.compile"])
     offered = others.offered("op", op, arguments)
-    benchmark_case = op_case(op, name, inputs, scope.backends, offered)
+    benchmark_case = _as_called(op_case(op, name, inputs, scope.backends, offered))
     if op != "attention" or (scores := scores_of(arguments)) <= _MOST_SCORES:
         return benchmark_case
     reason = f"it computes {scores:.1e} scores one by one"

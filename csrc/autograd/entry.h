@@ -197,8 +197,8 @@ class Pool {
   c10::SmallVector<Tensor, 16> tensors_;
 };
 
-// Gradients from 32 MiB on need memory of the kernels' caching allocator, which entries do not use:
-// malloc maps it anew in each step.
+// Gradients of weights of 32 MiB or more need memory of the kernels' caching allocator, which
+// entries do not use: malloc maps it anew in each step.
 constexpr int64_t kMostWeights = 1 << 23;
 
 // New tensors, without the dispatcher.

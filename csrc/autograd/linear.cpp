@@ -209,7 +209,9 @@ PyObject* enter_feed_forward(Op& op, Arguments given, Py_ssize_t count) {
     const int64_t weights = weight1->numel() + weight2->numel();
     const int64_t size = x->numel() / std::max<int64_t>(1, x->sizes().back()) * weights;
     if (x->numel() > 0 && weight1->numel() > 0 && weight2->numel() > 0 && size < op.own[grad] &&
-        are_contiguous(tensors) && (!grad || (are_savable(tensors) && weights < 2 * kMostWeights)))
+        are_contiguous(tensors) &&
+        (!grad ||
+         (are_savable(tensors) && std::max(weight1->numel(), weight2->numel()) < kMostWeights)))
       return wrap(
           run_network(op, *x, *weight1, bias1, *weight2, bias2, activation, Drop::draw(p), grad));
     if (p == 0.0 && op.prefers_torch(size, weights, grad)) return dispatch();

@@ -82,7 +82,7 @@ PyObject* enter_linear_cross_entropy(Op& op, Arguments given, Py_ssize_t count) 
   const bool grad = needs_grad({x, weight, bias});
   const int64_t logits = x->size(0) * weight->size(0), size = logits * x->size(1);
   if (size == 0 || logits >= op.torch[grad] || size >= linear.own[grad] ||
-      (grad && !are_savable({x, weight, bias})))
+      (grad && (!are_savable({x, weight, bias}) || weight->numel() >= kMostWeights)))
     return dispatch();
   return run_loss(multiply(linear, *x, *weight, bias, kIdentity, grad), loss, grad);
 }

@@ -65,13 +65,14 @@ struct NormBackward : Function<4, 4> {
 // True if only the last dimension is normalised, and all shapes and dtypes fit.
 bool fits(const Norm& norm, PyObject* shape) {
   const Tensor& x = *norm.input;
-  if (!element_of(x) || x.dim() == 0 || !PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != 1 ||
-      !PyLong_CheckExact(PyTuple_GET_ITEM(shape, 0)))
-    return false;
+  if (PyTuple_Check(shape) && PyTuple_GET_SIZE(shape) == 1)
+    shape = PyTuple_GET_ITEM(shape, 0);
+  else if (PyList_Check(shape) && PyList_GET_SIZE(shape) == 1)
+    shape = PyList_GET_ITEM(shape, 0);
+  if (!element_of(x) || x.dim() == 0 || !PyLong_CheckExact(shape)) return false;
   const int64_t n = x.sizes().back();
   int overflow = 0;
-  if (PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(shape, 0), &overflow) != n || overflow)
-    return false;
+  if (PyLong_AsLongLongAndOverflow(shape, &overflow) != n || overflow) return false;
   for (const Tensor* each : {norm.weight, norm.bias})
     if (each && (each->dim() != 1 || each->size(0) != n ||
                  !(each->scalar_type() == x.scalar_type() || (norm.weight && is_float(*each)))))
@@ -171,7 +172,7 @@ PyObject* enter(Op& op, Arguments given, Py_ssize_t count) {
     if (!adds) return wrap(std::move(result.output));
     return wrap(std::move(result.output), std::move(result.sum));
   }
-  if (grad && op.limits(*norm.input)) return dispatch();
+  if (!PyTuple_Check(given[at]) || (grad && op.limits(*norm.input))) return dispatch();
   const Reference number(PyFloat_FromDouble(eps)), seed(wrap(Drop::draw(p).seed));
   if (!number.object) return nullptr;
   c10::SmallVector<PyObject*, 8> all(given, given + eps_at);

@@ -71,8 +71,8 @@ FeedForwardPlan choose_feed_forward(const FeedForwardArgs& args, const Layouts& 
   return fused_plan(plan.fused, args);
 }
 
-// Whether a network without packed copies of its weights runs as two linear layers, which pack a
-// part of a weight at a time.
+// Whether a network without packed copies of its weights runs as two linear layers: with few rows
+// these pack a panel or a strip at a time.
 bool reads_unpacked(const FeedForwardArgs& args) {
   if (args.type == Element::float32) return reads_strips(args.type, args.m);
   return args.m < 256 && !args.dropout.on;  // only the fused kernel drops units
@@ -245,7 +245,7 @@ struct Gradients : FeedForwardBackwardArgs {
   }
 };
 
-// Computes the gradients as those of two linear layers, which do not pack whole weights.
+// Computes the gradients as those of two linear layers.
 void backward_unfused(const Gradients& call) {
   const int64_t m = call.m, f = call.f, rows = call.type == Element::float32 ? m : (m + 1) / 2;
   void* grad = shared_scratch(2).floats(rows, f);  // of the hidden units, then of z
@@ -273,7 +273,8 @@ void backward_unfused(const Gradients& call) {
   run_weight_gradient_part(sums2, 0);
 }
 
-// Packing whole weights takes longer than the products with few rows.
+// With few rows packing whole weights takes longer than the products. In low precision the gradient
+// of the hidden units is rounded, as between linear layers; with more rows it is not.
 bool runs_unfused(const Gradients& call) {
   if (call.f == 0 || call.type != Element::float32) return call.f > 0 && call.m <= 64;
   return is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n));

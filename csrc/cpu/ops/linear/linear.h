@@ -128,7 +128,7 @@ TF_KERNEL_BF16X3(const WeightGradientKernels* bf16x3_weight_gradient_kernels())
 // error is half that of one sum.
 constexpr Index kPartRows = 4096;
 
-// Small m in fp32, where packing would take longer than the product: operands are read and results
+// Small m, where packing would take longer than the product. In fp32 operands are read and results
 // written in place, once.
 //
 // Columns [begin, end) of dX = dY W, in multiples of small_m_columns().
