@@ -405,9 +405,8 @@ def test_empty_calls_match_the_reference(op: str, backend: Backend) -> None:
 @EVERY_KERNEL
 def test_public_functions_run_the_named_kernel(op: str, backend: Backend) -> None:
     arguments = on(backend.of(op), OPS[op].tiny.build(torch.float32, "cpu", None))
-    public = OPS[op].public or (lambda functional, *given: getattr(functional, op)(*given))
     with use_backend(backend.name), record() as found:
-        public(functional, *arguments)
+        OPS[op].public_function(functional)(*arguments)
     assert list(found.calls) == [(op, backend.name)]
 
 

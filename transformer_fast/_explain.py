@@ -72,10 +72,7 @@ def explain_public(call: Call, backend: str | None = None) -> Explanation:
     found = explain_call(call, backend)
     if backend is not None or found.backend != "torch" or not fast_path.runs_in_entry(call):
         return found
-    reasons = found.reasons | {
-        "torch": ["the call is small enough for its entry in C++"],
-        "cpu": [],
-    }
+    reasons = found.reasons | {"torch": ["its entry in C++ runs calls this small"], "cpu": []}
     return replace(found, backend="cpu", reasons=reasons, remark="in its entry in C++")
 
 

@@ -295,17 +295,14 @@ def entry(op: str) -> Callable[..., Any]:
     return _decline if _native.autograd is None else getattr(_native.autograd, op)  # type: ignore[no-any-return]
 
 
-#: Entries leave gradients of larger weights, as kMostWeights in csrc/autograd/entry.h.
-_MOST_WEIGHTS = 1 << 23
-
-
 def runs_in_entry(call: Call) -> bool:
     """True if the op's entry runs a small call itself, outside PyTorch's modes and transforms.
 
     It repeats the conditions of entries of norms, linear layers and networks in csrc/autograd.
     """
     if (
-        call.op not in ("linear", "feed_forward", "layer_norm", "add_layer_norm")
+        _native.autograd is None
+        or call.op not in ("linear", "feed_forward", "layer_norm", "add_layer_norm")
         or not settings.current.is_direct
         or not settings.current.falls_back
         or _direct(call.op) is None
@@ -317,7 +314,9 @@ def runs_in_entry(call: Call) -> bool:
         0 < size < most
         and (call.op != "linear" or given.residual is None)
         and len(getattr(given, "normalized_shape", "1")) == 1
-        and not (call.needs_grad and max(x.numel() for x in tensors) >= _MOST_WEIGHTS)
+        and not (
+            call.needs_grad and max(x.numel() for x in tensors) >= _native.autograd.most_weights
+        )
         and _context.are_plain_on_cpu(tensors)
         and all(x.dtype is FLOAT and x.is_contiguous() for x in tensors)
     )

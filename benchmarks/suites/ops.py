@@ -36,22 +36,18 @@ def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     return tuple(spread(x) if k in biases and x is not None else x for k, x in named.items())
 
 
-def public_function(op: str) -> Callable[..., Any]:
-    """Returns the op's public function, for the arguments of a reference call without dropout."""
-    public = OPS[op].public
-    return getattr(functional, op) if public is None else functools.partial(public, functional)
-
-
 def _as_called(found: BenchmarkCase, gradients: bool = False) -> BenchmarkCase:
     """Returns the case with the chosen kernel as users call it: small calls run in an entry in C++.
 
     Left as they are: PyTorch's op; calls with dropout, since public functions draw their own seed;
     losses, which they round to the dtype of the logits.
     """
-    drops = OPS[found.op].named(found.inputs[0][0]).get("seed") is not None
+    spec = OPS[found.op]
+    drops = spec.named(found.inputs[0][0]).get("seed") is not None
     if found.chosen == "torch" or drops or found.op.endswith("cross_entropy"):
         return found
-    run = BothWays(found.op, public_function(found.op)) if gradients else public_function(found.op)
+    public = spec.public_function(functional)
+    run = BothWays(found.op, public) if gradients else public
     candidates = [
         replace(c, run=c.run and run) if c.name == found.chosen else c for c in found.candidates
     ]
@@ -84,8 +80,10 @@ def table(scope: Scope, gradients: bool = False) -> Iterator[tuple[str, Maker]]:
 
 
 def _call(scope: Scope, op: str) -> BenchmarkCase:
-    benchmark_case = op_case(op, "call", scope.draw(op, OPS[op].tiny), ("reference",))
-    public = Candidate(f"{benchmark_case.chosen}, public function", public_function(op))
+    spec = OPS[op]
+    benchmark_case = op_case(op, "call", scope.draw(op, spec.tiny), ("reference",))
+    name = f"{benchmark_case.chosen}, public function"
+    public = Candidate(name, spec.public_function(functional))
     return replace(
         benchmark_case, candidates=[public, *benchmark_case.candidates], chosen=public.name,
         flops=0.0, useful_flops=0.0, bytes=0.0,  # no roofline: the arithmetic is negligible

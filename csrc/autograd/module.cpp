@@ -135,6 +135,8 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__autograd() {
   PyObject* module = PyModule_Create(&tf::autograd::definition);
-  if (module) PyModule_AddStringConstant(module, "torch_version", TF_BUILD_TORCH);
+  if (!module) return nullptr;
+  PyModule_AddStringConstant(module, "torch_version", TF_BUILD_TORCH);
+  PyModule_AddIntConstant(module, "most_weights", tf::autograd::kMostWeights);
   return module;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -105,6 +105,12 @@ class OpSpec:
         """
         missing = (None,) * (len(self.arguments) - len(arguments))
         return dict(zip(self.arguments, (*arguments, *missing), strict=False))
+
+    def public_function(self, functional: Any) -> Callable[..., Any]:
+        """Returns the op's function of the module ``functional``; its arguments: see `public`."""
+        if self.public is None:
+            return getattr(functional, self.name)  # type: ignore[no-any-return]
+        return partial(self.public, functional)
 
     def case(self, name: str) -> Case:
         """Returns the case or benchmark case with that name."""

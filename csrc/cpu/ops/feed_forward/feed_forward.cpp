@@ -276,7 +276,8 @@ void backward_unfused(const Gradients& call) {
 // With few rows packing whole weights takes longer than the products. In low precision the gradient
 // of the hidden units is rounded, as between linear layers; with more rows it is not.
 bool runs_unfused(const Gradients& call) {
-  if (call.f == 0 || call.type != Element::float32) return call.f > 0 && call.m <= 64;
+  if (call.f == 0) return false;
+  if (call.type != Element::float32) return call.m <= 64;
   return is_direct_backward(call.type, call.m, call.f, std::max(call.k, call.n));
 }
 
