@@ -228,7 +228,7 @@ def figures(folder: Path = FOLDER) -> dict[str, str]:
     one = shown_machine(found)
     half = next((x for x in found if HALF in x.suites), one)
     held = [x for x in found if machine.forced_isa(x.about) == "avx2"]
-    narrow = [geometric_mean(x.over_torch()) for x in held]
+    narrow = [geometric_mean(ratios) for x in held if (ratios := x.over_torch("ops"))]
     layers = [ratio for x in found if x not in held for ratio in x.over_torch("layers")]
     steps = [r for r in one.suites["training"]["rows"] if r.chosen and "V = 100," in r.case]
     dates = sorted({one.suites[suite]["machine"]["date"][:10] for _, suite, _ in LINES})
