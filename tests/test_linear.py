@@ -218,14 +218,14 @@ def test_second_derivatives_without_input_features():
     assert [gradient.shape for gradient in second] == [x.shape, weight.shape]
 
 
-@pytest.mark.parametrize("rows", [9, 15, 64, 256, 257])
+@pytest.mark.parametrize("rows", [9, 15, 64, 256, 257, 512])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bf16", "fp16"])
 def test_panels_packed_on_the_fly_give_the_same_bits(
     rows: int, dtype: torch.dtype, isa: str
 ) -> None:
     """Outputs and input gradients are bitwise those of panels packed beforehand."""
     generator = torch.Generator().manual_seed(rows)
-    for n, k in ((128, 67), (131, 256), (520, 130)):
+    for n, k in ((128, 67), (131, 256), (520, 130), (4600, 300), (300, 4600)):
         x, weight, bias, grad = (
             torch.randn(shape, generator=generator).to(dtype)
             for shape in ((rows, k), (n, k), (n,), (rows, n))

@@ -77,6 +77,7 @@ class AmxOperands {
   using Operand = BFloat16;
   using Element = std::conditional_t<kComponents == 1, BFloat16, float>;
   static constexpr bool kIsBf16x3 = kComponents == 3, kRounds = !kIsBf16x3, kQuantizes = false;
+  static constexpr bool kPacksInParts = false;
   static constexpr Index kBytes = kComponents * sizeof(Operand);
   static constexpr Index kTile = 16, kTileSize = kTile * kPairDepth;
 

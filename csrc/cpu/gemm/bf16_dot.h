@@ -40,6 +40,7 @@ class DotProduct {
  public:
   using Operand = BFloat16;
   static constexpr bool kIsBf16x3 = false, kRounds = true, kQuantizes = false;
+  static constexpr bool kPacksInParts = true;
   static constexpr Index kBytes = sizeof(Operand);
   static constexpr Index kBlockRows = 4 * kTileRows;
   static constexpr Index kKBlock = 256;  // a panel block of half the first-level cache

@@ -5,6 +5,8 @@
 //   Operand, kBytes       type in which A and B are packed; bytes per value
 //   kIsBf16x3             a value takes three operands, and infinity becomes NaN in a product:
 //                         fp32_row recomputes such a row of C
+//   kPacksInParts         a panel that is used once is packed kKBlock of k at a time
+//   kKBlock               depth of a part of a panel that stays in cache for all rows
 //   kQuantizes            products of 8 bits (int8.h) have only some of the functions below, and
 //                         multiply() takes the destination of the results instead of `columns`
 //   block_size, fill      a packed block of rows of A, from a tensor
@@ -42,6 +44,7 @@ class FloatProduct {
  public:
   using Operand = float;
   static constexpr bool kIsBf16x3 = false, kRounds = false, kQuantizes = false;
+  static constexpr bool kPacksInParts = true;
   static constexpr Index kBytes = sizeof(Operand);
   static constexpr Index kBlockRows = kBlockTiles * kTileRows;
   static constexpr Index kKBlock = tf::TF_ISA::kKBlock;

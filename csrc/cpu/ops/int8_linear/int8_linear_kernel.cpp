@@ -23,6 +23,7 @@ constexpr LinearKernels kLinearKernels{.in_fp32 = false,
                                        .scratch = scratch_bytes<T, P>,
                                        .block = block<T, P, X, Y>,
                                        .max_depth = kMaxInt8Depth,
+                                       .panels_rows = row_block<P>,
                                        .panels_scratch = panels_scratch<T, P>,
                                        .fill = fill<X, P>,
                                        .panels = panels<T, P, X, Y>};

@@ -115,11 +115,11 @@ Tensor pack_weight(Tensor weight, int64_t rows) {
   return packed;
 }
 
-// Whether each thread multiplies all rows by one panel after the other.
-bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
+// Whether each thread multiplies all rows by some panels at a time.
+bool runs_by_panel(const LinearKernels& kernels, const LinearArgs& args) {
   return args.k > 0 && args.k <= kernels.max_depth &&
          args.n >= kernels.min_panels * kernels.panel * torch::stable::get_num_threads() &&
-         args.m <= kernels.row_block(args);
+         args.m <= kernels.panels_rows(args);
 }
 
 // The strategy of a product, and the sizes of its items.
@@ -127,7 +127,7 @@ struct LinearPlan {
   enum Strategy {
     direct,    // reads the unpacked weight once, for few rows
     strips,    // packs one strip of the weight at a time, for more rows
-    by_panel,  // each thread multiplies all rows by one panel after the other
+    by_panel,  // each thread multiplies all rows by some panels at a time
     blocks,    // each item is a block of rows times some panels
     parts,     // packs the weight, a part of its rows at a time; each part has a plan of its own
   } strategy;
@@ -147,7 +147,7 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
     plan.row_items = (args.m + max_rows - 1) / max_rows;
     if (args.m >= 64 * threads) {
       plan.row_items = (plan.row_items + threads - 1) / threads * threads;
-    } else if (kernels.quantizes && is_one_block(kernels, args)) {
+    } else if (kernels.quantizes && runs_by_panel(kernels, args)) {
       plan.strategy = LinearPlan::by_panel;  // each thread quantises x once
     } else {
       plan.column_items = std::min<int64_t>(count, 2 * threads);
@@ -166,7 +166,7 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
   }
   constexpr int64_t kRows = 112;
   const bool large_m = args.m >= 56 * threads;
-  if (!large_m && is_one_block(kernels, args)) plan.strategy = LinearPlan::by_panel;
+  if (!large_m && runs_by_panel(kernels, args)) plan.strategy = LinearPlan::by_panel;
   if (!large_m) plan.column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
   if (plan.column_items > 1 || args.m < kRows) {
     plan.row_items = std::max<int64_t>(1, args.m / kRows);
@@ -187,7 +187,7 @@ LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
     return {LinearPlan::strips, &kernels};
   const bool bf16x3 =
       args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
-  if (!bf16x3 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
+  if (!bf16x3 && runs_by_panel(kernels, args)) return {LinearPlan::by_panel, &kernels};
   return {.strategy = LinearPlan::parts,
           .kernels = &kernels,
           .part = bf16x3 && args.preactivation == nullptr ? kPartRows : args.n};
@@ -198,27 +198,32 @@ LinearPlan choose_input_gradient(const LinearArgs& args, const Matrix& weight) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (weight.is_adjacent && is_direct_backward(weight.type, args.m, weight.rows, weight.columns))
     return {LinearPlan::direct, &kernels};
-  if (!kernels.in_fp32 && is_one_block(kernels, args)) return {LinearPlan::by_panel, &kernels};
+  if (!kernels.in_fp32 && runs_by_panel(kernels, args)) return {LinearPlan::by_panel, &kernels};
   return {.strategy = LinearPlan::parts,
           .kernels = &kernels,
           .part = args.type == Element::float32 ? kPartRows : args.k};
 }
 
+// Divides the panels into items of one size, as many for each thread.
 void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
-  const int64_t scratch = kernels.panels_scratch(args);
+  const int64_t scratch = kernels.panels_scratch(args), threads = torch::stable::get_num_threads();
   const auto place = [&] { return bytes_of(kernel_scratch(), scratch); };
-  for_each_item_with_init((args.n + kernels.panel - 1) / kernels.panel,
-                          [&] { kernels.fill(args, place()); },
-                          [&](int64_t panel) { kernels.panels(args, panel, panel + 1, place()); });
+  const int64_t together = args.packed == nullptr && args.transposed ? kernels.together : 1;
+  const int64_t count = (args.n + kernels.panel - 1) / kernels.panel;
+  const int64_t least = (count + together * threads - 1) / (together * threads) * threads;
+  const int64_t items = std::min(count, least);
+  for_each_item_with_init(
+      items, [&] { kernels.fill(args, place()); },
+      [&](int64_t item) {
+        kernels.panels(args, count * item / items, count * (item + 1) / items, place());
+      });
 }
 
-// The same with a weight that is packed for this call only, panel by panel.
-void run_panels(const LinearKernels& kernels, LinearArgs args, const Matrix& weight,
-                bool transposed) {
+// The same with a weight that is packed for this call only.
+void run_panels(const LinearKernels& kernels, LinearArgs args, const Matrix& weight) {
   const Matrix w = weight.adjacent();
   args.weight = w.data;
   args.weight_stride = w.stride;
-  args.transposed = transposed;
   run_panels(kernels, args);
 }
 
@@ -319,7 +324,7 @@ void run_linear(LinearArgs args, const Matrix& weight, const std::optional<Tenso
   const LinearPlan plan = choose_linear(args, weight, packed);
   if (plan.strategy == LinearPlan::direct) return run_direct_linear(args, weight, 0);
   if (plan.strategy == LinearPlan::strips) return run_strips(args, weight);
-  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, false);
+  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight);
   const int64_t n = args.n;
   for (int64_t begin = 0; begin < n; begin += plan.part) {
     LinearArgs part = args;
@@ -358,12 +363,13 @@ void run_input_gradient(const void* grad, int64_t grad_stride, const Matrix& wei
   const int64_t n = weight.rows, k = weight.columns;
   const Element type = weight.type;
   LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
+  args.transposed = true;
   const LinearPlan plan = choose_input_gradient(args, weight);
   if (plan.strategy == LinearPlan::direct)
     return run_small_m_input_gradient(
         {static_cast<const float*>(grad), static_cast<const float*>(weight.data),
          static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride});
-  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight, true);
+  if (plan.strategy == LinearPlan::by_panel) return run_panels(*plan.kernels, args, weight);
   // The products of the parts are added up.
   for (int64_t begin = 0; begin < n; begin += plan.part) {
     args.k = std::min(plan.part, n - begin);

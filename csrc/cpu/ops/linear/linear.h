@@ -48,10 +48,12 @@ struct LinearKernels {
   void (*block)(const LinearArgs& args, Index row_begin, Index row_end, Index panel_begin,
                 Index panel_end, void* scratch) = nullptr;
 
-  // All rows at once, if they form one block with k <= max_depth: fill() packs x once, then
-  // panels() multiplies any panels by it. Without `packed`, each panel of the weight is packed just
-  // before its product, which pays from min_panels per thread on.
-  Index max_depth = 0, min_panels = 0;
+  // All rows at once, for at most panels_rows() rows and k <= max_depth: fill() packs x once, then
+  // panels() multiplies some panels by it. Without `packed` it packs the weight just before the
+  // product: one panel in a call, or up to `together` if transposed. This pays from min_panels per
+  // thread on.
+  Index max_depth = 0, min_panels = 0, together = 1;
+  Index (*panels_rows)(const LinearArgs& args) = nullptr;
   Index (*panels_scratch)(const LinearArgs& args) = nullptr;
   void (*fill)(const LinearArgs& args, void* scratch) = nullptr;
   void (*panels)(const LinearArgs& args, Index begin, Index end, void* scratch) = nullptr;

@@ -94,6 +94,15 @@ void direct(const LinearArgs& args, Index column_begin, Index column_end) {
   (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
 }
 
+// Maximum of rows for which panels are packed for one product. In low precision each thread packs
+// x, and reads it again for each panel: it takes at most 2 MiB.
+template <class T>
+Index panels_rows(const LinearArgs& args) {
+  using P = PackedProduct<T>;
+  if (kTogether<T> == 1) return row_block<P>(args);
+  return min(args.transposed ? 256 : 512, (Index{1} << 21) / (P::kBytes * args.k));
+}
+
 // For products of operands in T.
 template <class T>
 constexpr LinearKernels kLinearKernels{
@@ -108,8 +117,12 @@ constexpr LinearKernels kLinearKernels{
     .row_block = row_block<PackedProduct<T>>,
     .scratch = scratch_bytes<T>,
     .block = block<T>,
-    .max_depth = std::is_same_v<T, float> ? 2048 : 4096,
+    .max_depth = std::is_same_v<T, float> ? 2048
+                 : kTogether<T> > 1       ? 1 << 20
+                                          : 4096,
     .min_panels = std::is_same_v<T, float> ? 0 : 4,
+    .together = kTogether<T>,
+    .panels_rows = panels_rows<T>,
     .panels_scratch = panels_scratch<T>,
     .fill = fill<T>,
     .panels = panels<T>,

@@ -139,15 +139,15 @@ void fill_rows(const LinearArgs& args, Index row, Index rows, typename P::Operan
     P::fill(x, args.x_stride, rows, args.k, block);
 }
 
-// Rows [row, row + rows), at most row_block(), of panels [begin, end).
-template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
+// Rows [row, row + rows) of panels [begin, end). Without kFill the rows are packed already.
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T, bool kFill = true>
 void row_panels(const LinearArgs& args, Index row, Index rows, Index begin, Index end,
                 void* scratch) {
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
   auto* a = static_cast<typename P::Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<P>(args), args.k));
+  float* sums = reinterpret_cast<float*>(a + P::block_size(rows, args.k));
   const Index size = P::panel_size(args.k);
-  fill_rows<X, P>(args, row, rows, a);
+  if constexpr (kFill) fill_rows<X, P>(args, row, rows, a);
   const RowEpilogue<T, P, X, Y> row_epilogue(args, row, a);
   for (Index p = begin; p < end; ++p) {
     const auto* panel = packed + p * size;
@@ -233,67 +233,87 @@ void fill(const LinearArgs& args, void* scratch) {
   fill_rows<X, P>(args, 0, args.m, static_cast<typename P::Operand*>(scratch));
 }
 
-// Without args.packed, packs panels for this product only, in the cache of the thread that
-// multiplies by them.
-template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
-void panels(const LinearArgs& args, Index begin, Index end, void* scratch) {
+// In low precision so many panels are packed together if their columns are columns of W: these are
+// adjacent in memory, while two rows of W may lie in two pages.
+template <class T>
+constexpr Index kTogether = sizeof(T) == 2 && PackedProduct<T>::kPacksInParts ? 4 : 1;
+
+// Packs up to kTogether panels of the weight, for this product only and in the cache of the thread
+// that multiplies by them.
+template <class T>
+void unpacked_panels(const LinearArgs& args, Index begin, Index end, void* scratch) {
+  using P = PackedProduct<T>;
   using Operand = typename P::Operand;
   const auto* weight = static_cast<const T*>(args.weight);
-  const Index k = args.k, stride = args.weight_stride;
+  const auto columns = [&](Index p) { return min(kPanel, args.n - p * kPanel); };
+  // multiply_to() has no narrow form, which narrow panels of fp32 need.
+  const bool splits = P::kPacksInParts && (sizeof(T) == 2 || columns(begin) > kLanes);
+  const Index k = args.k, stride = args.weight_stride, part = splits ? min(P::kKBlock, k) : k;
+  const Index step = P::kPacksInParts ? kPackRows<T> : k, size = P::panel_size(part);
   auto* a = static_cast<Operand*>(scratch);
-  Operand* place = a + P::block_size(args.m, k);
-  float* sums = reinterpret_cast<float*>(place + P::panel_size(k));
-  const RowEpilogue<T, P, X, Y> row_epilogue(args, 0, a);
-  // Parts of fp32 panels stay in the first-level cache.
-  constexpr bool kInParts = P::kBytes == sizeof(float);
+  Operand* const place = a + P::block_size(args.m, k);
+  float* const sums = reinterpret_cast<float*>(place + kTogether<T> * size);
+  const RowEpilogue<T, P> row_epilogue(args, 0, a);
   P::enter();
-  for (Index p = begin; p < end; ++p) {
-    const Index column = p * kPanel, columns = min(kPanel, args.n - column);
-    // Prefetches the next rows of W during the product if they are as long as a panel.
-    const Operand* next = place;
-    if constexpr (!P::kQuantizes && sizeof(Operand) == sizeof(T))
-      if (!args.transposed) next = weight + (column + kPanel) * stride;
-    const auto sink =
-        [=, epilogue = row_epilogue.of_panel(p)](Index i, Vec low, Vec high)
-            __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); };
-    if (args.packed != nullptr) {
-      const Operand* panel = static_cast<const Operand*>(args.packed) + p * P::panel_size(k);
-      P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink,
-                  row_epilogue.destination(p));
-      continue;
+  for (Index from = 0; from < k; from += part) {
+    const Index depth = min(part, k - from);
+    if (args.transposed) {
+      for (Index q = 0; q < depth; q += step) {
+        for (Index p = begin; p < end; ++p) {
+          const T* rows = weight + (from + q) * stride + p * kPanel;
+          P::pack_columns(rows, stride, columns(p), min(step, depth - q),
+                          place + (p - begin) * size + P::panel_size(q));
+          // Rows are far apart: hardware does not prefetch them.
+          for (Index i = step; P::kPacksInParts && i < 2 * step; ++i)
+            prefetch_l1(rows + i * stride);
+        }
+      }
+    } else {
+      P::pack_rows(weight + begin * kPanel * stride + from, stride, columns(begin), depth, place);
     }
-    if constexpr (!P::kQuantizes) {
-      const auto pack_part = [&](Index from, Index depth) {
-        if (args.transposed) {
-          P::pack_columns(weight + from * stride + column, stride, columns, depth, place);
-        } else {
-          P::pack_rows(weight + column * stride + from, stride, columns, depth, place);
-        }
-      };
-      if (kInParts && columns > kLanes) {
-        for (Index from = 0; from < k; from += P::kKBlock) {
-          const Index depth = min(P::kKBlock, k - from);
-          pack_part(from, depth);
-          P::multiply_to(
-              P::chunk(a, k, 0, from), k, args.m, depth, place, from > 0, sums, kPanel, [] {},
-              next + from * kPanel);
-        }
-        for (Index i = 0; i < args.m; ++i)
-          sink(i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
+    for (Index p = begin; p < end; ++p) {
+      const Operand *panel = place + (p - begin) * size, *next = panel;
+      // Prefetches the next rows of W during the product if they are as long as a panel.
+      if constexpr (sizeof(Operand) == sizeof(T))
+        if (!args.transposed) next = weight + (p + 1) * kPanel * stride + from * kPanel;
+      float* c = sums + (p - begin) * args.m * kPanel;
+      if (part < k)
+        P::multiply_to(
+            P::chunk(a, k, 0, from), k, args.m, depth, panel, from > 0, c, kPanel, [] {}, next);
+      if (from + depth < k) continue;
+      const auto sink =
+          [=, epilogue = row_epilogue.of_panel(p)](Index i, Vec low, Vec high)
+              __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); };
+      if (part == k) {
+        P::multiply(a, args.m, k, panel, next, sums, sink, columns(p));
       } else {
-        pack_part(0, k);
-        P::multiply(a, args.m, k, place, next, sums, sink, columns);
+        for (Index i = 0; i < args.m; ++i, c += kPanel) sink(i, load(c), load(c + kLanes));
       }
     }
   }
   P::leave();
 }
 
+// All rows at once times some panels; fill() has packed x.
+template <class T, class P = PackedProduct<T>, class X = T, class Y = T>
+void panels(const LinearArgs& args, Index begin, Index end, void* scratch) {
+  if constexpr (!P::kQuantizes)
+    if (args.packed == nullptr) return unpacked_panels<T>(args, begin, end, scratch);
+  P::enter();
+  row_panels<T, P, X, Y, false>(args, 0, args.m, begin, end, scratch);
+  P::leave();
+}
+
 template <class T, class P = PackedProduct<T>>
 Index panels_scratch(const LinearArgs& args) {
-  return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
-             static_cast<Index>(sizeof(typename P::Operand)) +
-         P::buffer_size(args.m) * static_cast<Index>(sizeof(float));
+  Index values = P::block_size(args.m, args.k), sums = P::buffer_size(args.m);
+  if constexpr (!P::kQuantizes) {
+    const Index part = kTogether<T> > 1 ? min(P::kKBlock, args.k) : args.k;
+    if (args.packed == nullptr) values += kTogether<T> * P::panel_size(part);
+    sums *= kTogether<T>;
+  }
+  return values * static_cast<Index>(sizeof(typename P::Operand)) +
+         sums * static_cast<Index>(sizeof(float));
 }
 
 }  // namespace
