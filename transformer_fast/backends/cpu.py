@@ -98,8 +98,8 @@ def _few(dtype: torch.dtype, sizes: range, weights: int = 1) -> PreferLater:
 def _preferences() -> dict[str, tuple[PreferLater, ...]]:
     """Returns op -> the sizes at which PyTorch's products were faster on such a CPU.
 
-    Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads; for AMD's bfloat16
-    with 1 to 256 rows, 2^17 weights and more, and two threads.
+    Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one and two threads. Of AMD's CPUs with
+    AVX-512-BF16 that was a Zen 4.
     """
     if _native.module is None:
         return {}
@@ -110,11 +110,8 @@ def _preferences() -> dict[str, tuple[PreferLater, ...]]:
         network = [_few(bf16, range(5, 32), 2**20), _few(bf16, range(32, 257), 2**22)]
         linear.append(_few(fp16, range(1, 257), 2**21))
         network.append(_few(fp16, range(1, 513), 2**20))
-    elif isa == "avx512_bf16" and not is_intel:
-        linear = [_few(bf16, range(1, 257), 2**22)]
-        network = [*linear, _few(bf16, range(32, 257), 2**20)]
     else:
-        linear = [_few(bf16, range(1, 5), 2**22)] if isa == "avx512_bf16" else []
+        linear = [_few(bf16, range(1, 5), 2**22)] if isa == "avx512_bf16" and is_intel else []
         network = []
     # MKL uses AVX-512 on Intel's CPUs only. There kernels without strips (csrc/cpu/ops/linear) read
     # fewer rows than these from the unpacked weight.
