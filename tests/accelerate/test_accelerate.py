@@ -461,6 +461,21 @@ def test_verify_accepts_more_exact_sums(
     assert report.verified, str(report)
 
 
+class Nearby(torch.nn.Linear):
+    """Its sums differ by a rounding step."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + torch.finfo(input.dtype).eps
+
+
+def test_verify_accepts_units_that_round_to_the_other_side_of_0() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.ReLU())
+    torch.nn.init.ones_(model[0].weight)
+    register_converter(torch.nn.Linear, Nearby)
+    report = accelerate(model, verify=torch.tensor([[1.0, -1.0], [1.0, 2.0]]))
+    assert report.verified, str(report)
+
+
 class Eventful(torch.nn.Module):
     """Has state that verify must not change: buffers that every call updates, dropout, a counter."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -69,6 +69,8 @@ def verify_changes(
         warn_user(f"accelerate restored the model: {'; '.join(problems)}. {advice}")
 
 
+#: Runs of the original with nudged values that a gradient's difference is compared with.
+_NUDGES = 8
 _NOT_FINITE = "of the original model are NaN or infinite everywhere"
 _ADVICE_NOT_FINITE = "Pass inputs to verify for which the model's outputs and gradients are finite."
 _ADVICE = (
@@ -102,11 +104,11 @@ def _compare_model(
     model.train(mode == "training")
     then = generation.next_step if any(map(generation.is_change, changes)) else None
 
-    def run(exact: bool = False) -> Run:
+    def run(exact: bool = False, nudge: int | None = None) -> Run:
         torch.manual_seed(0)
         if mode == "inference" and not exact:
             return forward_only(model, inputs, then)
-        return _with_gradients(model, inputs, exact, then)
+        return _with_gradients(model, inputs, exact, then, nudge)
 
     # Layers and steps that run as one call check their attributes, also the probabilities of dropout.
     keeps_dropout = mode == "inference" and not _draws(model, inputs)
@@ -121,7 +123,7 @@ def _compare_model(
                     "not compared."
                 )
                 return None
-            return _difference(before, after, lambda: run(exact=True))
+            return _difference(before, after, run)
 
 
 def _draws(model: torch.nn.Module, inputs: Inputs) -> bool:
@@ -172,7 +174,7 @@ def _compare_padded(module: torch.nn.Module, changes: Sequence[Change], seen: In
     after = _with_gradients(module, padded)
     with undone(changes):
         before = _with_gradients(module, padded)
-        return _difference(before, after, lambda: _with_gradients(module, padded, exact=True))
+        return _difference(before, after, partial(_with_gradients, module, padded))
 
 
 def _with_padding(module: Any, seen: Inputs) -> Inputs | None:
@@ -302,12 +304,20 @@ def _outputs(found: Any) -> dict[str, Tensor]:
 
 
 def _with_gradients(
-    model: torch.nn.Module, inputs: Inputs, exact: bool = False, then: Then | None = None
-) -> Run:
-    """Computes outputs and gradients, on copies of parameters and buffers. ``exact``: in float64."""
+    model: torch.nn.Module, inputs: Inputs, exact: bool = False, then: Then | None = None,
+    nudge: int | None = None,
+) -> Run:  # fmt: skip
+    """Computes outputs and gradients, on copies of parameters and buffers.
+
+    ``exact``: in float64. ``nudge``: each value changes by at most a rounding step, at random; a seed.
+    """
 
     def own(x: Tensor) -> Tensor:
-        return x.detach().to(torch.float64 if exact and is_floating(x) else x.dtype, copy=True)
+        x = x.detach().to(torch.float64 if exact and is_floating(x) else x.dtype, copy=True)
+        if nudge is not None and is_floating(x):
+            generator = torch.Generator(x.device).manual_seed(nudge + x.numel())
+            x *= 1 + _eps(x) * torch.randint(-1, 2, x.shape, generator=generator, device=x.device)
+        return x
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -354,23 +364,27 @@ def _weighted(x: Tensor, index: int) -> Tensor:
     return (torch.where(x.isfinite(), x, 0.0).float() * weight).sum().cpu()
 
 
-def _difference(before: Run, after: Run, exact: Callable[[], Run]) -> str | None:
+def _difference(before: Run, after: Run, again: Callable[..., Run]) -> str | None:
     """Returns the difference that rounding does not explain, as part of a sentence, or None.
 
-    The error of ``after`` against ``exact`` may be at most twice that of ``before``, plus ten rounding
-    steps of the largest value, which ``before`` may avoid by luck. Where ``before`` is not finite, as in
-    fully masked rows, ``after`` may have any value.
+    The error of ``after`` against float64 may be at most twice that of ``before``, plus ten rounding
+    steps of the largest value, which ``before`` may avoid by luck. Gradients may have twice the error of
+    a run of the original with nudged values: such a step moves a unit of a ReLU to the other side of
+    0. Where ``before`` is not finite, as in fully masked rows, ``after`` may have any value.
+
+    Args:
+        again: runs the original again, with ``exact`` or ``nudge`` of `_with_gradients`.
     """
-    exact = cache(exact)
-    found = _compare("outputs", before.outputs, after.outputs, exact)
+    again = cache(again)
+    found = _compare("outputs", before.outputs, after.outputs, again)
     if found is None and before.grads is not None and after.grads is not None:
-        found = _compare("grads", before.grads, after.grads, exact)
+        found = _compare("grads", before.grads, after.grads, again)
     return found
 
 
 def _compare(
     kind: Literal["outputs", "grads"], before: dict[str, Tensor], after: dict[str, Tensor],
-    exact: Callable[[], Run],
+    again: Callable[..., Run],
 ) -> str | None:  # fmt: skip
     what, prefix = ("outputs", "") if kind == "outputs" else ("gradients", "gradient of ")
     if [*before] != [*after]:
@@ -388,9 +402,14 @@ def _compare(
         allowed = 10 * _eps(old) * largest
         if error <= allowed:
             continue
-        errors = _errors(kind, name, old, new, exact)
+        errors = _errors(kind, name, old, new, again)
         if errors is not None and errors[1] <= 2 * errors[0] + allowed:
             continue
+        if errors is not None and kind == "grads":
+            runs = (again(nudge=seed).grads or {} for seed in range(_NUDGES))
+            nudged = (_errors(kind, name, old, grads[name], again) for grads in runs)
+            if any(errors[1] <= 2 * both[1] + allowed for both in nudged if both):
+                continue
         ratio = error / allowed if allowed else inf
         if ratio <= worst:
             continue
@@ -402,12 +421,12 @@ def _compare(
 
 
 def _errors(
-    kind: str, name: str, before: Tensor, after: Tensor, exact: Callable[[], Run]
+    kind: str, name: str, before: Tensor, after: Tensor, again: Callable[..., Run]
 ) -> tuple[float, float] | None:
     """Returns the largest errors before and after against float64; None if that run fails."""
     try:
         with torch.autocast(before.device.type, enabled=False):
-            right = getattr(exact(), kind)[name]
+            right = getattr(again(exact=True), kind)[name]
     except Exception:  # a model may raise anything if it requires a dtype
         return None
     finite = before.isfinite()
