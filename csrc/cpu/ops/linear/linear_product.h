@@ -233,7 +233,7 @@ void fill(const LinearArgs& args, void* scratch) {
   fill_rows<X, P>(args, 0, args.m, static_cast<typename P::Operand*>(scratch));
 }
 
-// In low precision so many panels are packed together if their columns are columns of W: these are
+// Panels that are packed together, in low precision, if their columns are columns of W: columns are
 // adjacent in memory, while two rows of W may lie in two pages.
 template <class T>
 constexpr Index kTogether = sizeof(T) == 2 && PackedProduct<T>::kPacksInParts ? 4 : 1;
