@@ -309,6 +309,17 @@ def test_hidden_layers_of_too_many_bytes_raise(dtype: torch.dtype) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 100])
+def test_scratch_of_too_many_bytes_raises(queries: int, dtype: torch.dtype) -> None:
+    """Threads that run a kernel allocate it."""
+    query = torch.zeros(1, 2, queries, 64, dtype=dtype)
+    keys = query[:, :, :1].expand(1, 2, 2**45, 64)
+    with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate"):
+        functional.scaled_dot_product_attention(query, keys, keys, backend="cpu")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_over_missing_dimensions_raise(dtype: torch.dtype) -> None:
     x = torch.randn(4, 6).to(dtype)
     for dims in (0, -1, 3):

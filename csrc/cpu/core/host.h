@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -149,14 +150,22 @@ inline char* bytes_of(Scratch& scratch, int64_t bytes) {
   return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
 }
 
-// Like torch::stable::parallel_for. Worker threads get the calling thread's batch_invariant().
+// Like torch::stable::parallel_for, which would replace an exception by one with another message.
+// Worker threads get the calling thread's batch_invariant().
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
-  if (!batch_invariant()) return torch::stable::parallel_for(begin, end, grain, f);
+  const bool invariant = batch_invariant();
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;  // the first one
   torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
-    const BatchInvariance on(true);
-    f(first, last);
+    const BatchInvariance same(invariant);
+    try {
+      f(first, last);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
   });
+  if (error) std::rethrow_exception(error);
 }
 
 // Calls f(item) for each item with dynamic scheduling on torch's threads. Items write disjoint
