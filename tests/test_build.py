@@ -195,6 +195,22 @@ def test_probes_of_dot_products_give_plausible_rates(isa, name):
             probe(1, isa)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits a process's memory")
+def test_probes_report_that_the_system_starts_no_more_threads():
+    code = """
+import resource
+import transformer_fast._C as native
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+try:
+    native.probe_fma(4096)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "Resource temporarily unavailable" in python("-c", code).stdout
+
+
 # Object files -------------------------------------------------------------------------------------
 
 

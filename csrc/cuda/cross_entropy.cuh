@@ -154,6 +154,9 @@ inline void launch_cross_entropy_backward(const CrossEntropyBackwardArgs& args, 
   if (call.rows * call.columns == 0) return;
   const auto run = [&]<class T, int kVector>() {
     const int64_t columns = int64_t{kGradientThreads} * kGradientVectors * kVector;
+    if (call.columns > 65535 * columns)
+      throw std::runtime_error("cross_entropy: " + std::to_string(call.columns) +
+                               " classes are more than one launch supports");
     launch(cross_entropy_backward_kernel<T, kVector>,
            dim3(static_cast<unsigned>(call.rows),
                 static_cast<unsigned>(ceil_div(call.columns, columns))),

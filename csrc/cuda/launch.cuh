@@ -2,6 +2,7 @@
 // torch.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -34,7 +35,7 @@ inline void check(cudaError_t code) {
 // takes longer than a launch.
 inline int multiprocessors() {
   constexpr int kDevices = 64;
-  static int known[kDevices];
+  static std::atomic<int> known[kDevices];
   int device = 0, count = 0;
   check(cudaGetDevice(&device));
   if (device < kDevices && known[device] != 0) return known[device];

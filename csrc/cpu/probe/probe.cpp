@@ -20,24 +20,32 @@ constexpr double kRoundSeconds = 0.015;
 constexpr int kRounds = 4;
 
 // Runs work(thread) on all threads, started together; returns the seconds until the last one has
-// finished.
+// finished. Throws std::system_error if the system starts no more threads.
 template <class Work>
 double run_together(int threads, const Work& work) {
-  std::atomic<int> ready{0};
-  std::atomic<bool> go{false};
+  enum State { wait, run, stop };
+  std::atomic<int> ready{0}, state{wait};
   std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) {
-    others.emplace_back([&, t] {
-      ready.fetch_add(1);
-      while (!go.load(std::memory_order_acquire)) std::this_thread::yield();
-      work(t);
-    });
+  const auto finish = [&](State last) {
+    state.store(last, std::memory_order_release);
+    if (last == run) work(0);
+    for (std::thread& other : others) other.join();
+  };
+  try {
+    for (int t = 1; t < threads; ++t) {
+      others.emplace_back([&, t] {
+        ready.fetch_add(1);
+        while (state.load(std::memory_order_acquire) == wait) std::this_thread::yield();
+        if (state.load(std::memory_order_relaxed) == run) work(t);
+      });
+    }
+  } catch (...) {
+    finish(stop);
+    throw;
   }
   while (ready.load() < threads - 1) std::this_thread::yield();
   const Clock::time_point start = Clock::now();
-  go.store(true, std::memory_order_release);
-  work(0);
-  for (std::thread& other : others) other.join();
+  finish(run);
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
@@ -66,12 +74,6 @@ void check_threads(int threads) {
   if (threads < 1 || threads > 4096) {
     throw std::invalid_argument("threads must be between 1 and 4096, got " +
                                 std::to_string(threads));
-  }
-}
-
-void check_supported(Isa isa) {
-  if (!isa_supported(isa)) {
-    throw std::invalid_argument(std::string("isa: this CPU does not have '") + isa_name(isa) + "'");
   }
 }
 
@@ -117,7 +119,6 @@ constexpr Index kFmaBatch = 1024;
 template <class Loop>
 double probe_loop(int threads, Isa isa, Dot type, const Loop& loop) {
   check_threads(threads);
-  check_supported(isa);
   check_dot(isa, type);
   const double flops = loop(kFmaBatch);
   return best_rate(threads, flops, [&](int, Index repeats) { loop(kFmaBatch * repeats); });
