@@ -424,10 +424,12 @@ def test_accumulated_batches_equal_one_large_batch() -> None:
 
 def test_evaluate_keeps_mode_and_random_state() -> None:
     model = make_model(0.5)
+    model.encoder.eval()
     loader = make_loader(make_pairs())
     state = torch.get_rng_state()
     loss = training.evaluate(model, training.NextTokenLoss(PAD), loader)
     assert model.training
+    assert not model.encoder.training
     assert torch.equal(torch.get_rng_state(), state)
     model.eval()
     logits = [model(source, target) for source, target, _ in loader]

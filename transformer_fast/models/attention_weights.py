@@ -110,17 +110,18 @@ def attention_weights(
 @contextmanager
 def evaluating(*modules: object) -> Iterator[None]:
     """Context manager: puts the modules in evaluation mode, then restores the mode of each."""
-    trained = [
-        part
+    modes = [
+        (part, part.training)
         for module in modules
         if isinstance(module, torch.nn.Module)
         for part in module.modules()
-        if part.training
     ]
     try:
-        for part in trained:
-            part.training = False
+        for part, training in modes:
+            if training:
+                part.training = False
         yield
     finally:
-        for part in trained:
-            part.training = True
+        for part, training in modes:
+            if part.training != training:
+                part.training = training

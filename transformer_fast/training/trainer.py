@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from .._console import progress as progress_bar
+from ..models.attention_weights import evaluating
 from . import processes
 from .checkpoint import (
     CheckpointError,
@@ -83,16 +84,16 @@ def evaluate(
     was_training = model.training
     device = device_of(model)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    state = torch.get_rng_state()  # a DataLoader draws from it
-    model.eval()
-    try:
-        for batch in batches:
-            with in_dtype(model, autocast):
-                loss, tokens = objective(model, on_device(batch, device))
-            sums += torch.stack((loss.double(), tokens.double()))
-    finally:
-        model.train(was_training)
-        torch.set_rng_state(state)
+    # A DataLoader draws random numbers.
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        model.train(False)  # a model may have its own method
+        try:
+            for batch in batches:
+                with in_dtype(model, autocast):
+                    loss, tokens = objective(model, on_device(batch, device))
+                sums += torch.stack((loss.double(), tokens.double()))
+        finally:
+            model.train(was_training)
     loss_sum, tokens_sum = processes.total(sums).tolist()
     if tokens_sum == 0:
         raise ValueError("batches has no tokens to evaluate on")
