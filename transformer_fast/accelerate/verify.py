@@ -161,7 +161,7 @@ def _recording(
             ) -> None:
                 calls.setdefault(name or kind.__name__, (module, Inputs(args, kwargs)))
 
-            stack.callback(change.module.register_forward_pre_hook(note, with_kwargs=True).remove)
+            stack.enter_context(change.module.register_forward_pre_hook(note, with_kwargs=True))
         yield
 
 
@@ -225,8 +225,7 @@ def _zeros_at_padding(model: torch.nn.Module, changes: Sequence[Change]) -> Iter
     with ExitStack() as stack:
         stacks = (c.module for c in changes if isinstance(c.module, UnpaddedLayers))
         if any(stack._skips_padding for stack in stacks):
-            handle = model.register_forward_hook(_zeros_in_outputs, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(model.register_forward_hook(_zeros_in_outputs, with_kwargs=True))
         for change in changes:
             for kind, mask in (
                 (torch.nn.TransformerEncoder, "src_key_padding_mask"),
@@ -235,7 +234,7 @@ def _zeros_at_padding(model: torch.nn.Module, changes: Sequence[Change]) -> Iter
                 if isinstance(change.module, kind):
                     hook = _zeros_by(mask)
                     handle = change.module.register_forward_hook(hook, with_kwargs=True)
-                    stack.callback(handle.remove)
+                    stack.enter_context(handle)
         yield
 
 
@@ -375,16 +374,16 @@ def _difference(before: Run, after: Run, again: Callable[..., Run]) -> str | Non
     Args:
         again: runs the original again, with ``exact`` or ``nudge`` of `_with_gradients`.
     """
-    again = cache(again)
-    found = _compare("outputs", before.outputs, after.outputs, again)
+    right = cache(partial(again, exact=True))
+    found = _compare("outputs", before.outputs, after.outputs, again, right)
     if found is None and before.grads is not None and after.grads is not None:
-        found = _compare("grads", before.grads, after.grads, again)
+        found = _compare("grads", before.grads, after.grads, again, right)
     return found
 
 
 def _compare(
     kind: Literal["outputs", "grads"], before: dict[str, Tensor], after: dict[str, Tensor],
-    again: Callable[..., Run],
+    again: Callable[..., Run], right: Callable[[], Run],
 ) -> str | None:  # fmt: skip
     what, prefix = ("outputs", "") if kind == "outputs" else ("gradients", "gradient of ")
     if [*before] != [*after]:
@@ -392,6 +391,12 @@ def _compare(
     if before and not any(bool(t.isfinite().any()) for t in before.values() if t.numel()):
         return f"the {what} {_NOT_FINITE}"
     largest = max(map(_largest, before.values()), default=0.0)
+
+    @cache  # of the errors only: eight runs' gradients would take eight times the model's memory
+    def nudged(seed: int) -> dict[str, tuple[float, float] | None]:
+        grads = again(nudge=seed).grads or {}
+        return {name: _errors(kind, name, old, grads[name], right) for name, old in before.items()}
+
     worst, found = 1.0, None
     for name, old in before.items():
         new = after[name]
@@ -402,13 +407,12 @@ def _compare(
         allowed = 10 * _eps(old) * largest
         if error <= allowed:
             continue
-        errors = _errors(kind, name, old, new, again)
+        errors = _errors(kind, name, old, new, right)
         if errors is not None and errors[1] <= 2 * errors[0] + allowed:
             continue
         if errors is not None and kind == "grads":
-            runs = (again(nudge=seed).grads or {} for seed in range(_NUDGES))
-            nudged = (_errors(kind, name, old, grads[name], again) for grads in runs)
-            if any(errors[1] <= 2 * both[1] + allowed for both in nudged if both):
+            others = (nudged(seed)[name] for seed in range(_NUDGES))
+            if any(errors[1] <= 2 * both[1] + allowed for both in others if both):
                 continue
         ratio = error / allowed if allowed else inf
         if ratio <= worst:
@@ -421,16 +425,16 @@ def _compare(
 
 
 def _errors(
-    kind: str, name: str, before: Tensor, after: Tensor, again: Callable[..., Run]
+    kind: str, name: str, before: Tensor, after: Tensor, right: Callable[[], Run]
 ) -> tuple[float, float] | None:
     """Returns the largest errors before and after against float64; None if that run fails."""
     try:
         with torch.autocast(before.device.type, enabled=False):
-            right = getattr(again(exact=True), kind)[name]
+            exact = getattr(right(), kind)[name]
     except Exception:  # a model may raise anything if it requires a dtype
         return None
     finite = before.isfinite()
-    first, second = (_largest(torch.where(finite, x - right, 0.0)) for x in (before, after))
+    first, second = (_largest(torch.where(finite, x - exact, 0.0)) for x in (before, after))
     return first, second
 
 
