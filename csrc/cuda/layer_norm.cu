@@ -18,15 +18,6 @@ std::optional<Tensor> parameter(const char* name, const std::optional<Tensor>& t
   return as_contiguous(*tensor);
 }
 
-// Returns the number of elements in the last `dims` dimensions, over which the norm is computed.
-int64_t normalized_size(const Tensor& tensor, int64_t dims) {
-  STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), kOp, ": the last ", dims,
-                  " dimensions were to be normalised of ", tensor.dim());
-  int64_t n = 1;
-  for (int64_t d = tensor.dim() - dims; d < tensor.dim(); ++d) n *= tensor.size(d);
-  return n;
-}
-
 int64_t count_rows(const Tensor& input, int64_t columns) {
   const int64_t rows = columns == 0 ? 0 : input.numel() / columns;
   check_rows(kOp, rows);
@@ -50,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
     std::optional<Tensor> seed) {
   check_kind(kind);
   const Element type = element_of(kOp, input);
-  const int64_t normalized = normalized_size(input, dims);
+  const int64_t normalized = normalized_size(kOp, input, dims);
   const int64_t rows = count_rows(input, normalized);
   if (residual) check_same_shape("residual", *residual, input);
   weight = parameter("weight", weight, input, normalized);
@@ -93,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     bool want_bias) {
   check_kind(kind);
   const Element type = element_of(kOp, source);
-  const int64_t normalized = normalized_size(source, dims);
+  const int64_t normalized = normalized_size(kOp, source, dims);
   const int64_t rows = count_rows(source, normalized);
   check_same_shape("grad", grad, source);
   if (grad_sum) check_same_shape("grad_sum", *grad_sum, source);

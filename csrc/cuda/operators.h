@@ -1,6 +1,5 @@
-// Common code of the operators: argument checks, so that a wrong call does not crash; views of
-// tensors as rows; the stream. Tests build the same operators for CPU tensors, with kernels
-// compiled by g++.
+// Common code of the operators: argument checks, so that a wrong call does not crash, and the
+// stream. Tests build the same operators for CPU tensors, with kernels compiled by g++.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "cuda/launch.cuh"
+#include "tensor_rows.h"
 #include "types.h"
 
 #ifdef TF_SIMT
@@ -91,40 +91,6 @@ inline Tensor empty(const Tensor& like, std::vector<int64_t> sizes,
 inline Tensor empty_contiguous(const Tensor& like) {
   const auto sizes = like.sizes();
   return torch::stable::new_empty(like, sizes);
-}
-
-inline Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-// A tensor as rows of `columns` contiguous elements, `stride` elements apart; a copy only if the
-// strides do not allow a view.
-struct Rows {
-  Tensor owner;
-  const void* data;
-  int64_t stride;
-};
-
-inline Rows as_rows(const Tensor& tensor, int64_t columns) {
-  const int64_t dims = tensor.dim();
-  bool uniform = dims > 0 && tensor.size(dims - 1) == columns &&
-                 (columns <= 1 || tensor.stride(dims - 1) == 1);
-  int64_t stride = columns, expected = -1;
-  for (int64_t d = dims - 2; d >= 0 && uniform; --d) {
-    if (tensor.size(d) == 1) continue;
-    if (expected < 0)
-      stride = tensor.stride(d);
-    else
-      uniform = tensor.stride(d) == expected;
-    expected = tensor.stride(d) * tensor.size(d);
-  }
-  if (uniform) return {tensor, tensor.const_data_ptr(), stride};
-  Tensor copy = as_contiguous(tensor);
-  return {copy, copy.const_data_ptr(), columns};
-}
-
-inline const void* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
 // p must be in [0, 1]. The seed is an int64 in device memory, so that it needs no synchronisation.

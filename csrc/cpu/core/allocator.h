@@ -69,15 +69,6 @@ Tensor empty_rows(const Tensor& input, int64_t columns);
 // dimensions.
 Tensor empty_statistics(const Tensor& input, int64_t dims);
 
-// Returns the tensor itself if it is contiguous: the check is cheaper than PyTorch's operator.
-inline Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& tensor) {
-  if (!tensor) return std::nullopt;
-  return as_contiguous(*tensor);
-}
-
 // Memory for a packed weight, aligned to a huge page: reading weights is limited by bandwidth, and
 // 4 KiB pages cost a fifth of it.
 Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16 = false);

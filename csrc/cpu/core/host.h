@@ -1,4 +1,4 @@
-// Helpers of the operators: registration, scratch memory, parallel loops, views of tensors as rows.
+// Helpers of the operators: registration, scratch memory, parallel loops, checks of arguments.
 #pragma once
 
 #include <sys/mman.h>
@@ -21,6 +21,7 @@
 
 #include "cpu/core/allocator.h"
 #include "cpu/core/isa.h"
+#include "tensor_rows.h"
 #include "types.h"
 
 namespace tf {
@@ -228,8 +229,9 @@ inline bool is_reduced_float(const Tensor& tensor) {
 
 // Returns the dtype of a float32, bfloat16 or float16 argument; raises for others.
 inline ScalarType checked_float_type(const char* op, const char* name, const Tensor& tensor) {
-  const ScalarType type = is_reduced_float(tensor) ? tensor.scalar_type() : ScalarType::Float;
-  check_type(op, name, tensor, type, name);
+  const ScalarType type = tensor.scalar_type();
+  STD_TORCH_CHECK(tensor.is_cpu() && (type == ScalarType::Float || is_reduced_float(tensor)), op,
+                  ": ", name, " must be float32, bfloat16 or float16, and on the CPU");
   return type;
 }
 
@@ -270,34 +272,6 @@ inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor
   return dropout_of(p, *static_cast<const int64_t*>(seed->const_data_ptr()));
 }
 
-// A tensor as `rows` rows of its last dimension, `stride` elements apart; copied only if no such
-// view exists.
-struct Rows {
-  Tensor owner;
-  const void* data;
-  int64_t rows, columns, stride;
-};
-
-inline Rows as_rows(const Tensor& tensor) {
-  const int64_t dims = tensor.dim();
-  const int64_t columns = tensor.size(dims - 1);
-  const int64_t rows = columns == 0 ? 0 : tensor.numel() / columns;
-  bool uniform = columns <= 1 || tensor.stride(dims - 1) == 1;
-  int64_t stride = columns, expected = -1;
-  for (int64_t d = dims - 2; d >= 0 && uniform; --d) {
-    if (tensor.size(d) == 1) continue;
-    if (expected < 0) {
-      stride = tensor.stride(d);
-    } else {
-      uniform = tensor.stride(d) == expected;
-    }
-    expected = tensor.stride(d) * tensor.size(d);
-  }
-  if (uniform) return {tensor, tensor.const_data_ptr(), rows, columns, stride};
-  Tensor copy = as_contiguous(tensor);
-  return {copy, copy.const_data_ptr(), rows, columns, columns};
-}
-
 // Data pointer of an optional result, nullptr if it is not wanted.
 inline void* data_if(bool wanted, Tensor& tensor) {
   return wanted ? tensor.mutable_data_ptr() : nullptr;
@@ -312,10 +286,6 @@ inline float* mutable_floats(std::optional<Tensor>& tensor) {
 
 inline const float* floats_of(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
-}
-
-inline const void* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
 }  // namespace tf

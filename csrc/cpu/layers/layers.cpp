@@ -32,12 +32,6 @@ enum Slot {
 
 char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
-void check_block_input(const char* op, const Tensor& input) {
-  STD_TORCH_CHECK(
-      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)), op,
-      ": input must be float32, bfloat16 or float16, and on the CPU");
-}
-
 // Parameters of a linear layer with weight (n, k), and the cached packed copy of the weight. An
 // int8 weight has a scale: float32, one value per row. It may have factors: one per column, which
 // multiply the input.
@@ -800,7 +794,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
               std::vector<int64_t> norms, int64_t heads, int64_t activation, bool batch_first,
               MaybeTensor mask, bool is_causal, MaybeTensor memory_mask, bool memory_is_causal,
               MaybeTensor starts, MaybeTensor memory_starts, MaybeTensor cos, MaybeTensor sin) {
-  check_block_input(kOp, input);
+  checked_float_type(kOp, "input", input);
   const std::vector<SublayerKind> each = checked_kinds(kOp, kinds, norms);
   for (const SublayerKind kind : each)
     STD_TORCH_CHECK(kind != SublayerKind::cross_attention || memory.has_value(), kOp,
@@ -945,7 +939,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                     int64_t heads, double scale, int64_t activation, MaybeTensor mask,
                     MaybeTensor key_lengths, MaybeTensor own_mask, MaybeTensor cos,
                     MaybeTensor sin) {
-  check_block_input(kDecodeOp, input);
+  checked_float_type(kDecodeOp, "input", input);
   STD_TORCH_CHECK(input.dim() == 2, kDecodeOp, ": input must be (rows, width)");
   const bool lowp_cache = input.scalar_type() == ScalarType::Float && is_reduced_float(cache);
   check_cached("cache", cache, input, lowp_cache ? ScalarType::BFloat16 : input.scalar_type(), 6);

@@ -9,23 +9,6 @@
 namespace tf {
 namespace {
 
-// Online softmax state per row while the classes are read in parts.
-class CrossEntropyRows {
- public:
-  explicit CrossEntropyRows(int64_t rows) : values_(4 * rows), rows_(rows) {}
-
-  void set(CrossEntropyArgs& args) {
-    args.row_max = values_.data();
-    args.sum = args.row_max + rows_;
-    args.shifted_sum = args.sum + rows_;
-    args.target_logit = args.shifted_sum + rows_;
-  }
-
- private:
-  std::vector<float> values_;
-  int64_t rows_;
-};
-
 // Checks that there is a target for each row of `input`: a class or `ignored`.
 Tensor checked_target(const char* op, const Tensor& target, const Tensor& input, int64_t classes,
                       int64_t ignored) {
@@ -78,9 +61,7 @@ struct LogitsRows {
 };
 
 LogitsRows logits_rows(const char* op, const Tensor& input) {
-  STD_TORCH_CHECK(
-      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)), op,
-      ": input must be float32, bfloat16 or float16, and on the CPU");
+  checked_float_type(op, "input", input);
   const int64_t dims = input.dim();
   STD_TORCH_CHECK(dims == 2 || dims == 3, op,
                   ": input must be (rows, classes) or (groups, rows, classes)");
@@ -178,7 +159,7 @@ struct Call {
   Rows x;
   Tensor weight, target;
   std::optional<Tensor> bias;
-  int64_t classes, k, ignored;
+  int64_t rows, classes, k, ignored;
   double smoothing;
 
   Call(const char* op, const Tensor& input, const Tensor& w, const std::optional<Tensor>& b,
@@ -194,7 +175,7 @@ struct Call {
     check_weight(op, "weight", w, input.size(1), b);
     target = checked_target(op, t, input, classes, ignored);
     x = as_rows(input);
-    x.rows = input.size(0);
+    rows = input.size(0);
   }
 
   const void* rows_from(int64_t row) const {
@@ -205,8 +186,8 @@ struct Call {
   template <class F>
   void each_part(const F& f) const {
     Tensor whole = weight;
-    for (int64_t row = 0; row < x.rows; row += kRows) {
-      const int64_t m = std::min(kRows, x.rows - row);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t m = std::min(kRows, rows - row);
       for (int64_t first = 0; first < classes; first += kClasses) {
         const int64_t n = std::min(kClasses, classes - first);
         const Tensor part = torch::stable::narrow(whole, 0, first, n);
@@ -236,15 +217,19 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
                                                 std::optional<Tensor> bias, Tensor target,
                                                 int64_t ignored, double smoothing) {
   const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
-  const int64_t rows = call.x.rows;
+  const int64_t rows = call.rows;
   Tensor losses = empty_tensor(input, {rows}), statistics = empty_tensor(input, {rows, 2});
   if (call.classes == 0) {  // all rows are ignored
     for (Tensor* tensor : {&losses, &statistics}) torch::stable::zero_(*tensor);
     return {losses, statistics};
   }
-  CrossEntropyRows so_far(std::min(kRows, rows));
+  // The online softmax of each row while the classes are read in parts.
+  const int64_t most = std::min(kRows, rows);
+  std::vector<float> so_far(4 * most);
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
-    so_far.set(args);
+    float* place = so_far.data();
+    for (float** of : {&args.row_max, &args.sum, &args.shifted_sum, &args.target_logit})
+      *of = std::exchange(place, place + most);
     args.losses = static_cast<float*>(losses.mutable_data_ptr()) + row;
     args.statistics = static_cast<float*>(statistics.mutable_data_ptr()) + 2 * row;
     run_cross_entropy(args, m);
@@ -259,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     bool want_bias) {
   const char* op = "linear_cross_entropy_backward";
   const Call call(op, input, weight, bias, target, ignored, smoothing);
-  const int64_t rows = call.x.rows, n = call.classes, k = call.k;
+  const int64_t rows = call.rows, n = call.classes, k = call.k;
   check_rows(op, grad, statistics, call.target);
   grad = as_contiguous(grad);
   statistics = as_contiguous(statistics);

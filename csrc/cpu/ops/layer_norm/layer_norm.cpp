@@ -50,31 +50,6 @@ void run_layer_norm_backward(LayerNormBackwardArgs args, void* grad_weight, void
 
 namespace {
 
-// Number of elements that are normalised together: those of the last `dims` dimensions.
-int64_t normalized_size(const char* op, const Tensor& tensor, int64_t dims) {
-  STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), op, ": the last ", dims,
-                  " dimensions were to be normalised of ", tensor.dim());
-  int64_t n = 1;
-  for (int64_t d = tensor.dim() - dims; d < tensor.dim(); ++d) n *= tensor.size(d);
-  return n;
-}
-
-// The tensor as rows of n elements, `stride` apart.
-struct NormRows {
-  Tensor owner;
-  const void* data;
-  int64_t stride;
-};
-
-NormRows norm_rows(const Tensor& tensor, int64_t n) {
-  if (tensor.size(tensor.dim() - 1) == n) {
-    const Rows rows = as_rows(tensor);
-    return {rows.owner, rows.data, rows.stride};
-  }
-  Tensor flat = as_contiguous(tensor);
-  return {flat, flat.const_data_ptr(), n};
-}
-
 NormKind checked_kind(const char* op, int64_t kind) {
   STD_TORCH_CHECK(kind >= 0 && kind < kNormKinds, op, ": there is no kind of norm ", kind);
   return static_cast<NormKind>(kind);
@@ -115,8 +90,8 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
     result.rstd = empty_statistics(input, dims);
   }
   if (input.numel() == 0) return result;
-  const NormRows x = norm_rows(input, n);
-  const NormRows r = residual ? norm_rows(*residual, n) : NormRows{input, nullptr, 0};
+  const Rows x = as_rows(input, n);
+  const Rows r = residual ? as_rows(*residual, n) : Rows{input, nullptr, 0};
   run_layer_norm(
       {.type = element_of(input),
        .weight_type = weight_type == ScalarType::Float ? Element::float32 : element_of(input),
@@ -208,8 +183,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     torch::stable::zero_(grad_bias);
     return {grad_source, grad_input, grad_weight, grad_bias};
   }
-  const NormRows dy = norm_rows(grad, n), s = norm_rows(source, n);
-  const NormRows extra = grad_sum ? norm_rows(*grad_sum, n) : NormRows{source, nullptr, 0};
+  const Rows dy = as_rows(grad, n), s = as_rows(source, n);
+  const Rows extra = grad_sum ? as_rows(*grad_sum, n) : Rows{source, nullptr, 0};
   Tensor mean_row = as_contiguous(mean), rstd_row = as_contiguous(rstd);
   run_layer_norm_backward({.type = element_of(source),
                            .weight_type = element_of(like),

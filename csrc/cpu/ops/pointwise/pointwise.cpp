@@ -12,9 +12,7 @@ namespace {
 // Argmax of rows of logits. PyTorch's is not vectorised along long rows.
 Tensor argmax(Tensor input) {
   const char* op = "argmax";
-  const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_reduced_float(input)), op,
-                  ": input must be float32, bfloat16 or float16, and on the CPU");
+  checked_float_type(op, "input", input);
   STD_TORCH_CHECK(input.dim() == 2 && input.size(1) > 0, op,
                   ": input must be (rows, columns) with at least one column");
   const int64_t rows = input.size(0), columns = input.size(1);
@@ -28,9 +26,7 @@ Tensor argmax(Tensor input) {
 }
 
 Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
-  STD_TORCH_CHECK(
-      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)),
-      "dropout: input must be float32, bfloat16 or float16, and on the CPU");
+  checked_float_type("dropout", "input", input);
   const Tensor x = as_contiguous(input);
   Tensor output = empty_tensor_like(x);
   const int64_t n = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
