@@ -3,6 +3,9 @@
 // on 2 ports (Neoverse V1 and later: 4 ports).
 #include "cpu/probe/probe.h"
 #include "cpu/simd/vec.h"
+#if defined(__AMX_BF16__)
+#include "cpu/gemm/bf16_amx.h"
+#endif
 
 namespace tf::TF_ISA {
 namespace {
@@ -43,15 +46,7 @@ constexpr int kAccumulators = 12;
 // Eight tiles of 16 rows by 64 bytes.
 template <class Step>
 void with_tiles(Index iterations, const Step& step) {
-  // Palette 1.
-  struct alignas(64) AmxTileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  };
-  // Static: the intrinsic declares only 8 bytes as read, so GCC would drop stores to a local one.
-  static constexpr AmxTileConfig kConfig;
-  _tile_loadconfig(&kConfig);
+  _tile_loadconfig(&kAmxTileConfig);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -362,9 +362,8 @@ class BackwardBlock : Scores {
   }
 
   const T* at(const void* tensor, const Index* strides) const {
-    return static_cast<const T*>(tensor) +
-           head_offset(args.query_starts, strides, block_mask.b, block_mask.head) +
-           block_mask.first * strides[2];
+    return row_at<T>(tensor, args.query_starts, strides, block_mask.b, block_mask.head,
+                     block_mask.first);
   }
 
   // Packs queries and dO, and both transposed for dK and dV. In fp32 dO is divided by row_sum
@@ -453,17 +452,6 @@ struct Bf16Products {
   static constexpr bool kByRow = false;
 };
 
-// Calls f(workspace) with denormals flushed and the tile registers configured.
-template <class T, class F>
-bool on_tiles(const AttentionBackwardArgs& args, void* scratch, const F& f) {
-  const unsigned mode = flush_denormals();
-  Product<T>::enter();
-  const bool did = f(BackwardWorkspace<T>(args, scratch));
-  Product<T>::leave();
-  restore_denormals(mode);
-  return did;
-}
-
 template <class T>
 constexpr AttentionBackwardKernels kKernels{
     .keys_per_tile = keys_per_tile,
@@ -472,10 +460,14 @@ constexpr AttentionBackwardKernels kKernels{
     .keys =
         [](const AttentionBackwardArgs& args, Index b, Index key_head, Index begin, Index end,
            float* part, float* mask_sums, Index next, void* scratch) {
-          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-            return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
-                                              end, part, mask_sums, next);
-          });
+          const unsigned mode = flush_denormals();
+          Product<T>::enter();
+          const bool did = loop_keys<Bf16Products<T>>(args, BackwardWorkspace<T>(args, scratch),
+                                                      keys_per_tile(args), b, key_head, begin, end,
+                                                      part, mask_sums, next);
+          Product<T>::leave();
+          restore_denormals(mode);
+          return did;
         }};
 
 }  // namespace

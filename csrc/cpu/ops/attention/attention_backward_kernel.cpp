@@ -158,12 +158,9 @@ struct KeyTile : KeyRange {
       : KeyRange(range), args(call), work(place) {}
 
   bool pack() {
-    const float* k = static_cast<const float*>(args.key) +
-                     head_offset(args.key_starts, args.key_stride, b, key_head) +
-                     start * args.key_stride[2];
-    const float* v = static_cast<const float*>(args.value) +
-                     head_offset(args.key_starts, args.value_stride, b, key_head) +
-                     start * args.value_stride[2];
+    const auto* k = row_at<float>(args.key, args.key_starts, args.key_stride, b, key_head, start);
+    const auto* v =
+        row_at<float>(args.value, args.key_starts, args.value_stride, b, key_head, start);
     for (Index s = 0; s < count; s += kPanel) {
       const Index rows = min(kPanel, count - s);
       pack_rows(k + s * args.key_stride[2], args.key_stride[2], rows, args.size,
@@ -179,9 +176,7 @@ struct KeyTile : KeyRange {
   void write() {
     const auto put = [&](KeySums& sums, Index n, float scale, void* grad, const Index* stride) {
       if (grad != nullptr)
-        sums.write(rows, n, scale,
-                   static_cast<float*>(grad) + head_offset(args.key_starts, stride, b, key_head) +
-                       start * stride[2],
+        sums.write(rows, n, scale, row_at<float>(grad, args.key_starts, stride, b, key_head, start),
                    stride[2]);
     };
     put(grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
@@ -218,14 +213,9 @@ struct Block {
       const Vec row_sum = load_some(args.row_sum + row + i, rows - i);
       store(work.norm + i, select(equal(row_sum, zero()), zero(), set1(1.0f) / row_sum));
     }
-    const float* q =
-        static_cast<const float*>(args.query) +
-        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
-        block_mask.first * args.query_stride[2];
-    const float* g =
-        static_cast<const float*>(args.grad) +
-        head_offset(args.query_starts, args.grad_stride, block_mask.b, block_mask.head) +
-        block_mask.first * args.grad_stride[2];
+    const Index b = block_mask.b, head = block_mask.head, first = block_mask.first;
+    const auto* q = row_at<float>(args.query, args.query_starts, args.query_stride, b, head, first);
+    const auto* g = row_at<float>(args.grad, args.query_starts, args.grad_stride, b, head, first);
     nonfinite_query =
         copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
     nonfinite_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, work.norm,
@@ -403,12 +393,8 @@ void typed_delta(const AttentionBackwardArgs& args, Index begin, Index end) {
     const Index t = row % args.queries, head = row / args.queries % args.heads;
     const Index b = row / args.queries / args.heads;
     if (t >= query_count(args, b)) continue;
-    const T* o = static_cast<const T*>(args.output) +
-                 head_offset(args.query_starts, args.output_stride, b, head) +
-                 t * args.output_stride[2];
-    const T* g = static_cast<const T*>(args.grad) +
-                 head_offset(args.query_starts, args.grad_stride, b, head) +
-                 t * args.grad_stride[2];
+    const T* o = row_at<T>(args.output, args.query_starts, args.output_stride, b, head, t);
+    const T* g = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, t);
     args.delta[row] = sum_of_products(o, g, args.value_size);
     if (args.grad_weights != nullptr) args.delta[row] += weights_delta<T>(args, row);
   }

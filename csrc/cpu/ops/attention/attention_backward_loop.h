@@ -71,13 +71,6 @@ float sum_of_products(const T* x, const T* y, Index n) {
   return reduce_add(sum);
 }
 
-// Address of a row of one head.
-template <class T>
-const T* row_at(const void* tensor, const int64_t* starts, const Index* stride, Index b, Index head,
-                Index row) {
-  return static_cast<const T*>(tensor) + head_offset(starts, stride, b, head) + row * stride[2];
-}
-
 // The sum of P (dP of `key` - dP) over the other keys of a row, which equals dP - delta of `key`.
 // `factor` is the key's dropout factor.
 template <class T>

@@ -151,9 +151,8 @@ struct Row {
   }
 
   void finish(float norm) const {
-    T* out = static_cast<T*>(args.output) +
-             head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
-             block_mask.first * args.output_stride[2];
+    T* out = row_at<T>(args.output, args.query_starts, args.output_stride, block_mask.b,
+                       block_mask.head, block_mask.first);
     // Sums of fully masked rows are 0 already.
     const Vec by = set1(norm == 0.0f ? 1.0f : norm);
     for (Index j = 0; j < args.value_size; j += kLanes)

@@ -282,9 +282,7 @@ struct Block {
   }
 
   float* output_row(Index i) const {
-    return static_cast<float*>(args.output) +
-           head_offset(args.query_starts, args.output_stride, b, head) +
-           (first + i) * args.output_stride[2];
+    return row_at<float>(args.output, args.query_starts, args.output_stride, b, head, first + i);
   }
 
   void prefetch_output(const Strip& strip) const {
@@ -293,9 +291,7 @@ struct Block {
   }
 
   void begin(Index next) const {
-    const float* q = static_cast<const float*>(args.query) +
-                     head_offset(args.query_starts, args.query_stride, b, head) +
-                     first * args.query_stride[2];
+    const auto* q = row_at<float>(args.query, args.query_starts, args.query_stride, b, head, first);
     if (args.query_stride[3] == 1) {
       pack_a(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
     } else {

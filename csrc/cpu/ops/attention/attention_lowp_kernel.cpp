@@ -483,10 +483,8 @@ class Block : Scores {
   }
 
   void begin() {
-    const T* query =
-        static_cast<const T*>(args.query) +
-        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
-        block_mask.first * args.query_stride[2];
+    const T* query = row_at<T>(args.query, args.query_starts, args.query_stride, block_mask.b,
+                               block_mask.head, block_mask.first);
     P::fill(query, args.query_stride[2], rows, args.size, work.query);
     clear();
     for (Index i = 0; i < rows; ++i) {
@@ -592,9 +590,8 @@ class Block : Scores {
   }
 
   bool finish() {
-    T* output = static_cast<T*>(args.output) +
-                head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
-                block_mask.first * args.output_stride[2];
+    T* output = row_at<T>(args.output, args.query_starts, args.output_stride, block_mask.b,
+                          block_mask.head, block_mask.first);
     bool did = true;
     for (Index i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.total + i * kLanes));

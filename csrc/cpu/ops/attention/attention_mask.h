@@ -185,6 +185,17 @@ inline Index key_limit(const AttentionShape& shape, Index b) {
 TF_INLINE Index head_offset(const int64_t* starts, const Index* stride, Index b, Index head) {
   return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
 }
+// Address of a row of one head.
+template <class T>
+TF_INLINE const T* row_at(const void* tensor, const int64_t* starts, const Index* stride, Index b,
+                          Index head, Index row) {
+  return static_cast<const T*>(tensor) + head_offset(starts, stride, b, head) + row * stride[2];
+}
+template <class T>
+TF_INLINE T* row_at(void* tensor, const int64_t* starts, const Index* stride, Index b, Index head,
+                    Index row) {
+  return const_cast<T*>(row_at<T>(static_cast<const void*>(tensor), starts, stride, b, head, row));
+}
 
 // Bytes of scratch for see_keys().
 inline Index seen_bytes(const AttentionArgs& args) {
