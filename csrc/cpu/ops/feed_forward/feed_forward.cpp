@@ -14,13 +14,27 @@ namespace {
 // Unfused, for few rows: first(args), then second(args). Threads share the columns of each layer,
 // and the small hidden block, in shared scratch `slot`, stays in cache.
 template <class First, class Second>
-void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& first,
-                          const Second& second) {
-  const bool in_fp32 = args.type == Element::float32, after = in_fp32 && trains(args);
-  float* hidden = shared_scratch(slot).floats(in_fp32 ? args.m : (args.m + 1) / 2, args.f);
-  first(LinearArgs{args.type, args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f,
-                   args.x_stride, 0, args.f, after ? 0 : args.activation,
-                   after ? nullptr : args.preactivation});
+void feed_forward_unfused(const FeedForwardArgs& args, Element hidden_type, int slot,
+                          const First& first, const Second& second) {
+  const bool after = args.type == Element::float32 && trains(args);
+  const int64_t floats_of_rows = hidden_type == Element::float32 ? args.m : (args.m + 1) / 2;
+  float* hidden = shared_scratch(slot).floats(floats_of_rows, args.f);
+  first(LinearArgs{.type = args.type,
+                   .x = args.x,
+                   .packed = nullptr,
+                   .bias = args.bias1,
+                   .residual = nullptr,
+                   .y = hidden,
+                   .m = args.m,
+                   .k = args.k,
+                   .n = args.f,
+                   .x_stride = args.x_stride,
+                   .residual_stride = 0,
+                   .y_stride = args.f,
+                   .activation = after ? kIdentity : args.activation,
+                   .preactivation = after ? nullptr : args.preactivation,
+                   .scale = args.scale1,
+                   .factors = args.factors1});
   if (after) {
     const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
     parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
@@ -29,8 +43,21 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
   }
   // If only the hidden units are wanted, there is no second weight.
   if (args.y != nullptr)
-    second(LinearArgs{args.type, hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f,
-                      args.n, args.f, args.residual_stride, args.n, 0});
+    second(LinearArgs{.type = args.type,
+                      .x = hidden,
+                      .packed = nullptr,
+                      .bias = args.bias2,
+                      .residual = args.residual,
+                      .y = args.y,
+                      .m = args.m,
+                      .k = args.f,
+                      .n = args.n,
+                      .x_stride = args.f,
+                      .residual_stride = args.residual_stride,
+                      .y_stride = args.n,
+                      .activation = kIdentity,
+                      .scale = args.scale2,
+                      .factors = args.factors2});
 }
 
 // The choice of kernels and of blocks for a network.
@@ -102,44 +129,19 @@ FeedForwardArgs with_panels(FeedForwardArgs args, const Panels& panels1, const P
 
 }  // namespace
 
-void run_int8_feed_forward(const FeedForwardArgs& args, int slot) {
+void run_int8_feed_forward(FeedForwardArgs args, int slot) {
   const FeedForwardPlan plan = choose_int8_feed_forward(args);
   if (plan.fused != nullptr) return run_blocks(plan, args);
-  const Element type = args.type, hidden_type = Element::bfloat16;
-  char* hidden = bytes_of(shared_scratch(slot), args.m * args.f * element_bytes(hidden_type));
-  run_linear({.type = type,
-              .x = args.x,
-              .packed = nullptr,
-              .bias = args.bias1,
-              .residual = nullptr,
-              .y = hidden,
-              .m = args.m,
-              .k = args.k,
-              .n = args.f,
-              .x_stride = args.x_stride,
-              .residual_stride = 0,
-              .y_stride = args.f,
-              // As in the fused kernel.
-              .activation = coarse(args.activation),
-              .scale = args.scale1,
-              .factors = args.factors1},
-             {TF_DISPATCH(int8_linear_kernels, type, type, hidden_type), args.packed1});
-  run_linear({.type = type,
-              .x = hidden,
-              .packed = nullptr,
-              .bias = args.bias2,
-              .residual = args.residual,
-              .y = args.y,
-              .m = args.m,
-              .k = args.f,
-              .n = args.n,
-              .x_stride = args.f,
-              .residual_stride = args.residual_stride,
-              .y_stride = args.n,
-              .activation = kIdentity,
-              .scale = args.scale2,
-              .factors = args.factors2},
-             {TF_DISPATCH(int8_linear_kernels, type, hidden_type, type), args.packed2});
+  const Element type = args.type, hidden = Element::bfloat16;
+  args.activation = coarse(args.activation);  // as in the fused kernel
+  feed_forward_unfused(
+      args, hidden, slot,
+      [&](const LinearArgs& linear) {
+        run_linear(linear, {TF_DISPATCH(int8_linear_kernels, type, type, hidden), args.packed1});
+      },
+      [&](const LinearArgs& linear) {
+        run_linear(linear, {TF_DISPATCH(int8_linear_kernels, type, hidden, type), args.packed2});
+      });
 }
 
 void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
@@ -154,7 +156,8 @@ void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
     return run_blocks(plan, with_panels(args, panels_of(weight1, packed1, 0, args.m),
                                         panels_of(weight2, packed2, 1, args.m)));
   feed_forward_unfused(
-      args, slot, [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
+      args, args.type, slot,
+      [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
       [&](const LinearArgs& linear) { run_linear(linear, weight2, packed2, 1); });
 }
 
@@ -330,7 +333,7 @@ void feed_forward_gradients(const Gradients& call) {
         run_blocks(forward, with_panels(back, panels2, panels1));
       } else {
         feed_forward_unfused(
-            back, 3, [&](const LinearArgs& linear) { run_linear(linear, panels2); },
+            back, type, 3, [&](const LinearArgs& linear) { run_linear(linear, panels2); },
             [&](const LinearArgs& linear) { run_linear(linear, panels1); });
       }
       if (first) {

@@ -13,6 +13,6 @@ void run_feed_forward(FeedForwardArgs args, const Matrix& weight1,
                       const std::optional<Tensor>& packed2, int slot);
 
 // The same with 8-bit weights, packed.
-void run_int8_feed_forward(const FeedForwardArgs& args, int slot);
+void run_int8_feed_forward(FeedForwardArgs args, int slot);
 
 }  // namespace tf

@@ -7,42 +7,15 @@
 namespace tf {
 namespace {
 
-constexpr int64_t kPackedTail = 64;  // bytes behind the panels: the layout id, and for prefetching
-
-// Every type has the same layout of packed weights.
 const LinearKernels& kernels_in_use(Element type = Element::float32) {
   return *TF_DISPATCH(int8_linear_kernels, type, type, type);
-}
-
-int64_t packed_size(const Tensor& weight) {
-  return kernels_in_use().packed_bytes(weight.size(0), weight.size(1)) + kPackedTail;
-}
-
-uint16_t layout_in_use() { return kernels_in_use().layout; }
-
-// `place` has packed_size() bytes.
-void pack_to(const Tensor& weight, char* place) {
-  const Rows w = as_rows(weight);
-  const int64_t n = weight.size(0), k = weight.size(1), panel = panel_columns();
-  parallel_for(0, (n + panel - 1) / panel,
-               std::max<int64_t>(1, 32768 / (panel * std::max<int64_t>(1, k))),
-               [&](int64_t begin, int64_t end) {
-                 TF_DISPATCH(pack_int8, static_cast<const int8_t*>(w.data), w.stride, n, k, place,
-                             begin, end);
-               });
-  char* tail = place + packed_size(weight) - kPackedTail;
-  std::memset(tail, 0, kPackedTail);
-  const uint16_t layout = layout_in_use();
-  std::memcpy(tail, &layout, sizeof(layout));
 }
 
 // Returns the panels of the packed copy if it has the layout of the instruction set in use. Else
 // packs the weight into shared scratch `slot`.
 const void* int8_panels(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
   if (const void* panels = int8_panels_of(weight, packed)) return panels;
-  char* place = bytes_of(shared_scratch(slot), packed_size(weight));
-  pack_to(weight, place);
-  return place;
+  return pack_now(kernels_in_use(), weight, false, slot).data;
 }
 
 void check_parameters(const char* op, const char* name, const Tensor& input, const Tensor& weight,
@@ -80,7 +53,7 @@ Tensor int8_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tens
   }
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
-  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0};
   const std::optional<Tensor> b = as_contiguous(bias), c = as_contiguous(factors);
   const Tensor s = as_contiguous(scale);
   const Element type = element_of(input);
@@ -162,21 +135,13 @@ void check_int8_factors(const char* op, const char* name, const std::optional<Te
 }
 
 const void* int8_panels_of(const Tensor& weight, const std::optional<Tensor>& packed) {
-  const int64_t size = packed_size(weight);
-  if (!packed || !packed->is_cpu() || !packed->is_contiguous() ||
-      packed->scalar_type() != ScalarType::Char || packed->numel() != size)
-    return nullptr;
-  const auto* data = static_cast<const char*>(packed->const_data_ptr());
-  uint16_t layout = 0;
-  std::memcpy(&layout, data + size - kPackedTail, sizeof(layout));
-  return layout == layout_in_use() ? data : nullptr;
+  if (!packed || packed->scalar_type() != ScalarType::Char) return nullptr;
+  return panels_in(kernels_in_use(), weight, *packed);
 }
 
 Tensor pack_int8_weight(const Tensor& weight) {
   check_int8_weight("pack_weight", "weight", weight);
-  Tensor packed = empty_packed_weight(weight, packed_size(weight));
-  pack_to(weight, static_cast<char*>(packed.mutable_data_ptr()));
-  return packed;
+  return pack_copy(kernels_in_use(), weight);
 }
 
 }  // namespace tf

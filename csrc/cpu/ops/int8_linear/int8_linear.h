@@ -8,16 +8,12 @@
 
 namespace tf {
 
-// Packed weights are those of pack_int8(); bias and residual have the given type, and so have x and
-// y, except in fp32, where one of the two may be bfloat16.
+// Bias and residual have the given type, and so have x and y, except in fp32, where one of the two
+// may be bfloat16. All types have the same layout of packed weights.
 TF_KERNEL_INT8(const LinearKernels* int8_linear_kernels(Element type, Element x_type,
                                                         Element y_type))
 // Hidden units are rounded to bfloat16. No dropout, nothing for training.
 TF_KERNEL_INT8(const FeedForwardKernels* int8_feed_forward_kernels(Element type))
-
-// Packs panels [begin, end) of W (n, k), with rows stride apart.
-TF_KERNEL_INT8(void pack_int8(const int8_t* weight, Index stride, Index n, Index k, void* packed,
-                              Index begin, Index end))
 
 // Sums of more products could overflow 32 bits, and split sums of more weights 16 bits.
 constexpr Index kMaxInt8Depth = 65536;

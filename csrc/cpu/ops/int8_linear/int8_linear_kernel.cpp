@@ -19,6 +19,7 @@ constexpr LinearKernels kLinearKernels{.in_fp32 = false,
                                        .panel = kPanel,
                                        .row_unit = kRowUnit,
                                        .packed_bytes = packed_bytes<P>,
+                                       .pack = pack<int8_t, P>,
                                        .row_block = row_block<P>,
                                        .scratch = scratch_bytes<T, P>,
                                        .block = block<T, P, X, Y>,
@@ -127,14 +128,6 @@ const LinearKernels* int8_linear_kernels(Element type, Element x_type, Element y
 const FeedForwardKernels* int8_feed_forward_kernels(Element type) {
   return dispatch_element(
       type, [](auto t) -> const FeedForwardKernels* { return &kNetworkKernels<decltype(t)>; });
-}
-
-void pack_int8(const int8_t* weight, Index stride, Index n, Index k, void* packed, Index begin,
-               Index end) {
-  using P = Int8Product<float>;
-  for (Index p = begin; p < end; ++p)
-    P::pack_rows(weight + p * kPanel * stride, stride, min(kPanel, n - p * kPanel), k,
-                 static_cast<char*>(packed) + p * P::panel_size(k));
 }
 
 }  // namespace tf::TF_ISA

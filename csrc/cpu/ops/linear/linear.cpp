@@ -25,6 +25,62 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
 
 namespace {
 
+constexpr int64_t kPrefetchBytes = 4096;  // padding behind panels in scratch, for prefetching
+
+// Packs W (n, k) into panels; if transposed, W^T, given W (k, n).
+void pack(const LinearKernels& kernels, const Matrix& weight, bool transposed, void* place) {
+  const Matrix w = weight.adjacent();
+  const int64_t n = transposed ? w.columns : w.rows, k = transposed ? w.rows : w.columns;
+  const auto run = transposed ? kernels.pack_transposed : kernels.pack;
+  const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
+  const int64_t unit = by_rows ? kernels.pack_transposed_rows : kernels.panel;
+  const int64_t along = by_rows ? k : n, across = by_rows ? n : k;
+  parallel_for(0, (along + unit - 1) / unit,
+               std::max<int64_t>(1, 32768 / (unit * std::max<int64_t>(1, across))),
+               [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
+}
+
+// Elements behind the panels of a packed copy: padding for prefetching, with the layout id in the
+// last two bytes.
+constexpr int64_t kPackedTail = 64;
+
+const uint16_t* layout_of(const Tensor& packed) {
+  const int64_t bytes = packed.numel() * static_cast<int64_t>(packed.element_size());
+  return static_cast<const uint16_t*>(packed.const_data_ptr()) + bytes / 2 - 1;
+}
+
+}  // namespace
+
+Panels pack_now(const LinearKernels& kernels, const Matrix& weight, bool transposed, int slot) {
+  const int64_t bytes = transposed ? kernels.packed_bytes(weight.columns, weight.rows)
+                                   : kernels.packed_bytes(weight.rows, weight.columns);
+  void* place = bytes_of(shared_scratch(slot), bytes + kPrefetchBytes);
+  pack(kernels, weight, transposed, place);
+  return {&kernels, place};
+}
+
+const void* panels_in(const LinearKernels& kernels, const Matrix& weight, const Tensor& packed) {
+  const int64_t bytes = kernels.packed_bytes(weight.rows, weight.columns);
+  const bool fits =
+      packed.is_cpu() && packed.is_contiguous() &&
+      packed.numel() == bytes / static_cast<int64_t>(packed.element_size()) + kPackedTail;
+  return fits && *layout_of(packed) == kernels.layout ? packed.const_data_ptr() : nullptr;
+}
+
+Tensor pack_copy(const LinearKernels& kernels, const Tensor& weight) {
+  const bool bf16x3 = weight.scalar_type() == ScalarType::Float && !kernels.in_fp32;
+  const int64_t element = bf16x3 ? 2 : static_cast<int64_t>(weight.element_size());
+  const int64_t bytes = kernels.packed_bytes(weight.size(0), weight.size(1));
+  Tensor packed = empty_packed_weight(weight, bytes / element + kPackedTail, bf16x3);
+  char* place = static_cast<char*>(packed.mutable_data_ptr());
+  pack(kernels, weight, false, place);
+  std::memset(place + bytes, 0, static_cast<size_t>(kPackedTail * element));
+  *const_cast<uint16_t*>(layout_of(packed)) = kernels.layout;
+  return packed;
+}
+
+namespace {
+
 // Whether strips of unpacked operands have kernels: they need 32 registers. Limits were measured.
 bool has_strips(Element type) {
   const Isa isa = current_isa();
@@ -46,39 +102,6 @@ const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
   return *TF_DISPATCH(linear_kernels, );
 }
 
-// Packs W (n, k) into panels; if transposed, W^T, given W (k, n).
-void pack(const LinearKernels& kernels, const Matrix& weight, bool transposed, void* place) {
-  const Matrix w = weight.adjacent();
-  const int64_t n = transposed ? w.columns : w.rows, k = transposed ? w.rows : w.columns;
-  const auto run = transposed ? kernels.pack_transposed : kernels.pack;
-  const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
-  const int64_t unit = by_rows ? kernels.pack_transposed_rows : kernels.panel;
-  const int64_t along = by_rows ? k : n, across = by_rows ? n : k;
-  parallel_for(0, (along + unit - 1) / unit,
-               std::max<int64_t>(1, 32768 / (unit * std::max<int64_t>(1, across))),
-               [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
-}
-
-constexpr int64_t kPrefetchBytes = 4096;  // padding behind panels in scratch, for prefetching
-
-Panels pack_now(const Matrix& weight, bool transposed, int slot, int64_t m) {
-  const LinearKernels& kernels = kernels_for(weight.type, m);
-  const int64_t bytes = transposed ? kernels.packed_bytes(weight.columns, weight.rows)
-                                   : kernels.packed_bytes(weight.rows, weight.columns);
-  void* place = bytes_of(shared_scratch(slot), bytes + kPrefetchBytes);
-  pack(kernels, weight, transposed, place);
-  return {&kernels, place};
-}
-
-// Elements behind the panels of a packed copy: padding for prefetching, with the layout id in the
-// last two bytes.
-constexpr int64_t kPackedTail = 64;
-
-const uint16_t* layout_of(const Tensor& packed) {
-  const int64_t bytes = packed.numel() * static_cast<int64_t>(packed.element_size());
-  return static_cast<const uint16_t*>(packed.const_data_ptr()) + bytes / 2 - 1;
-}
-
 // A packed copy has the weight's dtype, or bfloat16 for bf16x3 of fp32. The dtype, the size and the
 // layout id determine whether the instruction set in use can read it.
 Panels given_panels(const Matrix& weight, const Tensor& packed) {
@@ -90,12 +113,8 @@ Panels given_panels(const Matrix& weight, const Tensor& packed) {
            current_isa() == Isa::amx)
     kernels = amx::bf16x3_linear_kernels();
 #endif
-  if (kernels == nullptr || !packed.is_cpu() || !packed.is_contiguous()) return {};
-  const int64_t bytes = kernels->packed_bytes(weight.rows, weight.columns);
-  if (packed.numel() != bytes / static_cast<int64_t>(packed.element_size()) + kPackedTail ||
-      *layout_of(packed) != kernels->layout)
-    return {};
-  return {kernels, packed.const_data_ptr()};
+  const void* panels = kernels != nullptr ? panels_in(*kernels, weight, packed) : nullptr;
+  return panels != nullptr ? Panels{kernels, panels} : Panels{};
 }
 
 // Packs a weight for products of `rows` rows.
@@ -103,16 +122,7 @@ Tensor pack_weight(Tensor weight, int64_t rows) {
   if (weight.scalar_type() == ScalarType::Char) return pack_int8_weight(weight);
   checked_float_type("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  const LinearKernels& kernels = kernels_for(element_of(weight), rows);
-  const bool bf16x3 = !is_reduced_float(weight) && !kernels.in_fp32;
-  const int64_t element = bf16x3 ? 2 : static_cast<int64_t>(weight.element_size());
-  const int64_t bytes = kernels.packed_bytes(weight.size(0), weight.size(1));
-  Tensor packed = empty_packed_weight(weight, bytes / element + kPackedTail, bf16x3);
-  char* place = static_cast<char*>(packed.mutable_data_ptr());
-  if (weight.numel() > 0) pack(kernels, weight, false, place);
-  std::memset(place + bytes, 0, static_cast<size_t>(kPackedTail * element));
-  *const_cast<uint16_t*>(layout_of(packed)) = kernels.layout;
-  return packed;
+  return pack_copy(kernels_for(element_of(weight), rows), weight);
 }
 
 // Whether each thread multiplies all rows by some panels at a time.
@@ -231,11 +241,12 @@ void run_panels(const LinearKernels& kernels, LinearArgs args, const Matrix& wei
 
 Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int slot, int64_t m) {
   const Panels panels = packed ? given_panels(weight, *packed) : Panels{};
-  return panels.data != nullptr ? panels : pack_now(weight, false, slot, m);
+  return panels.data != nullptr ? panels
+                                : pack_now(kernels_for(weight.type, m), weight, false, slot);
 }
 
 Panels column_panels_of(const Matrix& weight, int slot, int64_t m) {
-  return pack_now(weight, true, slot, m);
+  return pack_now(kernels_for(weight.type, m), weight, true, slot);
 }
 
 const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor>& packed,
@@ -485,7 +496,7 @@ Tensor linear_impl(const Tensor& input, const Tensor& weight, const std::optiona
   }
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
-  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0};
   const std::optional<Tensor> b = as_contiguous(bias);
   run_linear({element_of(input), x.data, nullptr, data_of(b), r.data, output.mutable_data_ptr(), m,
               k, n, x.stride, r.stride, n, checked_activation(op, activation), preactivation},

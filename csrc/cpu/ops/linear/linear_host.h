@@ -80,6 +80,13 @@ inline int64_t panel_columns() { return TF_DISPATCH(linear_kernels, )->panel; }
 // copy is up to date (Fingerprint).
 Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int slot, int64_t m);
 
+// Packs W (n, k) into shared scratch `slot`; if transposed, W^T, given W (k, n).
+Panels pack_now(const LinearKernels& kernels, const Matrix& weight, bool transposed, int slot);
+
+// A packed copy of a weight; its panels, or nullptr if it has not the kernels' layout.
+Tensor pack_copy(const LinearKernels& kernels, const Tensor& weight);
+const void* panels_in(const LinearKernels& kernels, const Matrix& weight, const Tensor& packed);
+
 // A packed copy of an int8 weight for the kernels of ops/int8_linear; its panels, or nullptr if the
 // instruction set in use has another layout.
 Tensor pack_int8_weight(const Tensor& weight);

@@ -26,10 +26,9 @@ Index row_block(const LinearArgs& args) {
   return block_rows<P>((in_slabs<P>(args.k) ? kSlab : args.k) * P::kBytes);
 }
 
-template <class T>
+template <class T, class P = PackedProduct<T>>
 void pack(const void* weight, Index stride, Index n, Index k, void* packed, Index begin,
           Index end) {
-  using P = PackedProduct<T>;
   auto* panels = static_cast<typename P::Operand*>(packed);
   for (Index p = begin; p < end; ++p) {
     const Index row = p * kPanel;
