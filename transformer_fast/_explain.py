@@ -11,17 +11,10 @@ import torch
 
 from . import fast_path, functional
 from .dispatch import ANNOTATED, OPS, Call, Explanation, explain_call
-from .functional._checked_call import checked_call
-from .functional.layer_norm import add_annotated_layer_norm, annotated_layer_norm
+from .functional._checked_call import FUNCTIONS, checked_call
 
 _LAYERS = ("encoder_layer", "decoder_layer")
 _NAMES = (*OPS, *ANNOTATED, "scaled_dot_product_attention", *_LAYERS)
-#: Functions of the ops that have no public function of the same name.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "attention": functional.scaled_dot_product_attention,
-    "annotated_layer_norm": annotated_layer_norm,
-    "add_annotated_layer_norm": add_annotated_layer_norm,
-}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -63,7 +56,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
-    function = _FUNCTIONS.get(name) or getattr(functional, name)
+    function = FUNCTIONS.get(name) or getattr(functional, name)
     return explain_public(checked_call(function, *args, **kwargs), backend)
 
 

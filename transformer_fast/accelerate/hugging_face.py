@@ -195,10 +195,7 @@ def changes_of_attention(
     """
     found = []
     for name, module in layers.named_modules():
-        known = _ours_for(module)
-        if known is None or not issubclass(
-            known[1], Attention
-        ):  # attention of the registry, or none
+        if not _own_attention(module):  # attention of the registry, or none
             continue
         change = _find_layer(name, module) if is_wanted(name) else "filter_fn excludes it"
         if not isinstance(change, ClassChange):

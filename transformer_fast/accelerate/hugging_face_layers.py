@@ -158,22 +158,6 @@ def activation_name(activation: Any) -> str | None:
     return fusion.activation_name(activation)
 
 
-def _feed_forward(x: Tensor, first: Any, activation: Any, dropout_p: float, second: Any) -> Tensor:
-    name = activation_name(activation)
-    if name is not None and all(fusion.is_unhooked(m, fusion.LINEAR) for m in (first, second)):
-        return run_feed_forward(x, *fusion.affine(first), *fusion.affine(second), name, dropout_p)
-    return second(F.dropout(activation(first(x)), dropout_p))
-
-
-def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tensor:
-    if fusion.is_unhooked(norm, fusion.LAYER_NORM) and x.shape == residual.shape:
-        return functional.add_layer_norm(
-            x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps,
-            dropout_p=dropout_p,
-        )[0]  # fmt: skip
-    return norm(residual + F.dropout(x, dropout_p))
-
-
 class Attention(FusedLayer):
     """Base of attention that is not looked up in the registry of transformers."""
 
@@ -377,11 +361,21 @@ class _PostNorm(FusedLayer):
         return float(getattr(self, name)) if self.training else 0.0
 
     def _residual(self, x: Tensor, residual: Tensor, norm: str) -> Tensor:
-        return _add_norm(x, self._p("dropout"), residual, getattr(self, norm))
+        dropout_p, module = self._p("dropout"), getattr(self, norm)
+        if fusion.is_unhooked(module, fusion.LAYER_NORM) and x.shape == residual.shape:
+            return functional.add_layer_norm(
+                x, residual, module.normalized_shape, module.weight, module.bias, module.eps,
+                dropout_p=dropout_p,
+            )[0]  # fmt: skip
+        return module(residual + F.dropout(x, dropout_p))
 
     def _whole_feed_forward(self, x: Tensor) -> Tensor:
-        p = self._p("activation_dropout")
-        y = _feed_forward(x, self.fc1, self.activation_fn, p, self.fc2)
+        p, name = self._p("activation_dropout"), activation_name(self.activation_fn)
+        linears = self.fc1, self.fc2
+        if name is not None and all(fusion.is_unhooked(m, fusion.LINEAR) for m in linears):
+            y = run_feed_forward(x, *fusion.affine(self.fc1), *fusion.affine(self.fc2), name, p)
+        else:
+            y = self.fc2(F.dropout(self.activation_fn(self.fc1(x)), p))
         return self._residual(y, x, "final_layer_norm")
 
     def _fused(self) -> list[Op]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +237,6 @@ def measure(model: torch.nn.Module, changes: Sequence[Change], inputs: Any, repo
     example = parse_inputs(inputs)
     errors: dict[str, tuple[float, float]] = {}
     found = report.int8 = Int8Report()
-    hooks: list[Any] = []
 
     def compare(change: Any) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -251,18 +251,14 @@ def measure(model: torch.nn.Module, changes: Sequence[Change], inputs: Any, repo
 
         return hook
 
-    try:
-        with evaluating(model):
-            after = forward_only(model, example).outputs
-            with undone(changes):
-                before = forward_only(model, example).outputs
-                for change in changes:
-                    hook = compare(change)
-                    hooks.append(change.module.register_forward_hook(hook, with_kwargs=True))
-                forward_only(model, example)
-    finally:
-        for each in hooks:
-            each.remove()
+    with evaluating(model), ExitStack() as hooks:
+        after = forward_only(model, example).outputs
+        with undone(changes):
+            before = forward_only(model, example).outputs
+            for change in changes:
+                hook = change.module.register_forward_hook(compare(change), with_kwargs=True)
+                hooks.enter_context(hook)
+            forward_only(model, example)
     pairs = [(after[name], x) for name, x in before.items() if x.numel()]
     for new, old in pairs:
         if not new[old.isfinite()].isfinite().all():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,17 +99,12 @@ def set_factors(
         change.module: [_Reader(change, name) for name in change.record.names] for change in changes
     }
     seen: Any = WeakIdKeyDictionary()
-    hooks = [
-        module.register_forward_pre_hook(functools.partial(_read, found, seen), with_kwargs=True)
-        for module, found in readers.items()
-    ]
-    try:
-        with evaluating(model):
-            for each in inputs:
-                forward_only(model, each)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for module, found in readers.items():
+            read = functools.partial(_read, found, seen)
+            hooks.enter_context(module.register_forward_pre_hook(read, with_kwargs=True))
+        for each in inputs:
+            forward_only(model, each)
     groups = {id(one.group): one.group for found in readers.values() for one in found}
     with torch.no_grad():
         for group in groups.values():

@@ -149,13 +149,12 @@ if _native.module is not None:
 
 _NAMED = frozenset(CODES)
 for _kernel in (
-    Kernel(
-        "encoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer,
-        refuses_context=_refuse_autocast,
-    ),
-    Kernel(
-        "decoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer,
-        refuses_context=_refuse_autocast,
+    *(
+        Kernel(
+            op, "cpu", layers, activations=_NAMED, refuses=_refuse_layer,
+            refuses_context=_refuse_autocast,
+        )
+        for op in ("encoder_layer", "decoder_layer")
     ),
     Kernel(
         "decode_step", "cpu", DecodeStack, activations=_NAMED - {None}, refuses=_refuse_layer,

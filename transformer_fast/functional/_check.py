@@ -239,11 +239,6 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         _raise_like_torch(query, key, value, False, wrong)
 
 
-def check_flags(is_causal: bool, enable_gqa: bool) -> None:
-    require_bool(NAME, "is_causal", is_causal)
-    require_bool(NAME, "enable_gqa", enable_gqa)
-
-
 def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Checks the sizes of query (B, H, T, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv)."""
     q, k, v = query.shape, key.shape, value.shape

@@ -28,10 +28,8 @@ from .layer_norm import (
     add_rms_norm,
     annotated_layer_norm,
     check_add_layer_norm,
-    check_add_rms_norm,
     check_annotated_layer_norm,
     check_layer_norm,
-    check_rms_norm,
     layer_norm,
     rms_norm,
 )
@@ -42,8 +40,8 @@ _OF_RECORD: dict[Callable[..., Any], tuple[str, Callable[..., Call]]] = {
     scaled_dot_product_attention: ("attention", check_attention),
     layer_norm: ("layer_norm", check_layer_norm),
     add_layer_norm: ("add_layer_norm", check_add_layer_norm),
-    rms_norm: ("rms_norm", check_rms_norm),
-    add_rms_norm: ("add_rms_norm", check_add_rms_norm),
+    rms_norm: ("rms_norm", check_layer_norm),
+    add_rms_norm: ("add_rms_norm", check_add_layer_norm),
     annotated_layer_norm: ("annotated_layer_norm", check_annotated_layer_norm),
     add_annotated_layer_norm: ("add_annotated_layer_norm", check_annotated_layer_norm),
     linear: ("linear", check_linear),
@@ -51,6 +49,8 @@ _OF_RECORD: dict[Callable[..., Any], tuple[str, Callable[..., Call]]] = {
     int8_linear: ("int8_linear", check_int8_linear),
     int8_feed_forward: ("int8_feed_forward", check_int8_feed_forward),
 }
+#: Op -> its function. Some have no public name.
+FUNCTIONS = {op: function for function, (op, _) in _OF_RECORD.items()}
 #: Functions whose arguments differ from those of the op -> their check.
 _OF_ARGUMENTS: dict[Callable[..., Any], Callable[..., Call]] = {
     cross_entropy: check_cross_entropy,

@@ -21,7 +21,6 @@ from ._check import (
     NAME,
     are_tensors,
     autocast,
-    check_flags,
     check_lengths,
     check_mask_dtype,
     check_qkv,
@@ -31,6 +30,7 @@ from ._check import (
     fold,
     is_folded,
     mask_to_four,
+    require_bool,
     require_float,
     require_same_device,
     require_tensor,
@@ -100,7 +100,8 @@ def _check(
         require_tensor(NAME, "key_lengths", None, key_lengths, optional=True)
         require_tensor(NAME, "query_lengths", None, query_lengths, optional=True)
     p = require_float(NAME, "dropout_p", dropout_p)
-    check_flags(is_causal, enable_gqa)
+    require_bool(NAME, "is_causal", is_causal)
+    require_bool(NAME, "enable_gqa", enable_gqa)
     if scale is not None:
         scale = require_float(NAME, "scale", scale)
     if softcap is not None:

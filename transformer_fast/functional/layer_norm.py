@@ -127,34 +127,21 @@ def _check_sum(given: Any, backend: str | None) -> tuple[Tensor, Tensor, float]:
     return input, residual, require_probability(op, "dropout_p", given.dropout_p)
 
 
-def check_layer_norm(given: LayerNormArguments, backend: str | None = None) -> Call:
+def check_layer_norm(given: Any, backend: str | None = None) -> Call:
     sizes, eps = _check_norm(given, 2)
     if sizes is not given.normalized_shape or eps is not given.eps:
         given = given._replace(normalized_shape=sizes, eps=eps)
-    return make_call(given, wants_grad(given.input, given.weight, given.bias))
+    return make_call(given, wants_grad(*given.tensors()))
 
 
-def check_add_layer_norm(given: AddLayerNormArguments, backend: str | None = None) -> Call:
+def check_add_layer_norm(given: Any, backend: str | None = None) -> Call:
     sizes, eps = _check_norm(given, 3)
-    require_tensor("add_layer_norm", "residual", 2, given.residual)
+    require_tensor(given.op, "residual", 2, given.residual)
     input, residual, p = _check_sum(given, backend)
-    arguments = AddLayerNormArguments(input, residual, sizes, given.weight, given.bias, eps, p)
-    return make_call(arguments, wants_grad(*given.tensors()))
-
-
-def check_rms_norm(given: RMSNormArguments, backend: str | None = None) -> Call:
-    sizes, eps = _check_norm(given, 2)
-    if sizes is not given.normalized_shape or eps is not given.eps:
-        given = RMSNormArguments(given.input, sizes, given.weight, eps)
-    return make_call(given, wants_grad(given.input, given.weight))
-
-
-def check_add_rms_norm(given: AddRMSNormArguments, backend: str | None = None) -> Call:
-    sizes, eps = _check_norm(given, 3)
-    require_tensor("add_rms_norm", "residual", 2, given.residual)
-    input, residual, p = _check_sum(given, backend)
-    arguments = AddRMSNormArguments(input, residual, sizes, given.weight, eps, p)
-    return make_call(arguments, wants_grad(*given.tensors()))
+    given = given._replace(
+        input=input, residual=residual, normalized_shape=sizes, eps=eps, dropout_p=p
+    )
+    return make_call(given, wants_grad(*given.tensors()))
 
 
 def check_annotated_layer_norm(given: Any, backend: str | None = None) -> Call:
@@ -293,7 +280,7 @@ def rms_norm(
     if defers_to_torch("rms_norm", backend, *tensors, also=is_complex):
         return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
     arguments = RMSNormArguments(input, normalized_shape, weight, eps)
-    return run(check_rms_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
+    return run(check_layer_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -334,7 +321,7 @@ def add_rms_norm(
         total = residual + F.dropout(input, dropout_p)
         return F.rms_norm(total, list(shape), weight, eps), total
     arguments = AddRMSNormArguments(input, residual, normalized_shape, weight, eps, dropout_p)
-    return run(check_add_rms_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
+    return run(check_add_layer_norm(arguments, backend), backend, insert)  # type: ignore[no-any-return]
 
 
 def annotated_layer_norm(

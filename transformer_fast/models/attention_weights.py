@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -91,20 +91,17 @@ def attention_weights(
         chosen |= fitting
     found: dict[str, Tensor] = {}
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for name, module in chosen.items():
             if read is not None:
                 keep = partial(_keep, found, name, read)
-                handles.append(module.register_forward_hook(keep))
+                hooks.enter_context(module.register_forward_hook(keep))
                 continue
             recorder = _Recorder(name, found)
-            handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
-            handles.append(module.register_forward_hook(recorder.after))
+            before = module.register_forward_pre_hook(recorder.before, with_kwargs=True)
+            hooks.enter_context(before)
+            hooks.enter_context(module.register_forward_hook(recorder.after))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
