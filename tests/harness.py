@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -343,6 +344,20 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
         thread.join()
 
 
+def spied(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Any, into: Any = None) -> Any:
+    """Returns a list that gets ``note(result, *args, **kwargs)`` of each ended call of ``owner.name``."""
+    found = [] if into is None else into
+    right = getattr(owner, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        found.append(note(result, *args, **kwargs))
+        return result
+
+    patch.setattr(owner, name, spy)
+    return found
+
+
 class Watch(TorchDispatchMode):
     """Dispatch mode that passes each operator within the block to `see`."""
 
@@ -379,6 +394,18 @@ class Operators(Watch):
     @property
     def casts(self) -> int:
         return self.seen.count(torch.ops.aten._to_copy.default)
+
+
+class Functions(TorchFunctionMode):
+    """Records the names of the functions of PyTorch that are called within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(Watch):

@@ -105,9 +105,11 @@ def _modules() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
 MODELS = {**_modules(), "text model": lambda: (TextModel(dropout=0.0), tokens(), {})}
 
 
-def compiled(model: Any, **kwargs: Any) -> tuple[Any, list[GraphReport]]:
+def compiled(
+    model: Any, quantize: str | None = None, **kwargs: Any
+) -> tuple[Any, list[GraphReport]]:
     reports: list[GraphReport] = []
-    options = {"report": reports.append}
+    options = {"report": reports.append, "quantize": quantize}
     return torch.compile(model, backend=compile_backend, options=options, **kwargs), reports
 
 

@@ -27,7 +27,7 @@ from accelerate_checks import (
     form,
     tokens,
 )
-from harness import python
+from harness import python, spied
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -234,25 +234,11 @@ def test_accelerated_restores_after_the_block() -> None:
     assert type(model.norm) is nn.LayerNorm  # replaced before the block
 
 
-class Counter:
-    """Counts the calls of the attention op from the modules."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        right = multihead_attention.attend
-
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return right(*args, **kwargs)
-
-        monkeypatch.setattr(multihead_attention, "attend", attend)
-
-
 def test_replaced_layers_call_our_attention_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference PyTorch's layers never call their attention, so the layers have to be replaced
     too.
     """
-    counter = Counter(monkeypatch)
+    calls = spied(monkeypatch, multihead_attention, "attend", lambda *args, **_: args)
     x = torch.randn(2, 5, M)
     with torch.no_grad(), transformer_fast.use_backend("reference"):
         layer = encoder_layer().eval()
@@ -260,10 +246,10 @@ def test_replaced_layers_call_our_attention_in_inference(monkeypatch: pytest.Mon
         report = accelerate(layer, filter_fn=lambda module, name: name == "self_attn")
         assert "does not call self_attn" in str(report)
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
-        assert counter.calls == 0
+        assert not calls
         accelerate(layer)
         torch.testing.assert_close(layer(x), expected)
-        assert counter.calls == 1
+        assert len(calls) == 1
 
 
 def test_the_report_names_classes_and_backends() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import spied
 from module_checks import assert_same_numbers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -640,14 +641,7 @@ def test_residual_connections_with_a_norm_are_one_op(
     theirs = Output(first)
     ours = copy.deepcopy(theirs)
     assert accelerate(ours)[""].now.endswith("mlp.ResidualNorm")
-    found: list[float] = []
-    fused = functional.add_layer_norm
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        found.append(kwargs["dropout_p"])
-        return fused(*args, **kwargs)
-
-    monkeypatch.setattr(functional, "add_layer_norm", noted)
+    found = spied(monkeypatch, functional, "add_layer_norm", lambda *_, dropout_p, **__: dropout_p)
     given = torch.randn(2, 3, H, requires_grad=True), torch.randn(2, 3, M, requires_grad=True)
     given = given[::-1] if first else given
     assert_same_numbers(ours, theirs, given, {}, grad=True)
@@ -667,14 +661,7 @@ def test_a_linear_map_and_its_activation_are_one_op(monkeypatch: pytest.MonkeyPa
     theirs = nn.Sequential(nn.Linear(M, H), nn.GELU(), nn.Dropout(0.0))
     ours = copy.deepcopy(theirs)
     assert accelerate(ours)[""].now == FEED_FORWARD
-    found: list[Any] = []
-    linear = functional.linear
-
-    def noted(*args: Any, **kwargs: Any) -> Tensor:
-        found.append(kwargs.get("activation"))
-        return linear(*args, **kwargs)
-
-    monkeypatch.setattr(functional, "linear", noted)
+    found = spied(monkeypatch, functional, "linear", lambda *_, activation=None, **__: activation)
     assert_same_numbers(ours, theirs, (_x().requires_grad_(),), {}, grad=True)
     assert found == ["gelu"]
     assert not any(

@@ -342,19 +342,20 @@ def test_autocast_runs_the_ops() -> None:
     assert reports[0].stacks == []
 
 
-def test_int8() -> None:
-    model, x = nn.Sequential(Joined("chunk"), Joined("split")).eval(), torch.randn(B, 40, M)
-    reports: list[Any] = []
-    ours = torch.compile(
-        model, backend="transformer_fast", options={"quantize": "int8", "report": reports.append}
-    )
+def check_int8(model: nn.Module, x: Tensor, ops: int, calls: int) -> list[int]:
+    """Asserts what runs in 8 bits, and the error; returns the sub-layers of each call."""
+    ours, reports = compiled(model, quantize="int8")
     with torch.no_grad(), record() as found:
         y, expected = ours(x), model(x)
-    assert reports[0].stacks == [4]
-    assert sum(n for op, n in reports[0].counts.items() if op.startswith("int8_")) == 6
-    assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == 4
-    error = (y - expected).norm() / expected.norm()
-    assert 1e-4 < error < 0.03  # it is quantised
+    assert sum(n for op, n in reports[0].counts.items() if op.startswith("int8_")) == ops
+    assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == calls
+    assert 1e-4 < (y - expected).norm() / expected.norm() < 0.03  # it is quantised
+    return reports[0].stacks
+
+
+def test_int8() -> None:
+    model = nn.Sequential(Joined("chunk"), Joined("split")).eval()
+    assert check_int8(model, torch.randn(B, 40, M), ops=6, calls=4) == [4]
 
 
 class Product(nn.Module):
@@ -375,14 +376,7 @@ def test_int8_of_weights_that_are_views() -> None:
     model.one, model.two = Product(M, 2 * M), Product(2 * M, M)  # type: ignore[assignment]
     model, x = model.eval(), torch.randn(B, 40, M)
     assert check(model, torch.randn(B, T, M), stacks=[2]) == 2
-    reports: list[Any] = []
-    options = {"quantize": "int8", "report": reports.append}
-    ours = torch.compile(model, backend="transformer_fast", options=options)
-    with torch.no_grad(), record() as found:
-        y, expected = ours(x), model(x)
-    assert sum(n for op, n in reports[0].counts.items() if op.startswith("int8_")) == 3
-    assert sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer")) == 2
-    assert 1e-4 < (y - expected).norm() / expected.norm() < 0.03
+    check_int8(model, x, ops=3, calls=2)
 
 
 def test_compilers_get_the_nodes_of_branches() -> None:

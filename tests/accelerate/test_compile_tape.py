@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hand_written import B, M, T, Translator, sentences
+from harness import Functions, Operators, in_threads, spied
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import _native, batch_invariant, compile_backend, use_backend
 from transformer_fast.compile import backend, tape
@@ -53,15 +51,7 @@ def capture(model: Any, *args: Any, **options: Any) -> Captured:
 @pytest.fixture
 def declined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns the names of the native instructions that ran in Python."""
-    found: list[str] = []
-    call = tape._Function.__call__
-
-    def spy(function: Any, *values: Any) -> Any:
-        found.append(function.parts[1][0].name)
-        return call(function, *values)
-
-    monkeypatch.setattr(tape._Function, "__call__", spy)
-    return found
+    return spied(monkeypatch, tape._Function, "__call__", lambda y, own, *_: own.parts[1][0].name)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -180,27 +170,7 @@ def test_rows_without_visible_keys_run_in_python(declined: list[str]) -> None:
         assert_same(native(*inputs), forward(*inputs))
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [Counting, Functions])
+@pytest.mark.parametrize("mode", [Operators, Functions])
 def test_modes_see_all_calls(mode: Any) -> None:
     with torch.no_grad():
         native, forward, inputs = capture(translator().eval(), *sentences())
@@ -211,8 +181,8 @@ def test_modes_see_all_calls(mode: Any) -> None:
         with mode() as expected:
             other = forward(*inputs)
     assert_same(one, other)
-    assert found.calls == expected.calls
-    assert found.calls
+    assert found.seen == expected.seen
+    assert found.seen
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -335,15 +305,11 @@ def test_threads() -> None:
         (expected,) = forward(*inputs)
     found: list[bool] = []
 
-    def run() -> None:
+    def run(number: int) -> None:
         with torch.no_grad():
             found.extend(torch.equal(native(*inputs)[0], expected) for _ in range(50))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    in_threads(run, 4)
     assert found == [True] * 200
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import kernel_of
+from harness import kernel_of, spied
 from module_checks import cast, check_budget, run
 from torch import Tensor
 from torch.nn import attention as registry
@@ -43,14 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """Enables our kernels, and records every call that they accept."""
     if _native.why_not is not None:
         pytest.skip(str(_native.why_not))
-    found: list[tuple[Any, ...]] = []
-    right = _sdpa.attend
-
-    def attend(*args: Any) -> Any:
-        found.append(args)
-        return right(*args)
-
-    monkeypatch.setattr(_sdpa, "attend", attend)
+    found = spied(monkeypatch, _sdpa, "attend", lambda result, *args: args)
     enable_sdpa()
     yield found
     disable_sdpa()
@@ -298,9 +291,7 @@ def test_a_named_backend_takes_precedence_over_the_dispatcher(
     waiting = dataclasses.replace(kernel, proven=frozenset())
     kernels = tuple(waiting if one is kernel else one for one in dispatch.kernels("attention"))
     monkeypatch.setitem(dispatch.registry.kernels, "attention", kernels)
-    found: list[Any] = []
-    right = _sdpa.attend
-    monkeypatch.setattr(_sdpa, "attend", lambda *args: found.append(args) or right(*args))
+    found = spied(monkeypatch, _sdpa, "attend", lambda result, *args: args)
     for named, count in ((None, 0), ("cpu", 1)):
         enable_sdpa(backend=named)
         try:

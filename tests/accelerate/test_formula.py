@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, ISAS_AND_INT8, in_use
+from harness import ISAS, ISAS_AND_INT8, in_use, spied
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -458,14 +458,8 @@ def test_modules_under_two_names_keep_their_weights() -> None:
 
 
 def test_a_trial_judges_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials: list[Any] = []
-    judge, layer_of = formula.judge, formula.layer_of
-
-    def counted(*given: Any, **inputs: Any) -> None:
-        trials.append(given)
-        judge(*given, **inputs)
-
-    monkeypatch.setattr(formula, "judge", counted)
+    trials = spied(monkeypatch, formula, "judge", lambda *given, **inputs: given)
+    layer_of = formula.layer_of
     assert ONE_CALL in stack_of(accelerate(build("BertModel"))).reason
     assert len(trials) == 1  # one for three layers that differ only in weights
 

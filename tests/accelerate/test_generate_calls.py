@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Functions
 from test_generation_steps import DECODERS, build, sources, tokens_of
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList, logits_process
 from transformers.generation.streamers import BaseStreamer
 
@@ -233,18 +233,6 @@ def test_equal_scores_are_taken_as_by_transformers(
     assert torch.equal(found, tokens_of(model, 4, "llama", **given))
 
 
-class Searches(TorchFunctionMode):
-    """Counts the searches of a vocabulary."""
-
-    count = 0
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += function is torch.isin
-        return function(*args, **(kwargs or {}))
-
-
 def test_processors_search_the_vocabulary_once() -> None:
     theirs = [
         logits_process.SuppressTokensLogitsProcessor([3, 4, 400]),
@@ -265,11 +253,11 @@ def test_processors_search_the_vocabulary_once() -> None:
         (tokens,) = (value for value in vars(one).values() if isinstance(value, Tensor))
         tokens.data += 1
         assert torch.equal(ours(ids, scores), one(ids, scores))
-        with Searches() as searches:
+        with Functions() as called:
             one(ids, scores)
-            assert searches.count == 1
+            assert called.seen.count("isin") == 1
             ours(ids, scores[:, :70]), ours(ids, scores[:, :70])
-            assert searches.count == 2
+            assert called.seen.count("isin") == 2
     assert generate_calls._searching_once(generate_calls) is generate_calls
 
 

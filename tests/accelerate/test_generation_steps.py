@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import spied
 from module_checks import check_budget
 from torch import Tensor
 
@@ -116,16 +117,7 @@ def sources(batch: int = 3, name: str = "marian") -> dict[str, Tensor]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the number of sequences in each step that ran as one call."""
-    found: list[int] = []
-    call = native.Chain.__call__
-
-    def counted(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = call(self, x, *args, **kwargs)
-        found.append(len(x))
-        return y
-
-    monkeypatch.setattr(native.Chain, "__call__", counted)
-    return found
+    return spied(monkeypatch, native.Chain, "__call__", lambda y, chain, x, *_, **__: len(x))
 
 
 @pytest.fixture
@@ -255,22 +247,8 @@ def test_tokens_are_those_of_transformers(name: str, batch: int, steps: list[int
 def test_beams_share_the_keys_of_their_source(
     marian: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
-    init = native._Memory.__init__
-
-    def noted(self: Any, *args: Any) -> None:
-        init(self, *args)
-        made.append(self.beams)
-
-    monkeypatch.setattr(native._Memory, "__init__", noted)
-    allocated: list[int] = []
-    allocate = native._Past._allocate
-
-    def counted(self: Any, *args: Any) -> None:
-        allocate(self, *args)
-        allocated.append(self.length)
-
-    monkeypatch.setattr(native._Past, "_allocate", counted)
+    made = spied(monkeypatch, native._Memory, "__init__", lambda _, memory, *args: memory.beams)
+    allocated = spied(monkeypatch, native._Past, "_allocate", lambda _, past, *args: past.length)
     tokens_of(marian, num_beams=4)
     assert steps[:1] == [12]
     assert made == [4]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate_checks import check_without_this_library, form
+from harness import spied
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -183,15 +184,7 @@ def _same(ours: torch.nn.Module, theirs: torch.nn.Module, inputs: dict[str, Tens
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Returns, for each call of our attention, whether it had a mask."""
-    found: list[bool] = []
-    ours = hugging_face_layers.attention
-
-    def counted(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *a: Any, **k_: Any) -> Any:
-        found.append(mask is not None)
-        return ours(module, q, k, v, mask, *a, **k_)
-
-    monkeypatch.setattr(hugging_face, "attention", counted)
-    return found
+    return spied(monkeypatch, hugging_face, "attention", lambda y, *args, **_: args[4] is not None)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate_checks import form
+from harness import spied
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -229,14 +230,9 @@ WITH_A_TABLE = {
 def test_each_sequence_has_its_part_of_bias_or_window(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[tuple[int, ...]] = []
-    attend = packing.attend
-
-    def counted(given: Any) -> Any:
-        sizes.append((*given.query.shape[:3], *given.attn_mask.shape))
-        return attend(given)
-
-    monkeypatch.setattr(packing, "attend", counted)
+    sizes = spied(
+        monkeypatch, packing, "attend", lambda _, x: (*x.query.shape[:3], *x.attn_mask.shape)
+    )
     # The kernel for layers requires whole panels of gates, and 48 is no multiple of 32.
     theirs = Real(build(name, **({"intermediate_size": 48} if "Modern" in name else {})))
     ours = copy.deepcopy(theirs)

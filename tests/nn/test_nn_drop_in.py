@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Functions
 from module_cases import CASES
 from module_checks import OURS, error_of, to_ours
-from torch.overrides import TorchFunctionMode
 
 import transformer_fast
 from transformer_fast import functional, nn
@@ -463,20 +463,6 @@ def test_forward_replaced_on_a_torch_nn_class_runs(
             assert "replaced" in str(transformer_fast.explain(layer, torch.randn(2, 5, 32)))
 
 
-class Seen(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = function.__name__
-        if name not in ("__get__", "dim", "size"):
-            self.names.append(name)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("rows", [1, 300])
 def test_a_function_mode_sees_the_functions_that_torch_calls(rows: int) -> None:
     for (ours, inputs), (theirs, _) in zip(
@@ -485,7 +471,7 @@ def test_a_function_mode_sees_the_functions_that_torch_calls(rows: int) -> None:
         for training in (True, False):
             found = []
             for model in (ours, theirs):
-                with Seen() as seen:
+                with Functions() as mode:
                     model.train(training)(*(torch.cat([x] * rows) for x in inputs))
-                found.append(seen.names)
+                found.append([x for x in mode.seen if x not in ("__get__", "dim", "size")])
             assert found[0] == found[1], type(theirs)

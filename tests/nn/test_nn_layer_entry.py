@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import same_bits
+from harness import same_bits, spied
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,16 +28,7 @@ B, T, M, H, F = 3, 7, 32, 4, 48
 @pytest.fixture(autouse=True)
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of the entry, whether it ran the layer."""
-    seen: list[bool] = []
-    enter = fused_layers._enter
-
-    def spy(*given: Any) -> Any:
-        found = enter(*given)
-        seen.append(found is not None)
-        return found
-
-    monkeypatch.setattr(fused_layers, "_enter", spy)
-    return seen
+    return spied(monkeypatch, fused_layers, "_enter", lambda y, *given: y is not None)
 
 
 def make(crossed: bool, p: float = 0.0, **options: Any) -> Any:

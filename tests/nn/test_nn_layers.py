@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
+from harness import spied
 from module_checks import OURS, assert_close, assert_same_numbers, fast_path, to_ours
 from torch import Tensor
 
@@ -77,12 +78,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     These kernels run the network alone, or together with its norm and residual sum.
     """
-    calls: list[Any] = []
-    right = functional.feed_forward
-
-    def feed_forward(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(kwargs["activation"])
-        return right(*args, **kwargs)
+    calls = spied(monkeypatch, functional, "feed_forward", lambda *_, activation, **__: activation)
 
     def watch(kernel: dispatch.Kernel) -> dispatch.Kernel:
         def run(stack: LayerStack, *args: Any) -> Tensor:
@@ -91,7 +87,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         return replace(kernel, function=run)
 
-    monkeypatch.setattr(functional, "feed_forward", feed_forward)
     kernels = [*dispatch.kernels("encoder_layer"), *dispatch.kernels("decoder_layer")]
     for kernel in kernels:
         dispatch.register(watch(kernel))
@@ -499,20 +494,10 @@ def test_padded_positions_equal_pytorchs(training, fast, nested, late):
 def probabilities(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """Records each op that applies dropout, and its probability, in order."""
     calls: list[tuple[str, float]] = []
-
-    def spy(module: Any, name: str) -> None:
-        right = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = args[0].dropout_p if name == "attend" else kwargs["dropout_p"]
-            calls.append((name, given))
-            return right(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    spy(functional, "feed_forward")
-    spy(functional, "add_layer_norm")
-    spy(multihead_attention, "attend")
+    spy = functools.partial(spied, monkeypatch, into=calls)
+    spy(functional, "feed_forward", lambda *_, dropout_p, **__: ("feed_forward", dropout_p))
+    spy(functional, "add_layer_norm", lambda *_, dropout_p, **__: ("add_layer_norm", dropout_p))
+    spy(multihead_attention, "attend", lambda _, given: ("attend", given.dropout_p))
     return calls
 
 
