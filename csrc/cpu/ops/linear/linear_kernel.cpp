@@ -1,5 +1,7 @@
 // Linear layer with epilogue; for few rows it reads the weight unpacked.
+#include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/gemm/unpacked.h"
 #include "cpu/ops/linear/linear_product.h"
@@ -7,8 +9,10 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Rows of x per register tile.
-constexpr Index kDirectRows = 4;
+// Rows of x in a register tile with kColumns rows of W. Accumulators take at most half of the
+// registers.
+template <int kColumns>
+constexpr int kDirectRows = std::min(4, TF_VECTOR_REGISTERS / 2 / kColumns);
 
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
 template <class T, int kRows, int kColumns>
@@ -40,20 +44,13 @@ void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
 template <class T, int kColumns>
 void direct_columns(const LinearArgs& args, const T* w, float* sums) {
   const auto* x = static_cast<const T*>(args.x);
-  for (Index i = 0; i < args.m; i += kDirectRows, x += kDirectRows * args.x_stride) {
-    switch (min(args.m - i, kDirectRows)) {
-      case 1:
-        dot_products<T, 1, kColumns>(args, x, w, sums + i * kPanel);
-        break;
-      case 2:
-        dot_products<T, 2, kColumns>(args, x, w, sums + i * kPanel);
-        break;
-      case 3:
-        dot_products<T, 3, kColumns>(args, x, w, sums + i * kPanel);
-        break;
-      default:
-        dot_products<T, 4, kColumns>(args, x, w, sums + i * kPanel);
-    }
+  constexpr int kRows = kDirectRows<kColumns>;
+  for (Index i = 0; i < args.m; i += kRows, x += kRows * args.x_stride, sums += kRows * kPanel) {
+    const Index rows = min(args.m - i, kRows);
+    [&]<int... kBefore>(std::integer_sequence<int, kBefore...>) {
+      ((rows == kBefore + 1 ? dot_products<T, kBefore + 1, kColumns>(args, x, w, sums) : void()),
+       ...);
+    }(std::make_integer_sequence<int, kRows>());
   }
 }
 
@@ -84,14 +81,17 @@ void direct_panels(const LinearArgs& args, Index begin, Index end) {
   }
 }
 
-// Accumulators: at most half of the registers.
+// Few rows of x leave little to compute: reading W takes the time. The registers then have room for
+// more rows of W, which are prefetched together.
 template <class T>
 void direct(const LinearArgs& args, Index column_begin, Index column_end) {
   const Index begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
-  if constexpr (TF_VECTOR_REGISTERS < 32) return direct_panels<T, 2>(args, begin, end);
-  // One or two rows of x leave little to compute: reading W takes the time. Their registers have
-  // room for more prefetches in flight.
-  (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
+  // Not with SSE2, whose conversions take much code.
+  if constexpr (TF_VECTOR_REGISTERS >= 32 || kLanes > 4) {
+    if (args.m <= kDirectRows<8>) return direct_panels<T, 8>(args, begin, end);
+    if (args.m <= kDirectRows<4>) return direct_panels<T, 4>(args, begin, end);
+  }
+  direct_panels<T, TF_VECTOR_REGISTERS >= 32 ? 4 : 2>(args, begin, end);
 }
 
 // Maximum of rows for which panels are packed for one product. In low precision each thread packs
