@@ -317,6 +317,21 @@ def test_packed_copies_give_the_same_bits(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_large_weights_give_the_same_bits_beside_small_ones(
+    isa: str, dtype: torch.dtype, nothing_packed: Callable[[bool], None]
+) -> None:
+    """Rows for which the small weights of a layer have packed copies, and the large ones need none."""
+    calls = Calls(dtype, 64, 2**17)
+    for rows in (3, 6, 11):
+        x = calls.rows(rows)
+        nothing_packed(True)
+        alone = calls.of_rows["encoder layer"](x)
+        nothing_packed(False)
+        assert torch.equal(calls.of_rows["encoder layer"](x), alone), rows
+
+
+@torch.no_grad()
 def test_cached_memory_gives_the_same_bits(calls: Calls) -> None:
     x = calls.rows(4096)
     before = {name: call(x) for name, call in calls.of_rows.items()}

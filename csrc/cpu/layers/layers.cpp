@@ -81,7 +81,7 @@ class PackedLinear {
     if (linear.scale)
       panels_ = {TF_DISPATCH(int8_linear_kernels, type, x_type, y_type),
                  linear.packed->const_data_ptr()};
-    else if (!is_direct(weight, linear.packed, m))
+    else if (!is_direct(weight, m))
       panels_ = panels_of(weight, linear.packed, slot, m);
   }
 

@@ -190,8 +190,8 @@ LinearPlan choose_linear(const LinearArgs& args, const LinearKernels& kernels) {
 LinearPlan choose_linear(const LinearArgs& args, const Matrix& weight,
                          const std::optional<Tensor>& packed) {
   const LinearKernels& kernels = kernels_for(args.type, args.m);
+  if (is_direct(weight, args.m)) return {LinearPlan::direct, &kernels};
   if (packed) return {.strategy = LinearPlan::parts, .kernels = &kernels, .part = args.n};
-  if (is_direct(weight, packed, args.m)) return {LinearPlan::direct, &kernels};
   if (weight.is_adjacent && args.k > 0 && args.n >= TF_DISPATCH(small_m_columns, ) &&
       reads_strips(args.type, args.m))
     return {LinearPlan::strips, &kernels};
@@ -255,8 +255,8 @@ const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor
   return panels.kernels != nullptr ? panels.kernels : &kernels_for(weight.type, m);
 }
 
-bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
+bool is_direct(const Matrix& weight, int64_t m) {
+  return m <= direct_rows(weight.type, weight.numel()) && weight.is_adjacent;
 }
 
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row) {

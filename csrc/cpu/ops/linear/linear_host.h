@@ -83,8 +83,8 @@ Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int 
 // Packs W (n, k) into shared scratch `slot`; if transposed, W^T, given W (k, n).
 Panels pack_now(const LinearKernels& kernels, const Matrix& weight, bool transposed, int slot);
 
-// A packed copy of a weight; its panels, or nullptr if it has not the kernels' layout.
 Tensor pack_copy(const LinearKernels& kernels, const Tensor& weight);
+// The panels of a packed copy, or nullptr if its layout is not that of the kernels.
 const void* panels_in(const LinearKernels& kernels, const Matrix& weight, const Tensor& packed);
 
 // A packed copy of an int8 weight for the kernels of ops/int8_linear; its panels, or nullptr if the
@@ -103,9 +103,9 @@ Panels column_panels_of(const Matrix& weight, int slot, int64_t m);
 const LinearKernels* kernels_of(const Matrix& weight, const std::optional<Tensor>& packed,
                                 int64_t m);
 
-// Whether a product of m rows reads the unpacked weight, because packing it would take longer. No
-// packed copy is cached for so few rows, so results do not depend on one.
-bool is_direct(const Matrix& weight, const std::optional<Tensor>& packed, int64_t m);
+// Whether a product of m rows reads the unpacked weight, because packing it would take longer. It
+// does so beside a packed copy, too: results do not depend on one.
+bool is_direct(const Matrix& weight, int64_t m);
 
 // Uses the rows of unpacked W from `row` on.
 void run_direct_linear(LinearArgs args, const Matrix& weight, int64_t row);
