@@ -122,6 +122,28 @@ def test_results_do_not_depend_on_threads(name: str) -> None:
     check_threads(lambda: (*as_results(case()), *case.gradients()))
 
 
+@pytest.mark.parametrize("op", ["linear", "layer_norm", "rms_norm", "feed_forward", "attention"])
+def test_errors_stay_within_the_budget(op: str) -> None:
+    case = CASES[op]()
+    run = case.function
+    given = {
+        "linear": (*case.arguments, None, None),
+        "layer_norm": (*case.arguments, 1e-5),
+        "rms_norm": (*case.arguments, 1e-5),
+        "feed_forward": (*case.arguments, "relu", 0.0, None),
+        "attention": (*case.arguments, None, False, None, 0.0, None, False, False, None),
+    }[op]
+
+    def called(*tensors: Any) -> Any:
+        if op == "attention":
+            return run(*tensors[:4]), None
+        return run(*tensors[: 4 if op == "rms_norm" else 5 if op != "linear" else 3])
+
+    with torch.no_grad():
+        parity.check(op, called(*given), given)
+    parity.check_gradients(op, called, given)
+
+
 @cases
 def test_second_derivatives_are_the_references(name: str) -> None:
     case = CASES[name]()

@@ -194,7 +194,7 @@ def test_intrinsics_stand_in_simd_and_gemm() -> None:
 
 #: The most lines of source in each part. A change that raises one gives the reason in its commit; one
 #: that removes code lowers it. The aims are 35,000, 18,500, 35,000 and 4,500.
-LINES = {"transformer_fast": 41664, "csrc": 21475, "tests": 38363, "benchmarks": 4651}
+LINES = {"transformer_fast": 41664, "csrc": 21476, "tests": 38385, "benchmarks": 4651}
 
 
 @pytest.mark.parametrize("part", LINES)

@@ -83,6 +83,7 @@ Panels panels_of(const Matrix& weight, const std::optional<Tensor>& packed, int 
 // Packs W (n, k) into shared scratch `slot`; if transposed, W^T, given W (k, n).
 Panels pack_now(const LinearKernels& kernels, const Matrix& weight, bool transposed, int slot);
 
+// A packed copy that the caller keeps.
 Tensor pack_copy(const LinearKernels& kernels, const Tensor& weight);
 // The panels of a packed copy, or nullptr if its layout is not that of the kernels.
 const void* panels_in(const LinearKernels& kernels, const Matrix& weight, const Tensor& packed);
